@@ -24,8 +24,7 @@ import torch
 from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
-from hvd_ckpt.reduction.agreement import allgather_objects, flag_of
-from hvd_ckpt.reduction.late import raise_first
+from hvd_ckpt.reduction.agreement import allgather_objects, flag_of, raise_gathered
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
@@ -310,7 +309,7 @@ class ShardReducer(OwningReducer):
         flags, values = self._exchange_flags(unsteady)
         self.noticed, self.notice = flags.notice > 0, False
         if flags.failed:
-            raise_first(allgather_objects(self._mismatch, self.process_set, "recomputation"))
+            raise_gathered(allgather_objects(self._mismatch, self.process_set, "recomputation"))
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.states, flags.by_hand)
         if flags.anew != -flags.not_anew:

@@ -25,6 +25,7 @@ from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.written import WrittenWeights, data_was_written, forget_data, watched_class
 from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages
+from hvd_ckpt.utils.waits import waiting_for
 
 
 class _State(enum.Enum):
@@ -202,17 +203,19 @@ class UnitParameters:
         """Begins to gather, with ``exactly`` what the shards hold, whatever the format. Collective."""
         assert self._state is _State.SHARDED
         self._state = _State.UNSHARDING
-        awaited = self._awaited  # noqa: F841 (is read from the stack where another rank has gone before this one begins)
-        for flat in self._flats:
-            flat.allocate()
-            exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
-            if not exactly and flat.source is not shard:  # what was gathered, rounded if the format does so
-                assert exchange.within is not None
-                exchange, shard, format = exchange.within, flat.source, FP32
-            if shard.device != flat.whole.device:  # is offloaded: copied from pinned memory to its place
-                place = flat.whole.data[exchange.rank * shard.numel() :][: shard.numel()]
-                shard = place.copy_(shard, non_blocking=True)
-            self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
+        with waiting_for(self._awaited):  # another rank may have gone before this one begins
+            for flat in self._flats:
+                flat.allocate()
+                exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
+                if (
+                    not exactly and flat.source is not shard
+                ):  # what was gathered, rounded if the format does so
+                    assert exchange.within is not None
+                    exchange, shard, format = exchange.within, flat.source, FP32
+                if shard.device != flat.whole.device:  # is offloaded: copied from pinned memory to its place
+                    place = flat.whole.data[exchange.rank * shard.numel() :][: shard.numel()]
+                    shard = place.copy_(shard, non_blocking=True)
+                self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
         self._exact = exactly
 
     def gather_again(self) -> None:

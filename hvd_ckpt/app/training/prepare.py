@@ -35,8 +35,8 @@ from hvd_ckpt.reduction.leveling import agree_on_naming
 from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
 from hvd_ckpt.torch_private import AnyBatchNorm
-from hvd_ckpt.utils.extras import BUILD_HOROVOD
 from hvd_ckpt.utils.schema import write_text
+from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 # ------------------------------------------------------------------------------------ device and precision
 
