@@ -12,6 +12,7 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_ckpt.reduction.stats import ReductionStats
 from hvd_ckpt.utils import backward_errors
 
 # A parameter's gradient may arrive in several parts: once per use in a recomputed segment, once per micro-batch. The number of
@@ -132,6 +133,9 @@ class OwningReducer(ABC):
 
     Attributes:
         active: a gradient has arrived since the last synchronization.
+        stats: what has left when.
+        notice: the next synchronization tells all ranks that one of them has something to say.
+        noticed: whether any rank had a notice in the last synchronization.
         optimizer: weak reference to the optimizer, once :meth:`begin` has been called.
     """
 
@@ -140,6 +144,8 @@ class OwningReducer(ABC):
 
     def __init__(self, parameters: Sequence[torch.Tensor], watched: Container[int]) -> None:
         self.active = False
+        self.stats = ReductionStats()
+        self.notice = self.noticed = False
         self.optimizer: Callable[[], Any] = lambda: None
         self._parameters, self._watched_indices = parameters, watched
         self._number_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -222,7 +228,7 @@ class OwningReducer(ABC):
         if self.active:
             self.abandon()
         else:
-            self.rename(self._identity, self._generation + 1)
+            self.rename_anew()
 
     def _take(self, indices: Iterable[int]) -> None:
         losers: dict[OwningReducer, list[torch.Tensor]] = {}
@@ -271,6 +277,34 @@ class OwningReducer(ABC):
         """Names this optimizer's tensors; the same on every rank."""
         self._identity, self._generation = identity, generation
         self._name_tensors(f"hvd_ckpt.{identity}.{generation}")
+
+    def rename_anew(self) -> None:
+        """Gives tensors names that were not used before, since those with the last ones may still be on their way."""
+        self.rename(self._identity, self._generation + 1)
+
+    def synchronize(self) -> None:
+        """Reduces what is left of this step's gradients. Collective.
+
+        Raises:
+            ValueError, RuntimeError: what ranks have does not fit; the same on every rank.
+            horovod.common.exceptions.HorovodInternalError: a rank has gone.
+        """
+        try:
+            self._synchronize()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def forget_step(self) -> None:
+        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
+        self._end_step(learn=False)
+
+    @abstractmethod
+    def _synchronize(self) -> None: ...
+
+    @abstractmethod
+    def _end_step(self, learn: bool) -> None:
+        """The next step begins; with ``learn`` it expects what this one has had."""
 
     @abstractmethod
     def _name_tensors(self, prefix: str) -> None: ...

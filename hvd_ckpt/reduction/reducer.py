@@ -35,7 +35,7 @@ from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, sent_in_buckets
 from hvd_ckpt.reduction.modified import ModifiedGradients
 from hvd_ckpt.reduction.results import Change, Results
-from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.weights import WeightVerification
 from hvd_ckpt.utils.spans import span
 
@@ -51,8 +51,6 @@ class Reducer(OwningReducer):
         keep_buckets: keep the buckets' storage between steps; False frees it with the gradients.
 
     Attributes:
-        notice: the next synchronization tells all ranks that one of them has something to say.
-        noticed: whether any rank had a notice in the last synchronization.
         weights: their verification.
     """
 
@@ -68,8 +66,6 @@ class Reducer(OwningReducer):
         self._watched: set[int] = set()
         super().__init__(assignment.parameters, self._watched)
         self.assignment = assignment
-        self.stats = ReductionStats()
-        self.notice = self.noticed = False
         self._communicator = communicator
         self.weights = WeightVerification(assignment.names, assignment.parameters, communicator.process_set)
         self.rename(identity, generation=0)
@@ -187,21 +183,13 @@ class Reducer(OwningReducer):
 
     # ---------------------------------------------------------------------------------- synchronization
 
-    def synchronize(self) -> None:
-        """Reduces the gradients of this step. Collective; afterwards every ``grad`` is the same on every rank.
+    def _synchronize(self) -> None:
+        """Afterwards every ``grad`` is the same on every rank.
 
         Raises:
             ValueError, RuntimeError: the ranks' models do not fit each other, or gradients were changed in flight; the
                 same on every rank.
-            horovod.common.exceptions.HorovodInternalError: a rank has gone.
         """
-        try:
-            self._synchronize()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _synchronize(self) -> None:
         assignment = self.assignment
         self.hook_parameters()
         replaced = self._modified.find_replaced(assignment)
@@ -413,10 +401,6 @@ class Reducer(OwningReducer):
             bucket.waiting = sum(self._counts.expected[index] > 0 for index in bucket.indices)
             bucket.waiting += not self._shared.isdisjoint(bucket.indices)
 
-    def forget_step(self) -> None:
-        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
-        self._end_step(learn=False)
-
     def abandon(self) -> None:
         """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. To be called on every rank.
 
@@ -428,8 +412,7 @@ class Reducer(OwningReducer):
         for parameter in self.assignment.parameters:
             parameter.grad = None
         self._left.clear()
-        self._generation += 1
-        self.rename(self._identity, self._generation)
+        self.rename_anew()
         self._end_step(learn=False)
 
     def _name_tensors(self, prefix: str) -> None:

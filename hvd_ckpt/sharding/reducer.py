@@ -25,7 +25,7 @@ from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.agreement import allgather_objects, flag_of, raise_gathered
-from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
@@ -40,7 +40,7 @@ from hvd_ckpt.sharding.schedule import Schedule
 USED, LATE = 1.0, 2.0
 
 
-class ControlFlags(NamedTuple):
+class ShardFlags(NamedTuple):
     """What a rank tells the others in each synchronization, and the greatest of each over the ranks.
 
     Attributes:
@@ -77,7 +77,7 @@ class ControlFlags(NamedTuple):
         return torch.tensor(values, dtype=torch.float32)
 
     @classmethod
-    def of(cls, values: Sequence[float], parameters: int, groups: int) -> ControlFlags:
+    def of(cls, values: Sequence[float], parameters: int, groups: int) -> ShardFlags:
         """From the values of :meth:`tensor`."""
         ends = [parameters, 2 * parameters, 2 * parameters + groups, 2 * (parameters + groups)]
         vectors = [values[start:end] for start, end in zip([0, *ends], ends)]
@@ -136,9 +136,6 @@ class ShardReducer(OwningReducer):
         store: the parameters of stage 3, which passes may have written; ranks compare what.
 
     Attributes:
-        stats: what was launched when; groups are named by their position in the layout.
-        notice: the next synchronization tells all ranks that one of them has something to say.
-        noticed: whether any rank had a notice in the last synchronization.
         weights: their verification.
     """
 
@@ -151,8 +148,6 @@ class ShardReducer(OwningReducer):
         store: ShardedParameters | None = None,
     ) -> None:
         super().__init__(layout.parameters, range(sys.maxsize))
-        self.stats = ReductionStats()
-        self.notice = self.noticed = False
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
@@ -286,21 +281,13 @@ class ShardReducer(OwningReducer):
 
     # ---------------------------------------------------------------------------------- synchronization
 
-    def synchronize(self) -> None:
-        """Reduces what is left of this step's gradients. Collective; afterwards :attr:`used` and :meth:`shard` tell the result.
+    def _synchronize(self) -> None:
+        """Afterwards :attr:`used` and :meth:`shard` tell the result.
 
         Raises:
             RecomputationMismatch: a rank has recomputed other values; the same on every rank.
             RuntimeError: a parameter was converted after it was laid out; the same on every rank.
-            horovod.common.exceptions.HorovodInternalError: a rank has gone.
         """
-        try:
-            self._synchronize()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _synchronize(self) -> None:
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
         pending = any(has_values(parameter.grad) for parameter in parameters)
@@ -364,7 +351,7 @@ class ShardReducer(OwningReducer):
             self._in_flight.make_room(group)
             self._launch(group)
 
-    def _exchange_flags(self, unsteady: bool) -> tuple[ControlFlags, Sequence[float]]:
+    def _exchange_flags(self, unsteady: bool) -> tuple[ShardFlags, Sequence[float]]:
         """Tells the ranks what this one knows; returns the greatest of each flag, and with those of the weights."""
         schedule, layout = self._schedule, self._layout
         due = schedule.due
@@ -388,7 +375,7 @@ class ShardReducer(OwningReducer):
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
         written = 0.0 if self._store is None else self._store.written.digest
         anew = flag_of(self._sent.begun_anew)
-        flags = ControlFlags(
+        flags = ShardFlags(
             states,
             by_hand,
             needs,
@@ -406,7 +393,7 @@ class ShardReducer(OwningReducer):
         self._step.control_messages += 1
         values = self._exchange.maximum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags")
         own = values[: -self.weights.size]
-        return ControlFlags.of(own, len(layout.parameters), len(layout.groups)), values
+        return ShardFlags.of(own, len(layout.parameters), len(layout.groups)), values
 
     def _check_converted(self, number: int) -> None:
         if number:
@@ -456,10 +443,6 @@ class ShardReducer(OwningReducer):
         self._mismatch = None
         self.active = False
 
-    def forget_step(self) -> None:
-        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
-        self._end_step(learn=False)
-
     def abandon(self) -> None:
         """Drops the step that has begun, its result and all gradients (after an error, or when a state is loaded). On every rank.
 
@@ -469,7 +452,7 @@ class ShardReducer(OwningReducer):
         for parameter in self._layout.parameters:
             parameter.grad = None
         self.consume()
-        self.rename(self._identity, self._generation + 1)
+        self.rename_anew()
         self._agreed, self._may_wait = len(self._schedule.order), True
         self._end_step(learn=False)
 
