@@ -62,7 +62,7 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     own = reducer.state_dict()
     theirs = broadcast_from(own, leader, process_set, "hvd_ckpt.level")
     reducer.load_state_dict({**theirs, **{name: own[name] for name in PER_RANK if name in own}})
-    optimizer._drop_gradients()
+    optimizer.drop_gradients()
     optimizer.identity = max(state.naming[0] for state in known)
     reducer.rename(optimizer.identity, 1 + max(state.naming[1] for state in known))
 

@@ -103,9 +103,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def _reduce(self) -> bool:
         """Reduces, unless no rank has anything new since the last time; returns whether it did."""
         reducer = self.reducer if self._op != Adasum else None
-        others_turn = reducer is not None and reducer.take_turn()
+        reacquired = reducer is not None and reducer.reacquire()
         reduces = reducer is not None and (
-            others_turn or not self._phase.is_reduced or self._any_new_gradients(reducer)
+            reacquired or not self._phase.is_reduced or self._any_new_gradients(reducer)
         )
         if reducer is not None and reduces:
             reducer.synchronize()
@@ -219,7 +219,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reducer.take_turn()
+        reducer.reacquire()
         reducer.hook_parameters()
         adasum_step(
             list(zip(reducer.assignment.names, reducer.assignment.parameters)),
@@ -267,14 +267,14 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Gradients stay as they are; those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
         """
         result: Any = self.wrapped_class.load_state_dict(self, *args, **kwargs)
-        self._state_loaded()
+        self.note_state_loaded()
         return result
 
-    def _state_loaded(self) -> None:
+    def note_state_loaded(self) -> None:
         if not self._phase.is_reduced:
             self._phase = Phase.LOADED  # where it is on some ranks only, they all still take the same way
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         self._phase, self._step_reduces = Phase.ACCUMULATING, StepReduces.YES
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -375,7 +375,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         learned = {name: value for name, value in state.items() if name != "zeros"}
         if self.reducer is not None and learned:
             self.reducer.load_state_dict(learned)
-            self._drop_gradients()
+            self.drop_gradients()
         for parameter, name in self.parameter_names.items():
             if name in zeros and self.shard_stage < 2:
                 parameter.grad = torch.zeros_like(parameter)
@@ -428,12 +428,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             if self.reduces_updates and self.reducer is not None:
                 self.reducer.forget_step()
 
-    def give_way(self) -> None:
+    def release_gradients(self) -> None:
         """Another optimizer of the same parameters is to have this step's gradients: none stays on its way. Collective."""
         if self.reducer is not None:
             if self._op == Sum and not self._any_new_gradients(self.reducer):
                 self.reducer.note_changes()  # these are sums still
-            self.reducer.settle()
+            self.reducer.drain()
         self._phase = Phase.ACCUMULATING
 
     def reset_reduction(self) -> None:
@@ -451,7 +451,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             )
         if self.reducer is not None:
             self.reducer.reset()
-        self._drop_gradients()
+        self.drop_gradients()
 
     def _get_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step() asks for this before it looks at the gradients, on every rank: the one place to

@@ -91,7 +91,7 @@ class Reducer(OwningReducer):
             index = self.assignment.add(name, parameter)
             if index is not None:
                 self._counts.extend(1)
-                self.own([index])
+                self.acquire([index])
         self._watch_sums()
 
     @property
@@ -150,22 +150,22 @@ class Reducer(OwningReducer):
         if self._communicator.sums_once and not self._communicator.is_leader:
             self._watched.update(range(len(self.assignment.parameters)))
 
-    def lose(self, indices: Sequence[int]) -> None:
-        """Parameters belong to another optimizer now; taken back, their buckets leave in :meth:`synchronize`."""
+    def release(self, indices: Sequence[int]) -> None:
+        """Another optimizer owns these parameters; acquired again, their buckets leave in :meth:`synchronize`."""
         with self._lock:
             self._shared.update(indices)
             self._counts.forget(indices)
             self.active = any(self._counts.arrived)
             self._prepare_buckets()
 
-    def have_alone(self) -> None:
-        """Two turns in a row were this reducer's: from the next step on all buckets may leave early."""
+    def become_exclusive(self) -> None:
+        """From the next step on all buckets may leave early."""
         self._shared.clear()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
         begun = torch.tensor([bool(self._in_flight)], dtype=torch.float32)
-        if self._sum(begun, "settle")[0] > 0:
+        if self._sum(begun, "drain")[0] > 0:
             self.synchronize()
 
     # ---------------------------------------------------------------------------------- changes since the last synchronization

@@ -120,14 +120,14 @@ class ShardedOptimizer(ReducedOptimizer):
             self.sharding.take_gradient_shards(self.reducer)
             self.sharding.store.reshard()
 
-    def give_way(self) -> None:
+    def release_gradients(self) -> None:
         """Another optimizer of the same parameters is to have this step's gradients: they come back. Collective."""
-        ReducedOptimizer.give_way(self)
+        ReducedOptimizer.release_gradients(self)
         if self.reducer is not None:  # else unshard() has been called
             self.sharding.drop_gradients()
 
-    def _drop_gradients(self) -> None:
-        ReducedOptimizer._drop_gradients(self)
+    def drop_gradients(self) -> None:
+        ReducedOptimizer.drop_gradients(self)
         for parameter in itertools.chain.from_iterable(self.sharding.groups):
             parameter.grad = None
         self.sharding.drop_gradients()
@@ -333,7 +333,7 @@ class ShardedOptimizer(ReducedOptimizer):
             state.load(self, own)
         else:
             state.load_parts(self, [state_dict])
-        self._state_loaded()
+        self.note_state_loaded()
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
         """The whole state (on the CPU), as the bare wrapped optimizer has it. Collective.

@@ -187,25 +187,25 @@ class ShardReducer(OwningReducer):
         self.used.extend([False] * len(fresh))
         self._ever_used.extend([False] * len(fresh))
         self._schedule.grow()
-        self.own(fresh)
+        self.acquire(fresh)
 
     # ---------------------------------------------------------------------------------- other optimizers of a parameter
 
-    def lose(self, indices: Sequence[int]) -> None:
-        """Parameters belong to another optimizer now; taken back, their groups leave in :meth:`synchronize`."""
+    def release(self, indices: Sequence[int]) -> None:
+        """Another optimizer owns these parameters; acquired again, their groups leave in :meth:`synchronize`."""
         with self._lock:
             self._sent.drop(indices)
-            self._schedule.lose(indices)
+            self._schedule.release(indices)
             self.active = self._schedule.has_begun
 
-    def have_alone(self) -> None:
-        """Two turns in a row were this reducer's: from the next step on all groups may leave early."""
-        self._schedule.have_alone()
+    def become_exclusive(self) -> None:
+        """From the next step on all groups may leave early."""
+        self._schedule.become_exclusive()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Another optimizer is to have the gradients of this step: what has left comes back, reduced and whole. Collective."""
         begun = float(any(self._schedule.launched) or any(self.used))
-        if not self._exchange.maximum(torch.tensor([begun], dtype=torch.float32), "settle")[0]:
+        if not self._exchange.maximum(torch.tensor([begun], dtype=torch.float32), "drain")[0]:
             return
         self.synchronize()
         for index, gradient in whole_gradients(self._layout, self._exchange, self._in_flight.shards):

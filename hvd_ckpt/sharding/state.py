@@ -35,7 +35,7 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
         return
     load(optimizer, lambda: _merged(optimizer, parts))
     if optimizer.reducer is not None:
-        optimizer._state_loaded()
+        optimizer.note_state_loaded()
 
 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
