@@ -151,6 +151,11 @@ def in_functorch() -> bool:
     return _functorch_level() is not None
 
 
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one is there."""
+    return storage._cdata
+
+
 def dual_level() -> int:
     """The level of forward-mode derivatives; -1 outside."""
     return forward_ad._current_level
