@@ -162,7 +162,15 @@ class TreeCommunicator(Communicator):
     @classmethod
     def of(cls, replicas: int, process_set: Any) -> TreeCommunicator:
         """The communicator of ``replicas`` leaves over the ranks of a process set."""
-        return cls("", Average, 1.0, 1.0, Compression.none, process_set, replicas)
+        return cls(
+            name="",
+            op=Average,
+            prescale_factor=1.0,
+            postscale_factor=1.0,
+            compression=Compression.none,
+            process_set=process_set,
+            replicas=replicas,
+        )
 
     @property
     def flag_scale(self) -> float:

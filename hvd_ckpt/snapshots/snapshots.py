@@ -139,21 +139,20 @@ class Snapshots:
         warn: Warn | None = None,
     ) -> None:
         error: Exception | None = None
+        given: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "loader": loader,
+            "average": average,
+            "keep": keep,
+        }
         try:
-            check_arguments(model, optimizer, scheduler, scaler, loader, average, keep)
+            check_arguments(**given)
         except (TypeError, ValueError) as wrong:
             error = wrong
-        options = described(
-            folder=str(folder),
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=scaler,
-            loader=loader,
-            average=average,
-            keep=keep,
-            blocking=blocking,
-        )
+        options = described(folder=str(folder), **given, blocking=blocking)
         agree_on_options("Snapshots", options, error)
         assert isinstance(optimizer, ReducedOptimizer)
         self.folder = Path(folder)
