@@ -18,6 +18,13 @@ VERSION = 2
 IDLE_STEPS = 2  # without a gradient on any rank, after which a group is left out
 
 
+# Two rounds of three groups in the order 2, 0, 1, on two ranks. Both launch the same sequence, and differ in how far they are:
+#
+#   sequence    2  0  1 | 2  0  1
+#   rank 0      x  x  x | x  .  .     position 4: group 0 is not complete again yet
+#   rank 1      x  x  . | .  .  .     position 2: group 1 still expects a gradient, and holds back what comes after it
+
+
 class Schedule:
     """The sequence of launches, and this rank's position in it.
 
@@ -138,7 +145,8 @@ class Schedule:
     def close_step(self, learn: bool) -> None:
         """Learns from this step's accumulations (unless told not to) and starts the next step."""
         done = self._passes_done()
-        if done:  # counts are learned per backward pass
+        # Counts are learned per backward pass, since the number of passes in a step may change from step to step.
+        if done:
             self._counts.arrived = [arrived // done for arrived in self._counts.arrived]
         self._counts.close_step(learn)
         self.begin_step()
@@ -156,6 +164,7 @@ class Schedule:
         self._expecting = [
             sum(self._expected[index] > 0 for index in group.indices) for group in layout.groups
         ]
+        # One more than can arrive: a shared group never gets complete in the backward pass.
         for position in self._shared:
             self._expecting[position] += 1
         self._waiting = list(self._expecting)
