@@ -221,7 +221,7 @@ class Estimator:
         )
         if offload == "parameters":
             offloaded, reduced = offloaded + reduced, 0
-        moments = self._passes(stage, np, trained, units, reduced, gradients, weights)
+        moments = self._passes(stage, np, trained, units, reduced, wire=gradients, weights=weights)
         moments += self._step(stage, trained, weights, offload, reduced)
         highest = max(moments, key=lambda moment: moment.total)
         at_peak = {

@@ -13,8 +13,24 @@ from typing import Any
 
 from hvd_ckpt.reduction.accumulation import AccumulationCounts
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.utils.states import Count, State
 
 VERSION = 2
+
+
+class ScheduleState(State):
+    """The schema of a schedule's state, with what :class:`hvd_ckpt.sharding.reducer.ShardReducer` adds to it."""
+
+    version: Count
+    order: list[str]
+    ordered: bool
+    idle_steps: dict[str, Count]
+    counts: dict[str, Count] | None
+    lower_counts: dict[str, Count]
+    agreed_rounds: Count
+    may_wait: bool
+
+
 IDLE_STEPS = 2  # without a gradient on any rank, after which a group is left out
 
 
@@ -222,6 +238,7 @@ class Schedule:
                 f"this is no reduction state of split gradients of version {VERSION} but one of version "
                 f"{state.get('version')!r} with {sorted(map(str, state))}; load one that was saved at stage 2 or 3"
             )
+        ScheduleState.check(state, "reduction state")
         names, idle = self._layout.names, state["idle_steps"]
         places = {name: place for place, name in enumerate(state["order"])}
         for name in [*places, *(state["counts"] or ())]:
