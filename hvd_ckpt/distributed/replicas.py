@@ -7,19 +7,36 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import nn
+from pydantic import Field, model_validator
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.torch_private import foreach_copy_
+from hvd_ckpt.utils.states import Count, Positive, State
 
 GENERATOR_SEED_BYTES = 8
+
+
+class ReplicasState(State):
+    """The state of logical replicas: for each its buffers."""
+
+    number: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**64)]
+    step: Count
+    buffers: dict[int, dict[str, Tensor]]
+
+    @model_validator(mode="after")
+    def _has_all(self) -> ReplicasState:
+        if set(self.buffers) != set(range(self.number)):
+            raise ValueError(f"buffers must be those of {self.number} replicas")
+        return self
 
 
 class Replica:
@@ -200,8 +217,9 @@ class Replicas:
         """Loads a state, saved on any number of ranks.
 
         Raises:
-            ValueError: it is that of another number of replicas.
+            ValueError: it is not valid, or that of another number of replicas.
         """
+        ReplicasState.check(state, "the state of the replicas")
         if state["number"] != self.number:
             raise ValueError(
                 f"the state is that of {state['number']} replicas, and this job has {self.number}"

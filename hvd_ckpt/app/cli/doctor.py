@@ -27,8 +27,9 @@ from hvd_ckpt.app.install.offline import LIMIT, fill
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.app.install.recipe import detect_target
 from hvd_ckpt.processes.probe import OPERATIONS, probe
-from hvd_ckpt.utils.extras import BUILD_HOROVOD, apex_unavailable, explain_import_error, first_line
+from hvd_ckpt.utils.extras import apex_unavailable, explain_import_error, first_line
 from hvd_ckpt.utils.folders import cache_folder, make_writable
+from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
 ENVIRONMENT_PREFIXES = ("HOROVOD_", "NCCL_", "GLOO_", "OMPI_MCA_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS")

@@ -11,8 +11,9 @@ from horovod.torch import mpi_ops
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.local_sgd.construction import LocalSGD, Nesterov
+from hvd_ckpt.local_sgd.construction import LocalSGD
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.local_sgd.options import Nesterov
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.snapshots.reader import Snapshot
 
@@ -55,7 +56,7 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
 
 def begin_mean_terms(optimizer: LocalOptimizer, own: float) -> Callable[[], float]:
     """Begins the mean of the terms that the ranks of this rank's group have in a step, and returns a function that waits for it."""
-    members = optimizer._process_set
+    members = optimizer.process_set
     if members.size() == 1:
         return lambda: own
     terms = torch.tensor([own], dtype=torch.float64)

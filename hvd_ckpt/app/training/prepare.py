@@ -15,7 +15,6 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.local import make_local
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
-from hvd_ckpt.batchnorm.synchronized import warn_of_unsynchronized
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
@@ -31,13 +30,13 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import of_first_process
-from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.reduction.construction import is_elastic, warn_of_unsynchronized
 from hvd_ckpt.reduction.leveling import agree_on_naming
 from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
 from hvd_ckpt.torch_private import AnyBatchNorm
-from hvd_ckpt.utils.extras import BUILD_HOROVOD
 from hvd_ckpt.utils.schema import write_text
+from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 # ------------------------------------------------------------------------------------ device and precision
 

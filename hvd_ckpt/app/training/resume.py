@@ -22,6 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.local import OF_A_PERIOD, check_period
+from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.sharding.averaging import AveragedWeights
@@ -29,11 +30,12 @@ from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import state
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
-from hvd_ckpt.snapshots.state import NUMBER, Count, PerRankState, Positive, Replicas, ReplicatedState, Weight
+from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
 from hvd_ckpt.snapshots.stopping import forget_file
 from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.utils.folders import new_folder
 from hvd_ckpt.utils.schema import Strict, Wrong
+from hvd_ckpt.utils.states import NUMBER, Count, Positive, Weight
 
 # Settings without which the state has no meaning.
 FIXED = ("seed", "optimizer", "layer_decay", "freeze", "batch_norm", "replicas")
@@ -155,7 +157,7 @@ class Progress(Strict):
             self.waited += 1
 
 
-class _Replicas(Replicas):
+class _Replicas(ReplicasState):
     """With the loss and terms of each replica that the next entry of the log counts so far."""
 
     logged: list[Logged]
