@@ -356,8 +356,8 @@ def print_table(facts: Facts) -> None:
     for heading in ("what", "found", ""):
         table.add_column(heading, overflow="fold")
     colors = {"ok": "green", "-": "dim", "!": "red"}
-    for what, found, mark in rows(facts):
-        table.add_row(Text(what), Text(found), Text(mark, style=colors[mark]))
+    for what, fact, mark in rows(facts):
+        table.add_row(Text(what), Text(fact), Text(mark, style=colors[mark]))
     console.print(table)
     for problem in facts["problems"]:
         console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)

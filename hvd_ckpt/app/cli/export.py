@@ -83,7 +83,7 @@ def snapshot_of(path: Path) -> Path:
         return path
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
-        found = find(path / "snapshots")
-    if found is None:
+        snapshot = find(path / "snapshots")
+    if snapshot is None:
         raise BadArgument(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
-    return found
+    return snapshot

@@ -75,7 +75,8 @@ def _of_catalogue(
     draw, defaults = _SAMPLES[entry.kind]
     known = {"batch": BATCH, **defaults, **entry.data}
     if entry.folder is not None:
-        del known["vocabulary"]  # the folder's own
+        # The model of a folder has its own vocabulary.
+        del known["vocabulary"]
     for size, value in sizes.items():
         if size not in known:
             raise ValueError(
@@ -103,7 +104,7 @@ def _of_catalogue(
 def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device) -> Job:
     function = import_named("model", name)
     known = inspect.signature(function).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for given, shown in (
         *((size, f"--{size} {value}") for size, value in sizes.items()),
         *((option, f"--model-option {option}={value}") for option, value in options.items()),

@@ -55,7 +55,7 @@ def _flag(name: str, field: FieldInfo) -> click.Option:
 
 
 def _is_text(annotation: Any) -> bool:
-    return annotation is str or any(_is_text(one) for one in get_args(annotation))
+    return annotation is str or any(_is_text(argument) for argument in get_args(annotation))
 
 
 def _train(
@@ -86,6 +86,7 @@ def _launcher(np: int | None, launcher: str | None) -> list[str]:
     Raises:
         ConfigError: it cannot be, or is not here.
     """
+    # A launcher started by a rank would start a job in each rank.
     inside = next((name for name in RANK_VARIABLES if name in os.environ), None)
     if inside is not None:
         raise ConfigError(
@@ -136,7 +137,7 @@ def _arguments(flags: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             written.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, tuple):
-            written += [f"--{name.removesuffix('s')}={one}" for one in value]
+            written += [f"--{name.removesuffix('s')}={option}" for option in value]
         elif value is not None:
             written.append(f"--{name}={value}")
     return written
@@ -162,7 +163,8 @@ def _config(file: str | None, flags: dict[str, Any]) -> Config:
         except ValueError as error:
             raise ConfigError(f"{flag}: {error}") from None
     if flags["offload"] == "none" and flags["offload_folder"] is None:
-        values.pop("offload_folder", None)  # that of the resumed run
+        # The folder of the resumed run has nothing to hold any more.
+        values.pop("offload_folder", None)
     return Config.make(values)
 
 
@@ -170,6 +172,7 @@ def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
     """The settings of a run, or of the run of a snapshot, without those that the settings given now replace."""
     values = read_yaml(_folder_of_run(resume) / "config.yaml")
     replaced = {"output", "resume"}
+    # A setting of the resumed run must not stand beside the one that replaces it: the two together are refused.
     for alternatives in ALTERNATIVES:
         if given & alternatives:
             replaced |= alternatives
@@ -205,7 +208,8 @@ def run(config: Config) -> None:
             raise ConfigError(
                 f"stages {config.stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
             )
-        if config.within is not None:  # each group of ranks is a process set
+        # Each group of ranks is a process set, which Horovod must be told before it starts.
+        if config.within is not None:
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
             runtime.init(stall_timeout=config.stall_timeout, stages=config.stages)
@@ -231,6 +235,7 @@ def _prepared(config: Config) -> Trainer:
     from hvd_ckpt.app.training.build import assemble_in_turn
     from hvd_ckpt.app.training.trainer import Trainer
 
+    # Under a launcher several ranks would write over each other.
     if launched_rank():
         return Trainer(config, *assemble_in_turn(config))
     with talking("train", after=SECONDS) as say:
