@@ -71,8 +71,9 @@ def _train(
         if max_restarts is None and np is None and launcher is None:
             run(config)
             return
-        if np is not None and np % config.stages:
-            raise ConfigError(f"--np {np}: stages {config.stages} do not divide it, give a multiple")
+        stages = config.stages
+        if np is not None and np % stages:
+            raise ConfigError(f"--np {np}: stages {stages} do not divide it, give a multiple")
         words = _launcher(np, launcher)
         commands = _commands(config, words, file, flags)
     except ConfigError as error:
@@ -201,18 +202,18 @@ def run(config: Config) -> None:
     from hvd_ckpt.processes.grid import current
     from hvd_ckpt.reduction.construction import is_elastic
 
-    folder = config.output or (config.resume and _folder_of_run(config.resume))
+    stages, folder = config.stages, config.output or (config.resume and _folder_of_run(config.resume))
     with exit_handler(Path(folder) if folder else None):
         watchdog.end_with_parent()
-        if config.stages > 1 and is_elastic():
+        if stages > 1 and is_elastic():
             raise ConfigError(
-                f"stages {config.stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
+                f"stages {stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
             )
         # Each group of ranks is a process set, which Horovod must be told before it starts.
         if config.within is not None:
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
-            runtime.init(stall_timeout=config.stall_timeout, stages=config.stages)
+            runtime.init(stall_timeout=config.stall_timeout, stages=stages)
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
         try:

@@ -113,10 +113,10 @@ def check_stages(model: nn.Module, config: Config) -> int:
     Raises:
         ConfigError: the job was started with another number, or the model cannot be cut into so many.
     """
-    stages, each = config.stages, config.virtual_stages_of_each
-    if stages != current().stages:
+    stages, each, started = config.stages, config.virtual_stages_of_each, current().stages
+    if stages != started:
         raise ConfigError(
-            f"stages {stages}: the job was started with {current().stages}, give the same number to init()"
+            f"stages {stages}: the job was started with {started}, give the same number to init()"
         )
     if stages == 1:
         return stages

@@ -82,10 +82,13 @@ def _ranks(config: Config) -> str:
     grid = current()
     if grid.size == 1:
         return "1"
-    if grid.stages == 1:
+    stages, replicas = grid.stages, grid.replicas
+    if stages == 1:
         return f"{grid.size} over {controller()},"
-    each = "1 replica" if grid.replicas == 1 else f"{grid.replicas} replicas"
-    return f"{grid.size} over {controller()}, {grid.stages} pipeline stages of {each} ({config.pipeline_schedule}),"
+    each = "1 replica" if replicas == 1 else f"{replicas} replicas"
+    return (
+        f"{grid.size} over {controller()}, {stages} pipeline stages of {each} ({config.pipeline_schedule}),"
+    )
 
 
 def _recomputation(config: Config) -> str:
