@@ -140,6 +140,7 @@ def progress_bar(each: bool = False) -> Progress:
         each: elsewhere, also print each new description of a task.
     """
     console = Console(stderr=True)
+    # A log file or a pipe must not fill with the control characters of a live line.
     if not console.is_terminal:
         return _Lines(console, each)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -177,4 +178,5 @@ class _Lines(Progress):
 def console_for_tables(width: int) -> Console:
     """Standard output; of that width where it is not a terminal."""
     console = Console()
+    # rich would fold a table to 80 columns there, in the middle of numbers.
     return console if console.is_terminal else Console(width=width)

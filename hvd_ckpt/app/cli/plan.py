@@ -155,6 +155,7 @@ def plan(
         raise BadArgument(
             f"--stages {stages['stages']}: leave out --load and --np, which are for a model without stages"
         )
+    # A plan file is read first: a model may take minutes to build.
     loaded = _load(file) if file is not None else None
     job = _job(
         name, {size: value for size, value in others.items() if value is not None}, model_options, place
@@ -216,6 +217,7 @@ def _fitting(loaded: Plan, job: Job, budget: Budget | None, device: torch.device
     except PlanError as error:
         raise BadArgument(f"--load: {error}") from None
     sample = sample_shapes(job.sample, job.kwargs)
+    # The plan can be applied all the same, since its policies do not depend on shapes; only its numbers do.
     if sample != loaded.sample:
         made, given = (
             ", ".join(f"{dtype}{list(shape)}" for dtype, shape in shapes)
@@ -246,6 +248,7 @@ def _planned(
             chosen, unmet = _made(job, budget, {**how, "say": say}, stages)
         else:
             chosen = loaded
+        # One process cannot measure stages, whose costs are predicted from the blocks.
         if chosen.pipeline is not None:
             return chosen, None, unmet
         chosen, baseline = _measured(
@@ -292,6 +295,7 @@ def _measured(chosen: Plan, step: Step, say: Callable[[str], None]) -> tuple[Pla
             say(f"measuring the memory {name} planning")
             with form():
                 step.run()
+                # A first step allocates what later ones reuse, so the second one is measured.
                 peaks[name], timeline = step.peak()
                 timelines[name] = thinned(timeline)
         for number in range(ROUNDS):

@@ -65,6 +65,7 @@ def _logs(runs: tuple[str, ...]) -> dict[str, Path]:
 
 def _named_log(run: str) -> tuple[str, Path]:
     name, path = "", Path(run)
+    # A folder whose name has an equals sign is taken as it is.
     if "=" in run and not path.exists():
         name, _, rest = run.partition("=")
         path = Path(rest)

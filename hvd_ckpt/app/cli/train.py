@@ -47,6 +47,7 @@ def _flag(name: str, field: FieldInfo) -> click.Option:
             default=None,
             help=f"{help}  [default: {flag}]" if field.default else help,
         )
+    # A mapping is given by one flag for each of its entries, so the flag is the singular: --model-option layers=2.
     if field.annotation == Options:
         return click.Option([f"--{flag[:-1]}", name], multiple=True, metavar="NAME=VALUE", help=help)
     if field.default is not None and not field.is_required():
@@ -119,6 +120,7 @@ def _commands(config: Config, launcher: list[str], file: str | None, flags: dict
     files = [] if file is None else [file]
     if config.resume is not None:
         run = _folder_of_run(config.resume).resolve()
+        # The first launch resumes from what was named, which may be one snapshot; later ones from the newest of the run.
         first = [*files, *_arguments({**flags, "resume": config.resume})]
         again = [*files, *_arguments({**flags, "resume": str(run)})]
         return Commands(launcher, first, again, run, resumed=True)
@@ -126,6 +128,7 @@ def _commands(config: Config, launcher: list[str], file: str | None, flags: dict
         run = new_folder(config.output, "train", make=not config.dry_run)
     except ValueError as error:
         raise ConfigError(f"output: {error}") from None
+    # The folder is chosen here and not by the ranks, so that a second launch finds the snapshots of the first.
     first = [*files, *_arguments({**flags, "output": str(run)})]
     return Commands(launcher, first, [f"--resume={run}"], run, resumed=False)
 
@@ -135,6 +138,7 @@ def _arguments(flags: dict[str, Any]) -> list[str]:
     written = []
     for setting in Config.model_fields:
         name, value = setting.replace("_", "-"), flags[setting]
+        # A flag that is given as no must be handed on as no: a file may say yes.
         if isinstance(value, bool):
             written.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, tuple):
@@ -150,11 +154,13 @@ def _config(file: str | None, flags: dict[str, Any]) -> Config:
     resume = flags["resume"] or values.get("resume")
     if resume is not None:
         given = {*values, *(name for name, value in flags.items() if value is not None)}
+        # Settings of the file win over those of the resumed run, and flags, below, over both.
         values = {**_settings_of_run(str(resume), given), **values}
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
         try:
             if Config.model_fields[name].annotation == Options:
+                # Options of a flag are added to those of the file one by one; other settings replace.
                 if options := named(flag.removesuffix("s"), value):
                     values[name] = {**(values.get(name) or {}), **options}
             elif isinstance(value, str) and not _is_text(Config.model_fields[name].annotation):
@@ -204,6 +210,7 @@ def run(config: Config) -> None:
 
     stages, folder = config.stages, config.output or (config.resume and _folder_of_run(config.resume))
     with exit_handler(Path(folder) if folder else None):
+        # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
         watchdog.end_with_parent()
         if stages > 1 and is_elastic():
             raise ConfigError(
