@@ -147,9 +147,11 @@ def callbacks_of(config: Config) -> list[Any]:
     if config.tracker is not None and importlib.util.find_spec(config.tracker) is None:
         raise ValueError(f"tracker {config.tracker}: it is not installed: {pip_command(config.tracker)}")
     make = None if config.callback is None else import_named("callback", config.callback)
+    # The checks above run on every rank, and find the same; the callbacks themselves run on the first alone.
     if current().number != 0:
         return []
     made = []
+    # An unsuitable callback must end all ranks, so it is made where errors are raised on all.
     if make is not None:
         try:
             inspect.signature(make).bind()

@@ -77,6 +77,7 @@ def check_weights(model: nn.Module) -> None:
     Raises:
         WeightsDiffer: some differ; on every rank of every stage.
     """
+    # Each stage has a world of its own, in which its ranks compare; the other stages hear of it afterwards.
     if current().stages == 1:
         check_equal_weights(model)
         return
@@ -119,6 +120,7 @@ class Reports:
         reports: list[tuple[str | None, float | None, str, int]] = of_all_processes(
             (self._stop.reason, loss, host_name(), step), "hvd_ckpt.train.reports"
         )
+        # All ranks see the same reports in the same order, so they take the same one.
         self.stopped = next((stop for stop, *_ in reports if stop is not None), None)
         # Only the first stage is looked at, since all stages of a replica have the same loss.
         reports = reports[: hvd.size()]

@@ -67,6 +67,7 @@ def evaluate(
         sums: dict[str, torch.Tensor] = {}
         terms = 0.0
         for first in range(0, longest if options.in_step else len(own), size):
+            # Without samples left, the first sample stands in: it is computed and not counted.
             indices = own[first : first + size] or range(1)
             batch = data.batch(indices, [0] * len(indices)).to(options.device)
             with options.autocast():
@@ -109,5 +110,6 @@ def _over_ranks(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> dict[str,
     ranks = hvd.allgather_object(own, name="hvd_ckpt.evaluation")
     everyone = [part for rank in ranks for part in rank]
     total = sum(count for count, _ in everyone)
+    # A sum of floats in the order of the parts, whichever ranks have them: the same bits on every rank and any number of ranks.
     names = next((list(sums) for _, sums in everyone if sums), [])
     return {name: sum(sums.get(name, 0.0) for _, sums in everyone) / total for name in names}

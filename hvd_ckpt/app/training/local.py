@@ -51,6 +51,7 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
 
 def check_period(config: Config, resumed: Snapshot) -> None:
     """Raises ConfigError if ranks have weights of their own in a snapshot, and the run has other ranks or other periods."""
+    # Between periods all ranks have the same weights, so any number of ranks and any settings may follow.
     if not resumed.replicated["mid_period"]:
         return
     then = resumed.replicated["config"]

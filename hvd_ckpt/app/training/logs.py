@@ -78,6 +78,7 @@ class Logs:
         self.path = Path(folder) / "log.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         records = _records(self.path) if self.path.exists() else []
+        # A resumed run writes records anew from its snapshot on. A line that a killed process left unfinished goes, too.
         end = next((start for start, record in records if record.get("step", step) > step), None)
         self._file = self.path.open("ab", buffering=0)
         self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1 if end is None else end)
@@ -90,6 +91,7 @@ class Logs:
         """
         line = json.dumps({name: _text(value) for name, value in record.items()}, ensure_ascii=False).encode()
         end = self._file.seek(0, os.SEEK_END)
+        # A full disk may take a part of a line. It is removed again, so that the file has whole lines only.
         if self._file.write(line + b"\n") <= len(line):
             self._file.truncate(end)
             raise OSError(f"the disk of '{self.path}' is full")
@@ -231,6 +233,7 @@ def _draw_run(axes: Any, number: int, name: str, log: str | os.PathLike[str], al
     label = f" {name}"  # matplotlib leaves out of a legend what begins with an underscore
     if training:
         axes.plot(
+            # Of several runs the first is thick and pale and the later ones thinner, so that lines that coincide are all seen.
             *zip(*training),
             color=color,
             alpha=0.45 if number == 0 and not alone else 1,

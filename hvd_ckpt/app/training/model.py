@@ -36,6 +36,7 @@ def device_of(config: Config) -> torch.device:
     try:
         device = torch.device(name or "cuda")
     except RuntimeError:
+        # A name that PyTorch does not know is refused below, like a device that is not supported.
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device '{name}': give cpu, cuda, or cuda:N")
@@ -91,6 +92,7 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
             raise ConfigError(f"batch_norm {config.batch_norm}: this {kind} has no batch norm, leave it out")
         converter: Any = SyncBatchNorm if config.batch_norm == "synchronized" else DeferredBatchNorm
         model = converter.convert(model)
+    # After the conversion, so that only batch norms that stay as they are count.
     warn_of_unsynchronized(model)
     if config.segments is None:
         return seed_blocks(model) if isinstance(model, nn.Sequential) else model

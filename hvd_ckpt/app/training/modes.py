@@ -177,6 +177,7 @@ class Plain:
     # -------------------------------------------------------------------------------- what modes override
 
     def _run_parts(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
+        # All modes but replicas have one part on each rank.
         ((batch, samples),) = parts
         return [self._run_part(batch.to(self.device), samples, micro_batches)]
 
@@ -395,6 +396,7 @@ def micro_batches_of(config: Config, sampler: DistributedSampler, position: int)
     """The number of micro-batches: equal on every rank where each communicates, so at most the samples of the smallest part."""
     communicates = config.batch_norm == "synchronized" or config.shard_stage == 3
     if not communicates or sampler.length is None:
+        # Without messages in a forward pass, ranks may run different numbers of micro-batches.
         return config.accumulate
     ranks: int = hvd.size()
     left = min(sampler.length - position, config.batch * ranks)

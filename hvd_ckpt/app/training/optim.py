@@ -127,6 +127,7 @@ def _groups(parameters: list[nn.Parameter], weight_decay: float, decays: bool) -
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not decays:
         return [{"params": trained}] if trained else []
+    # Biases and the scales of norms are vectors; matrices and filters have two dimensions or more.
     split = (
         ([parameter for parameter in trained if parameter.ndim >= 2], weight_decay),
         ([parameter for parameter in trained if parameter.ndim < 2], 0.0),

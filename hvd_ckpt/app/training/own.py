@@ -217,6 +217,7 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
                 f"data: {name} returned a {type(data_set).__name__}, which can be read once; return an object whose __iter__ "
                 "begins anew"
             )
+    # Before data sets are wrapped, since a wrapper does not have the attributes of the user's own.
     facts = {fact: getattr(train, fact) for fact in FACTS if hasattr(train, fact)}
     if is_stream(test):
         test = _beginning(config, test)
@@ -234,11 +235,13 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
                 f"data: {name} returned one {kind}, which cannot be split, return a second one to evaluate on{more}, or give "
                 "validation_split 0"
             )
+        # Sorted, so that files are read in order; which samples are in a part is random all the same.
         order = generator(Purpose.SPLIT, config.seed).permutation(len(train))
         train, test = (Subset(train, numpy.sort(part).tolist()) for part in (order[count:], order[:count]))
     samples: Dataset = train if _makes_batches(train) else Samples(train)
     evaluated: Dataset | None = test if test is None or _makes_batches(test) else Samples(test)
     try:
+        # One batch is made now, so that samples of a wrong form are an error here and not in the loader.
         samples.batch([0], [0])
     except Exception as error:
         reason = " ".join(str(error).split())

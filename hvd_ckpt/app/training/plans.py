@@ -44,6 +44,7 @@ def choose_plan(
     if config.budget is None and config.plan is None:
         return None, None
     file, first = folder / "plan.json", current().number == 0
+    # The plan of the run before goes to the folder first, since a plan is loaded from a file, which errors name.
     if text is not None:
         with errors_everywhere("hvd_ckpt.train.plan_file"):
             if first:
@@ -105,6 +106,8 @@ def _make_plan(
 
 def _param_scale(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> float:
     """Bytes of a parameter with its gradient, optimizer state and average on each rank, for each byte of the parameter alone."""
+    # What an optimizer keeps for one parameter stands for all. Entries of the parameter's size take memory, and others, such as
+    # the step, hardly any.
     entries = next(iter(state_of_shards(optimizer, model).values()), {})
     kept = sum(isinstance(entry, torch.Tensor) and entry.numel() == FLAT for entry in entries.values())
     # Optimizer state and average are split from stage 1 of ZeRO on, gradients from stage 2 on, parameters at stage 3.
@@ -146,9 +149,11 @@ def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
         raise ConfigError(f"plan: {error}") from None
     except OSError as error:
         raise ConfigError(f"plan: cannot read '{file}': {error.strerror}") from None
+    # A plan knows the dtype of its autocast, and a run its precision.
     made = next(
         (name for name, dtype in AUTOCAST.items() if str(dtype) == f"torch.{loaded.autocast}"), "fp32"
     )
+    # Only precisions under autocast change the bytes that blocks keep; all others count as fp32.
     if made != precision and {made, precision} & AUTOCAST.keys():
         raise ConfigError(
             f"plan '{file}': it was made for precision {made}, and this run's is {precision}, with another peak: make "

@@ -57,6 +57,7 @@ class StepTrace:
         """Ends the trace and writes it. A file that cannot be written is a warning: it must not end the training."""
         if self._profiler is None:
             return
+        # Forgotten first: an error while it is written must not write it again at the end of the run.
         profiler, self._profiler, self._steps = self._profiler, None, None
         profiler.stop()
         try:

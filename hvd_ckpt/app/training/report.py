@@ -64,6 +64,7 @@ class Meter:
 
     def add(self, loss: Tensor | float, weight: float, units: float, part: int = 0) -> None:
         """Counts one step of a part: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
+        # The loss of a part without terms may be nan, and does not count.
         if weight:
             term = (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
             self._losses[part] = self._losses[part] + term
@@ -155,6 +156,7 @@ class ProgressLine:
 
     def __enter__(self) -> Self:
         self._progress.start()
+        # A live line says by itself that the run goes on.
         if self._progress.disable:
             self._beat.__enter__()
         return self
@@ -357,6 +359,7 @@ class Report:
                 self._logs.write(record)
         except OSError as error:
             self.say(f"Warning: the log of step {record['step']} is not written: {error.strerror or error}")
+        # The log comes first: callbacks and a reader of the screen may look into it.
         self._line.show(record)
         self.tell("on_log" if record["kind"] == "train" else "on_evaluation", record)
 

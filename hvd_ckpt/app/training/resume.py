@@ -79,6 +79,7 @@ def find_resume_point(config: Config) -> ResumePoint:
         ConfigError: the folder is in use or cannot be written to, or has no snapshot to resume from; on every rank.
     """
     answer: ResumePoint | str = ""
+    # One process makes or reads the folder. What it finds, an error as well, is sent to the others as it is.
     if current().number == 0:
         try:
             if config.resume:
@@ -204,6 +205,7 @@ def _check_config(value: dict[str, Any]) -> None:
         if name not in value:
             raise Wrong(f"replicated.config has no {name}")
     try:
+        # A damaged file may hold settings that no run accepts.
         made = Config.make(value)
     except ConfigError as error:
         raise Wrong(f"replicated.config: {error}") from None

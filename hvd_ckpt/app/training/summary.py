@@ -42,6 +42,7 @@ def print_summary(
         count = sum(parameter.numel() for parameter in parameters)
         size = sum(parameter.nbytes for parameter in parameters)
         units, unit = objective.units(train.batch([0], [0])), objective.unit
+        # Samples that a program hands over have no name in the settings; those of this package have a default.
         own = DEFAULT_DATA.get(unit) if type(train).__module__.startswith("hvd_ckpt.") else None
         given = config.data or config.text or config.tokens or config.images or config.volumes
         source = given or own or type(train).__name__

@@ -111,6 +111,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
                 resume = f"; `hvd-ckpt train --resume {origin}` resumes {_start_of(origin)}" if begun else ""
                 _say(f"{ended}{times}{resume}")
                 return status
+            # A run that has not begun has no config.yaml to resume by, so its folder is given again, as an empty one.
             if not begun and not commands.resumed:
                 _empty(commands.run)
             restarts += 1
@@ -130,6 +131,7 @@ class _Job:
             [*commands.launcher, "env", f"{SUPERVISED_VARIABLE}=1", *_program(), "train", *settings],
             stdin=subprocess.DEVNULL,
             env=launcher_environment(),
+            # Ctrl-C in the terminal comes to this process alone, which decides what the job hears of it.
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
@@ -146,6 +148,7 @@ class _Job:
         self._end_left_over(stop.seconds_to_end if stop.wanted else LEFT_OVER_SECONDS)
         if stop.wanted:
             _remove(self._run / STOP_FILE)
+        # Python counts signals downwards from 0, and a shell upwards from 128.
         status = self._process.returncode
         return status if status >= 0 else 128 - status
 

@@ -143,6 +143,7 @@ def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
         if token is None:
             token, following = names[0], following + 1
             tokenizer.add_special_tokens([token])
+            # The tokens had these numbers in training, so a tokenizer that would give others cannot be written.
             if tokenizer.token_to_id(token) != following - 1:
                 raise Wrong(f"the tokenizer '{run.tokenizer}' has gaps in its numbers: add {names[0]} to it")
         special[theirs[kind]] = token
@@ -234,6 +235,7 @@ class Start:
         Raises:
             FloatingPointError: the model computes nan.
         """
+        # The generator is on the CPU, so that what is drawn does not depend on the device.
         generator, made, grid = torch.Generator().manual_seed(seed), list[int](), current()
         device = next(model.parameters()).device
         for _ in range(tokens):
