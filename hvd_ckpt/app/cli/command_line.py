@@ -52,8 +52,10 @@ class OneLineErrors(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            if isinstance(error, click.NoSuchOption):  # click lists options that are hardly alike
-                error.possibilities = get_close_matches(error.option_name, error.possibilities or [], n=1)
+            # click lists options that are hardly alike; the nearest one is enough.
+            if isinstance(error, click.NoSuchOption):
+                nearest = get_close_matches(error.option_name, error.possibilities or [], n=1)
+                error = click.NoSuchOption(error.option_name, possibilities=nearest, ctx=error.ctx)
             raise BadArgument(error.format_message()) from None
 
 
