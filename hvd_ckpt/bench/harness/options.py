@@ -25,7 +25,7 @@ from hvd_ckpt.app.cli.command_line import (
     split_names,
 )
 from hvd_ckpt.bench.harness.report import Report
-from hvd_ckpt.utils.extras import BUILD_HOROVOD
+from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
