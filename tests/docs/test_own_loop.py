@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,23 @@ def test_the_script_resumes_in_the_same_bits(folder: Path, monkeypatch: pytest.M
     script = folder / "train.py"
     if hc.rank() == 0:
         script.write_text(found.group(1), encoding="utf-8")
-        (folder / "stopped" / "run").mkdir(parents=True)
-        (folder / "stopped" / "run" / "stop").touch()
+        (folder / "stopped").mkdir()
         (folder / "whole").mkdir()
     hc.barrier()
 
-    def run(name: str) -> dict[str, Any]:
+    def stop(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    def run(name: str, **names: Any) -> dict[str, Any]:
         monkeypatch.chdir(folder / name)
-        variables = runpy.run_path(str(script), run_name="__main__")
+        variables = runpy.run_path(str(script), init_globals=names, run_name="__main__")
         hc.barrier()
         return variables
 
-    whole, stopped, resumed = run("whole"), run("stopped"), run("stopped")
-    assert stopped["stop"] == "stop" and stopped["step"] < whole["step"] == resumed["step"]
+    whole = run("whole")
+    stopped = run("stopped", print=stop)  # rank 0 prints at step 20
+    resumed = run("stopped")
+    assert stopped["stop"] == "SIGTERM" and 20 <= stopped["step"] < whole["step"] == resumed["step"]
     assert any((folder / "stopped" / "plans").iterdir())
     for name, parameter in whole["model"].state_dict().items():
         assert torch.equal(parameter, resumed["model"].state_dict()[name]), name
