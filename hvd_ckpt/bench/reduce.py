@@ -34,8 +34,8 @@ from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quar
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hvd_ckpt.bench.compare.engines import Engine
-    from hvd_ckpt.bench.harness.workloads import Workload
+    from hvd_ckpt.bench.harness.engines import Engine
+    from hvd_ckpt.bench.harness.workloads import RandomBatch
 
 ENGINES = "hvd_ckpt,horovod,ddp"
 BASELINES = ("hvd_ckpt", "horovod", "ddp")  # engines to which ratios are taken
@@ -95,7 +95,7 @@ class RankResult:
 
 def measure(job: Job) -> RankResult:
     """Times every workload of a job on one rank."""
-    from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.bench.harness.engines import find_engine
     from hvd_ckpt.bench.harness.workloads import workload
 
     engine = find_engine(job.engine)()
@@ -118,7 +118,7 @@ def measure(job: Job) -> RankResult:
     return result
 
 
-def _time_steps(workload: Workload, engine: Engine, warm_up: int, steps: int) -> list[float]:
+def _time_steps(workload: RandomBatch, engine: Engine, warm_up: int, steps: int) -> list[float]:
     """Seconds of each of ``steps`` training steps, from ``zero_grad`` to ``step``, after the warm-up."""
     from hvd_ckpt.utils.measure import now
 
@@ -131,7 +131,7 @@ def _time_steps(workload: Workload, engine: Engine, warm_up: int, steps: int) ->
     return seconds[warm_up:]
 
 
-def _count_gradient_bytes(workload: Workload, engine: Engine) -> int:
+def _count_gradient_bytes(workload: RandomBatch, engine: Engine) -> int:
     """Bytes that PyTorch's allocator has handed out after a step, for anything but parameters, buffers and inputs.
 
     Communication threads' own buffers do not count. A block that a communication thread gives back (as happens to the buckets that
@@ -149,7 +149,7 @@ def _count_gradient_bytes(workload: Workload, engine: Engine) -> int:
     return memory.held_bytes - sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _batch(workload: Workload, engine: Engine) -> tuple[Tensor, Tensor]:
+def _batch(workload: RandomBatch, engine: Engine) -> tuple[Tensor, Tensor]:
     import torch
 
     inputs, targets = workload.sample(torch.Generator().manual_seed(engine.rank))
@@ -157,7 +157,7 @@ def _batch(workload: Workload, engine: Engine) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(
-    workload: Workload, engine: Engine, batch: tuple[Tensor, Tensor]
+    workload: RandomBatch, engine: Engine, batch: tuple[Tensor, Tensor]
 ) -> tuple[nn.Module, Callable[[], None]]:
     """The model as the engine wraps it, and a training step on the rank's batch."""
     import torch
@@ -246,7 +246,7 @@ def reduce(
     ratio to stock Horovod's and DDP's in the same pair of jobs, and the bytes held for gradients. Run it on a machine
     that does nothing else.
     """
-    from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.bench.harness.engines import find_engine
     from hvd_ckpt.processes.runtime import threads_per_rank
 
     chosen = split_names("--engines", engines, find=find_engine)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hvd_ckpt.bench.compare.cells import KEEP, Cell, Settings, find_variant, make_cells
-from hvd_ckpt.bench.compare.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
 from hvd_ckpt.bench.compare.launch import EventReader, Failure
 from hvd_ckpt.bench.compare.recording import Recording, executed
 from hvd_ckpt.bench.compare.reference import largest_difference, make_reference
@@ -22,6 +21,7 @@ from hvd_ckpt.bench.compare.training import fingerprint, step_seed, train
 from hvd_ckpt.bench.compare.verdict import Result, add_ratios, judge
 from hvd_ckpt.bench.compare.worker import EventWriter
 from hvd_ckpt.bench.compare.workloads import Workload
+from hvd_ckpt.bench.harness.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
 from hvd_ckpt.data.objectives import IGNORED, Batch
 
 CELL = Cell("densenet", "reentrant", 2)
@@ -338,7 +338,7 @@ def test_a_gradient_is_reduced_with_the_memory_it_lies_in():
 
 def test_engines_are_found_by_name_or_path():
     assert find_engine("ddp") is ENGINES["ddp"]
-    assert find_engine("hvd_ckpt.bench.compare.engines:DDP") is ENGINES["ddp"]
+    assert find_engine("hvd_ckpt.bench.harness.engines:DDP") is ENGINES["ddp"]
     for name in ("nccl", "nowhere.at_all:Engine", "json:Nothing", "json:JSONDecoder"):
         with pytest.raises(ValueError, match=name):
             find_engine(name)

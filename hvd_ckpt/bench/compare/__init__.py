@@ -8,7 +8,6 @@ one process.
     cells        the cells: variants of recomputation and numbers of segments; the models that recompute as a cell says
     workloads    real models: model, batches, loss, and the passes of a step
     scenarios    small models that are hard, and the catalogue of all
-    engines      how a rank joins the others, wraps model and optimizer, and recomputes
     recording    which gradients are reduced, how often, and in which order
     training     one training run: precision, seeds, steps, fingerprints
     reference    the right answer, from one process

@@ -134,8 +134,8 @@ def compare(
     from hvd_ckpt.app.datasets.tokens import find_text_files
     from hvd_ckpt.bench.compare.cells import PLAN, Settings, make_cells
     from hvd_ckpt.bench.compare.comparison import Comparison, ComparisonError
-    from hvd_ckpt.bench.compare.engines import find_engine
     from hvd_ckpt.bench.compare.scenarios import CATALOG
+    from hvd_ckpt.bench.harness.engines import find_engine
     from hvd_ckpt.processes.runtime import threads_per_rank
 
     if quick and full:
@@ -223,7 +223,7 @@ def _compare_stages(
 
 
 def _check_budget(budget: str, engines: tuple[str, ...]) -> None:
-    from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.bench.harness.engines import find_engine
     from hvd_ckpt.planning.budget import parse_budget
 
     try:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
-from hvd_ckpt.bench.compare.engines import find_engine
 from hvd_ckpt.bench.compare.launch import Event, Failure, Launcher
 from hvd_ckpt.bench.compare.report import make_report
 from hvd_ckpt.bench.compare.scenarios import CATALOG
 from hvd_ckpt.bench.compare.verdict import add_ratios, judge
 from hvd_ckpt.bench.compare.worker import Job, folder_name
+from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.bench.harness.stats import alternating
 

@@ -26,9 +26,9 @@ from unittest import mock
 
 import psutil
 
-from hvd_ckpt.bench.compare.engines import find_engine
 from hvd_ckpt.bench.compare.worker import Job, run_forked, run_reference
 from hvd_ckpt.bench.harness import jobs
+from hvd_ckpt.bench.harness.engines import find_engine
 
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from hvd_ckpt.bench.compare.cells import KEEP, Settings
-from hvd_ckpt.bench.compare.engines import OneProcess
 from hvd_ckpt.bench.compare.training import EnginePrecision, build_seed, step_seed
 from hvd_ckpt.bench.compare.workloads import Step, Workload
+from hvd_ckpt.bench.harness.engines import OneProcess
 
 Tensors = dict[str, torch.Tensor]
 

@@ -24,9 +24,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_ckpt.bench.compare.cells import Cell, Recompute, Settings
-from hvd_ckpt.bench.compare.engines import Engine
-from hvd_ckpt.bench.compare.recording import Recording
+from hvd_ckpt.bench.compare.recording import Recording, recording_of
 from hvd_ckpt.bench.compare.workloads import Step, Workload
+from hvd_ckpt.bench.harness.engines import Engine
 from hvd_ckpt.utils.measure import now
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -142,7 +142,7 @@ def train(
     torch.manual_seed(step_seed(settings.seed, engine.rank))
     if record_in is not None:
         trained.recording = Recording(parameters)
-        watching = engine.recording(trained.recording, model, record_in)
+        watching = recording_of(engine, trained.recording, model, record_in)
     else:
         watching = nullcontext()
     with watching, engine.uneven(model) if workload.uneven else nullcontext():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import RankJob, join_torch, run_rank
-from hvd_ckpt.bench.harness.workloads import Workload, workload
+from hvd_ckpt.bench.harness.workloads import RandomBatch, workload
 from hvd_ckpt.planning.balance import balance_costs
 from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.utils.memory import recording_peak
@@ -67,7 +67,7 @@ class Job(RankJob):
     costs: dict[str, list[float]]
     details: bool
 
-    def workload(self, name: str) -> Workload:
+    def workload(self, name: str) -> RandomBatch:
         chosen = workload(name, "quick" if self.quick else "cpu")
         sizes = {"batch": QUICK_BATCH} if self.quick else SIZES[name]
         return dataclasses.replace(chosen, **sizes)
@@ -308,7 +308,7 @@ def _figures(kind: Callable[..., Contender], job: Job, name: str, schedule: str)
     return figures
 
 
-def block_costs(workload: Workload, chunks: int) -> list[float]:
+def block_costs(workload: RandomBatch, chunks: int) -> list[float]:
     """Seconds of the forward and backward pass of each block, for one micro-batch."""
     torch.manual_seed(1)
     model = workload.model()

@@ -19,7 +19,7 @@ import torch
 
 from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
 from hvd_ckpt.bench.harness.stats import Quartiles
-from hvd_ckpt.bench.harness.workloads import Workload, workload
+from hvd_ckpt.bench.harness.workloads import RandomBatch, workload
 from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, twin
 from hvd_ckpt.bench.recompute.methods import KEEP, OURS, methods
 
@@ -118,7 +118,7 @@ class RecomputeJob(RankJob):
     autocast: str | None = None
 
     @property
-    def workload(self) -> Workload:
+    def workload(self) -> RandomBatch:
         chosen = workload(self.name, self.sizes)
         return chosen if self.batch is None else dataclasses.replace(chosen, batch=self.batch)
 

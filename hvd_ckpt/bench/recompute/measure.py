@@ -18,7 +18,7 @@ from torch import nn
 
 from hvd_ckpt.bench.harness.jobs import reason
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios
-from hvd_ckpt.bench.harness.workloads import Workload
+from hvd_ckpt.bench.harness.workloads import RandomBatch
 from hvd_ckpt.utils.measure import now
 from hvd_ckpt.utils.memory import measure_peak
 
@@ -95,7 +95,7 @@ class Bench:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: RandomBatch,
         device: torch.device,
         distributed: bool = False,
         autocast: torch.dtype | None = None,
@@ -206,7 +206,7 @@ class Bench:
         return ", ".join(differences) or BITWISE, worst <= TOLERANCE
 
 
-def predicted_peak(workload: Workload) -> int:
+def predicted_peak(workload: RandomBatch) -> int:
     """The peak of a step without recomputation on the CPU, from two small batches: peaks grow linearly with the batch."""
     peaks = []
     for count in (PROBE // 2, PROBE):

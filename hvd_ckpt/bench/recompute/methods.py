@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hvd_ckpt.bench.harness.workloads import CLASSES, DenseNet, Workload
+from hvd_ckpt.bench.harness.workloads import CLASSES, DenseNet, RandomBatch
 from hvd_ckpt.bench.recompute.measure import Forward
 from hvd_ckpt.bench.recompute.peers import (
     Builder,
@@ -82,7 +82,7 @@ class Method:
     build: Builder
 
 
-def methods(workload: Workload, blocks: int, families: tuple[str, ...]) -> list[Method]:
+def methods(workload: RandomBatch, blocks: int, families: tuple[str, ...]) -> list[Method]:
     """All methods of these families but this library's, for a chain of that many blocks."""
     ckptplan = Ckptplan()
     named: dict[str, dict[str, Builder]] = {

@@ -7,7 +7,7 @@ import time
 
 import horovod.torch as hvd
 
-from hvd_ckpt.bench.compare.engines import Engine, HvdCkpt, launched_rank_and_size
+from hvd_ckpt.bench.harness.engines import Engine, HvdCkpt, launched_rank_and_size
 
 
 class Alone(Engine):

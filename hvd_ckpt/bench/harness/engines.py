@@ -26,8 +26,7 @@ from hvd_ckpt.utils.named import import_named
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hvd_ckpt.bench.compare.recording import Recording
-    from hvd_ckpt.bench.compare.workloads import Workload
+    from hvd_ckpt.bench.harness.workloads import Workload
     from hvd_ckpt.planning.plan import Plan
 
 Functions = Sequence[Callable[..., Any]]
@@ -41,6 +40,8 @@ class Engine(ABC):
         uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
         wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
         plans: it has :meth:`plan`.
+        reduces_by: the project whose calls reduce its gradients, one tensor or bucket at a time: ``horovod``, ``ddp`` or ``apex``;
+            empty where no gradient is reduced as a whole.
         device: of this process; set before :meth:`start`.
         rank: number of this process, from 0; set by :meth:`start`.
         size: number of processes; set by :meth:`start`.
@@ -50,6 +51,7 @@ class Engine(ABC):
     uses_horovod: ClassVar[bool] = False
     wraps_after_apex: ClassVar[bool] = True
     plans: ClassVar[bool] = False
+    reduces_by: ClassVar[str] = ""
     device = torch.device("cpu")
     rank: int
     size: int
@@ -121,10 +123,6 @@ class Engine(ABC):
         """The context of a loop whose number of steps differs between ranks; afterwards their weights are equal."""
         return nullcontext()
 
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        """The context of a training run whose reductions are recorded; ``model`` is the wrapped one."""
-        return nullcontext()
-
     def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """The parameters of the trained, unwrapped model, by name, whole on every rank; every rank calls it."""
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -151,6 +149,7 @@ class HorovodFamily(Engine):
 
     uses_horovod = True
     wraps_after_apex = False
+    reduces_by = "horovod"
 
     def after_apex_backward(self, optimizer: Any) -> None:
         optimizer.synchronize()
@@ -166,11 +165,6 @@ class HorovodFamily(Engine):
         yield
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        from hvd_ckpt.bench.compare.recording import recording_horovod
-
-        return recording_horovod(recording, self.rank, folder)
 
 
 class HvdCkpt(HorovodFamily):
@@ -242,6 +236,7 @@ class LocalEveryStep(HvdCkpt):
     """This library's local SGD with an average after every step; buffers stay each rank's own, as with the other engines."""
 
     title = "hvd_ckpt, local SGD"
+    reduces_by = ""
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         return model, hc.LocalSGD(optimizer, list(model.named_parameters()), every=1)
@@ -254,14 +249,12 @@ class LocalEveryStep(HvdCkpt):
         together = workload.alike or workload.static
         return None if together else "momentum rests on ranks that do not use a layer"
 
-    recording = Engine.recording  # no gradient is reduced
-
 
 class Sharded(HvdCkpt):
     """This library with the model's states split over the ranks, and the backward passes of a step reduced together."""
 
     stage: ClassVar[int]
-    recording = Engine.recording  # a shard is no parameter's gradient
+    reduces_by = ""  # a shard is not the gradient of a parameter
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         sharded = hc.DistributedOptimizer(
@@ -344,6 +337,7 @@ class DDP(Engine):
     """PyTorch's DistributedDataParallel over Gloo, or NCCL on GPUs, each rank with its own batch-norm statistics as in Horovod."""
 
     title = "PyTorch DDP"
+    reduces_by = "ddp"
     options: ClassVar[dict[str, Any]] = {}
 
     def start(self, folder: Path) -> None:
@@ -359,12 +353,6 @@ class DDP(Engine):
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         with model.join():
             yield
-
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        from hvd_ckpt.bench.compare.recording import recording_ddp
-
-        assert isinstance(model, nn.parallel.DistributedDataParallel)
-        return recording_ddp(recording, model)
 
     def stop(self) -> None:
         torch.distributed.destroy_process_group()
@@ -388,6 +376,7 @@ class ApexDDP(DDP):
     """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over NCCL."""
 
     title = "Apex DDP"
+    reduces_by = "apex"
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -403,11 +392,6 @@ class ApexDDP(DDP):
     @contextmanager
     def uneven(self, model: nn.Module) -> Iterator[None]:
         yield  # it has nothing for it
-
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        from hvd_ckpt.bench.compare.recording import recording_apex
-
-        return recording_apex(recording, model)
 
 
 ENGINES: dict[str, type[Engine]] = {
