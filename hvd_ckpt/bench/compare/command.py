@@ -24,7 +24,11 @@ from hvd_ckpt.bench.harness.options import (
 from hvd_ckpt.utils.extras import explain_import_error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hvd_ckpt.bench.compare.comparison import Comparison
     from hvd_ckpt.bench.compare.launch import Event
+    from hvd_ckpt.bench.harness.report import Report
 
 ENGINES = "hvd_ckpt,horovod,horovod-groups,ddp,ddp-find-unused,ddp-static,apex"
 WORKLOADS = "densenet,bert"
@@ -35,7 +39,7 @@ SCENARIOS = (
 VARIANTS = "none,reentrant,non-reentrant,explicit"
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 SUBJECT = "hvd_ckpt"
-STAGES_SECONDS = 120.0  # of a job in stages, which takes a few seconds
+STAGES_SECONDS = 20.0
 WIDTH = 150  # of the table where the output is not a terminal
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
 
@@ -132,9 +136,12 @@ def compare(
     is right everywhere.
     """
     from hvd_ckpt.app.datasets.tokens import find_text_files
+    from hvd_ckpt.bench.compare.catalog import CATALOG, IN_STAGES
     from hvd_ckpt.bench.compare.cells import PLAN, Settings, make_cells
-    from hvd_ckpt.bench.compare.comparison import Comparison, ComparisonError
-    from hvd_ckpt.bench.compare.scenarios import CATALOG
+    from hvd_ckpt.bench.compare.comparison import Comparison
+    from hvd_ckpt.bench.compare.report import make_report, make_stage_report
+    from hvd_ckpt.bench.compare.stage_engines import STAGE_ENGINES
+    from hvd_ckpt.bench.compare.stages import STAGED
     from hvd_ckpt.bench.harness.engines import find_engine
     from hvd_ckpt.processes.runtime import threads_per_rank
 
@@ -145,8 +152,23 @@ def compare(
     if stages is not None:
         if device != "cpu":
             raise BadArgument(f"--device {device}: --stages compares on CPUs: leave it out")
-        _compare_stages(
-            run, stages, controller, scenarios, steps or preset.steps, seed, timeout or STAGES_SECONDS
+        names = tuple(STAGED) if scenarios == SCENARIOS else split_names("--scenarios", scenarios, STAGED)
+        engines = [f"{engine.__module__}:{engine.__name__}" for engine in STAGE_ENGINES.values()]
+        _run(
+            run,
+            Comparison(
+                engines=tuple(name for name in engines if find_engine(name).unavailable() is None),
+                cells=tuple(make_cells({f"{IN_STAGES}{name}": STAGED[name].variants for name in names}, ())),
+                subject=engines[0],
+                size=stages,
+                controller=check_controller(controller),
+                threads=1,
+                passes=0,
+                settings=Settings(steps or preset.steps, seed),
+                timeout=timeout or STAGES_SECONDS,
+                folder=run.jobs,
+            ),
+            make_stage_report,
         )
         return
     chosen = split_names("--engines", engines, find=find_engine)
@@ -166,11 +188,9 @@ def compare(
     if budget is not None:
         _check_budget(budget, chosen)
         ways = (*ways, f"{PLAN}{budget.strip()}")
-    small = [name for name, kind in CATALOG.items() if kind.small]
-    large = [name for name in CATALOG if name not in small]
     trained = [
-        *split_names("--workloads", workloads, (*large, NOTHING)),
-        *split_names("--scenarios", scenarios, (*small, NOTHING)),
+        *split_names("--workloads", workloads, (*WORKLOADS.split(","), NOTHING)),
+        *split_names("--scenarios", scenarios, (*SCENARIOS.split(","), NOTHING)),
     ]
     meaningful = {}
     for name in trained:
@@ -199,6 +219,13 @@ def compare(
         timeout=timeout or preset.timeout,
         folder=run.jobs,
     )
+    _run(run, comparison, make_report)
+
+
+def _run(run: BenchRun, comparison: Comparison, make: Callable[..., Report]) -> None:
+    """Makes a comparison and its report, and ends the command."""
+    from hvd_ckpt.bench.compare.comparison import ComparisonError
+
     try:
         with run.progress(comparison.trainings) as progress:
 
@@ -207,19 +234,10 @@ def compare(
                     cell = f": {event['cell']}" if "cell" in event else ""
                     progress.show(f"{where}{cell}", int(event["event"] in ("trained", "measured", "timed")))
 
-            report = comparison.run(show)
+            report = comparison.run(show, make)
     except ComparisonError as error:
         raise BadArgument(str(error)) from None
     run.finish(report, report.success)
-
-
-def _compare_stages(
-    run: BenchRun, stages: int, controller: str, scenarios: str, steps: int, seed: int, timeout: float
-) -> None:
-    from hvd_ckpt.bench.compare.stages import SCENARIOS as STAGED, compare_stages
-
-    names = tuple(STAGED) if scenarios == SCENARIOS else split_names("--scenarios", scenarios, STAGED)
-    compare_stages(run, stages, check_controller(controller), names, steps, seed, timeout)
 
 
 def _check_budget(budget: str, engines: tuple[str, ...]) -> None:

@@ -11,7 +11,10 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hvd_ckpt.bench.compare.catalog import IN_STAGES
 from hvd_ckpt.bench.compare.cells import find_variant
+from hvd_ckpt.bench.compare.stage_engines import STAGE_ENGINES
+from hvd_ckpt.bench.compare.stages import CHUNKS
 from hvd_ckpt.bench.compare.verdict import (
     BASELINE,
     SEVERITY,
@@ -21,6 +24,7 @@ from hvd_ckpt.bench.compare.verdict import (
     short_name,
     worst,
 )
+from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.bench.harness.report import Report, Table, mebibytes, shown
 
 REASON = 160  # characters
@@ -53,6 +57,15 @@ LEGEND = (
 PLANNED = (
     "plan: `hvd_ckpt.plan` chose what is recomputed for that budget, which limits the peak of a step above its start; peak MiB "
     "counts from before the model is made. Other engines have no plans."
+)
+STAGE_LEGEND = (
+    "right: parameters and buffers of every stage equal, to rounding, those of the whole model in one process, which runs the same "
+    "micro-batches one after the other, and two runs end in the same bits. wrong: they do not. error, hang: no result.",
+    "torch: torch.distributed.pipelining over Gloo, with the model cut by hand; where blocks that are not neighbours are "
+    "connected, cut by its tracer.",
+    "deepspeed: PipelineModule of DeepSpeed over Gloo, where it is installed; connected blocks hand on tuples.",
+    "dropout: the masks are those that the whole model draws with seed_blocks(). Other masks are not wrong for training; the "
+    "result then depends on the number of stages.",
 )
 
 
@@ -129,6 +142,78 @@ def make_report(
     )
 
 
+def make_stage_report(
+    results: Sequence[Result],
+    workloads: Mapping[str, Mapping[str, Any]],
+    subject: str,
+    settings: dict[str, Any],
+    facts: dict[str, str],
+    absent: Mapping[str, str],
+    left_out: Sequence[str],
+) -> Report:
+    """The report of a comparison in pipeline stages, as :func:`make_report`: a column for each engine and schedule."""
+    columns = [
+        f"{engine.title}, {schedule}" for engine in STAGE_ENGINES.values() for schedule in engine.schedules
+    ]
+    entries = {
+        (result.workload, f"{find_engine(result.engine).title}, {result.variant}"): result
+        for result in results
+    }
+    columns = [column for column in columns if any(column == its for _, its in entries)]
+    rows = [
+        (
+            name.removeprefix(IN_STAGES),
+            workload["title"],
+            *(entries[name, column].status for column in columns),
+        )
+        for name, workload in workloads.items()
+    ]
+    table = Table(
+        ("scenario", "what is hard", *columns),
+        rows,
+        title=f"Verdicts: {settings['np']} stages over {settings['controller']}",
+        left=("scenario", "what is hard", *columns),
+        style=lambda entry: {"right": "green"}.get(entry, "red" if entry in SEVERITY else ""),
+        mark=_mark,
+    )
+    chosen = {
+        "stages": settings["np"],
+        **{name: settings[name] for name in ("controller", "steps", "seed")},
+        "chunks": CHUNKS,
+    }
+    told = [
+        {
+            "scenario": name.removeprefix(IN_STAGES),
+            "engine": column,
+            "status": result.status,
+            "reason": result.reason,
+        }
+        for name in workloads
+        for column in columns
+        for result in [entries[name, column]]
+    ]
+    return Report(
+        "Pipeline stages compared",
+        {name: fact for name, fact in facts.items() if name not in settings}
+        | {name: str(value) for name, value in chosen.items()},
+        [table],
+        told,
+        [
+            f"{entry['scenario']}, {entry['engine']}: {entry['status']}, {entry['reason']}"
+            for entry in told
+            if entry["reason"]
+        ],
+        STAGE_LEGEND,
+        settings=chosen,
+        success=all(result.right for result in results if result.engine == subject),
+    )
+
+
+def _mark(entry: str) -> str:
+    """An entry of a table of verdicts as Markdown."""
+    return f"**{entry}**" if entry.startswith(SEVERITY[2:]) else entry
+
+
 def _reasons(results: Iterable[Result], engine: str | None = None) -> Iterable[str]:
     """One line for each result that is not right (of one engine, or of all): where, and why. Long reasons are cut."""
     for result in results:
@@ -153,7 +238,7 @@ def _verdicts(results: Sequence[Result], title: str) -> Table:
         left=columns,
         folded=1,
         style=functools.partial(_style, names={name for names in groups for name in names}),
-        mark=lambda entry: f"**{entry}**" if entry.startswith(SEVERITY[2:]) else entry,
+        mark=_mark,
     )
 
 

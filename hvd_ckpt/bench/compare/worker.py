@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from hvd_ckpt.bench.compare.catalog import make_workload
 from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
 from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference, mean_losses
-from hvd_ckpt.bench.compare.scenarios import make_workload
 from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, train
 from hvd_ckpt.bench.compare.workloads import Workload
 from hvd_ckpt.bench.harness.engines import Engine, find_engine, launched_rank_and_size
@@ -195,15 +195,22 @@ class Worker:
         reference = self._references[cell.workload]
         parameters = {name: tensor.cpu() for name, tensor in trained.parameters.items()}
         buffers = {name: tensor.detach().cpu() for name, tensor in trained.model.named_buffers()}
+        expected = reference.parameters, reference.buffers[self._engine.rank]
+        if self._workloads[cell.workload].staged:  # each rank has a part of the model
+            expected = _named_in(expected[0], parameters), _named_in(expected[1], buffers)
         names = ("difference", "relative", "worst")
-        weights_apart = largest_difference(parameters, reference.parameters, reference.start)
-        buffers_apart = largest_difference(buffers, reference.buffers[self._engine.rank], reference.start)
+        weights_apart = largest_difference(parameters, expected[0], reference.start)
+        buffers_apart = largest_difference(buffers, expected[1], reference.start)
         return {
             **_hashes(trained),
             **dict(zip(names, weights_apart, strict=True)),
             **{f"buffer_{name}": value for name, value in zip(names, buffers_apart, strict=True)},
             "losses": trained.losses,
         }
+
+
+def _named_in(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in expected.items() if name in found}
 
 
 def _hashes(trained: Trained) -> dict[str, str]:
@@ -233,8 +240,8 @@ def work(job: Job) -> int:
             engine = find_engine(job.engine)()
             engine.device = own_device(job.settings.device)
             engine.start(job.folder)
-            if engine.size != job.size:
-                raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
+            if engine.size * engine.stages != job.size:
+                raise RuntimeError(f"the job has {engine.size * engine.stages} ranks instead of {job.size}")
             worker = Worker(job, engine, events)
             events.write("ready")
             worker.run()
@@ -266,8 +273,9 @@ def run_reference(job_file: str) -> None:
         workloads = {name: make_workload(name, job.settings) for name in job.workloads}
         events.write("ready")
         for name, workload in workloads.items():
+            size = 1 if workload.staged else job.size
             reference = make_reference(
-                workload, job.size, job.settings, lambda step: events.write("step", step=step)
+                workload, size, job.settings, lambda step: events.write("step", step=step)
             )
             reference.save(job.reference_file(name))
             events.write(

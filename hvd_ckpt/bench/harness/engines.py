@@ -43,8 +43,10 @@ class Engine(ABC):
         reduces_by: the project whose calls reduce its gradients, one tensor or bucket at a time: ``horovod``, ``ddp`` or ``apex``;
             empty where no gradient is reduced as a whole.
         device: of this process; set before :meth:`start`.
+        schedules: of the pipeline stages that it makes of a model.
         rank: number of this process, from 0; set by :meth:`start`.
-        size: number of processes; set by :meth:`start`.
+        size: number of processes; set by :meth:`start`. With pipeline stages, rank and size count replicas.
+        stages: number of pipeline stages; set by :meth:`start`.
     """
 
     title: ClassVar[str]
@@ -52,6 +54,8 @@ class Engine(ABC):
     wraps_after_apex: ClassVar[bool] = True
     plans: ClassVar[bool] = False
     reduces_by: ClassVar[str] = ""
+    schedules: ClassVar[tuple[str, ...]] = ()
+    stages = 1
     device = torch.device("cpu")
     rank: int
     size: int
