@@ -67,7 +67,9 @@ def run_faults(run: BenchRun, options: dict[str, Any]) -> None:
             for result in kill_runs(kills, range(first, first + runs)) if runs else ():
                 killed.append(result)
                 keep(result)
-                parts["kill"] = kill_report(killed, [one for one in recorded if isinstance(one, Killed)])
+                parts["kill"] = kill_report(
+                    killed, [before for before in recorded if isinstance(before, Killed)]
+                )
                 run.save(report())  # a long run that is ended leaves its results
                 progress.start(f"killed runs, seed {result.seed + 1}")
         except JobError as error:
@@ -81,7 +83,9 @@ def run_faults(run: BenchRun, options: dict[str, Any]) -> None:
                     progress.start("kills within a save")
             except SaveError as error:
                 failures.append(f"the save test ended after {len(saved)} of {saves} kills: {error}")
-            parts["save"] = save_report(saved, [one for one in recorded if isinstance(one, SaveKill)])
+            parts["save"] = save_report(
+                saved, [before for before in recorded if isinstance(before, SaveKill)]
+            )
         if minutes:
             progress.start("soak")
             soaked = soak(

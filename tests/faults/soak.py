@@ -143,13 +143,13 @@ def _watch(job: TrainJob, seconds: float, show: Callable[[float], object]) -> tu
                 )
         show(passed)
         time.sleep(max(len(times) * min(INTERVAL, seconds / SAMPLES) - (time.monotonic() - start), 0))
-    found = [
+    grown = [
         growth(name, measure, times, list(values))
         for process, name in names.items()
         if len(samples[process]) == len(times) >= 5
         for measure, values in zip(MEASURES, zip(*samples[process]))
     ]
-    return found, round(times[-1], 1)
+    return grown, round(times[-1], 1)
 
 
 def soak_report(soaked: Soaked) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,11 +24,8 @@ from hvd_ckpt.bench.harness.options import (
 from hvd_ckpt.utils.extras import explain_import_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hvd_ckpt.bench.compare.comparison import Comparison
     from hvd_ckpt.bench.compare.launch import Event
-    from hvd_ckpt.bench.harness.report import Report
 
 ENGINES = "hvd_ckpt,horovod,horovod-groups,ddp,ddp-find-unused,ddp-static,apex"
 WORKLOADS = "densenet,bert"
@@ -39,7 +36,7 @@ SCENARIOS = (
 VARIANTS = "none,reentrant,non-reentrant,explicit"
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 SUBJECT = "hvd_ckpt"
-STAGES_SECONDS = 20.0
+STAGES_SECONDS = 20.0  # without a step
 WIDTH = 150  # of the table where the output is not a terminal
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
 
@@ -107,125 +104,17 @@ PRESETS = {
 @click.option(
     "--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0."
 )
-def compare(
-    run: BenchRun,
-    size: int,
-    controller: str,
-    engines: str,
-    workloads: str,
-    scenarios: str,
-    variants: str,
-    chunks: str | None,
-    budget: str | None,
-    steps: int | None,
-    passes: int | None,
-    precision: str,
-    device: str,
-    stages: int | None,
-    quick: bool,
-    full: bool,
-    text: str | None,
-    seed: int,
-    timeout: float | None,
-    subject: str,
-) -> None:
+def compare(run: BenchRun, **given: Any) -> None:
     """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
 
     Reports for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
     which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
     is right everywhere.
     """
-    from hvd_ckpt.app.datasets.tokens import find_text_files
-    from hvd_ckpt.bench.compare.catalog import CATALOG, IN_STAGES
-    from hvd_ckpt.bench.compare.cells import PLAN, Settings, make_cells
-    from hvd_ckpt.bench.compare.comparison import Comparison
-    from hvd_ckpt.bench.compare.report import make_report, make_stage_report
-    from hvd_ckpt.bench.compare.stage_engines import STAGE_ENGINES
-    from hvd_ckpt.bench.compare.stages import STAGED
-    from hvd_ckpt.bench.harness.engines import find_engine
-    from hvd_ckpt.processes.runtime import threads_per_rank
-
-    if quick and full:
-        raise BadArgument("--quick and --full exclude each other: give one")
-    scale = "quick" if quick else "full" if full else "default"
-    preset = PRESETS[scale]
-    if stages is not None:
-        if device != "cpu":
-            raise BadArgument(f"--device {device}: --stages compares on CPUs: leave it out")
-        names = tuple(STAGED) if scenarios == SCENARIOS else split_names("--scenarios", scenarios, STAGED)
-        engines = [f"{engine.__module__}:{engine.__name__}" for engine in STAGE_ENGINES.values()]
-        _run(
-            run,
-            Comparison(
-                engines=tuple(name for name in engines if find_engine(name).unavailable() is None),
-                cells=tuple(make_cells({f"{IN_STAGES}{name}": STAGED[name].variants for name in names}, ())),
-                subject=engines[0],
-                size=stages,
-                controller=check_controller(controller),
-                threads=1,
-                passes=0,
-                settings=Settings(steps or preset.steps, seed),
-                timeout=timeout or STAGES_SECONDS,
-                folder=run.jobs,
-            ),
-            make_stage_report,
-        )
-        return
-    chosen = split_names("--engines", engines, find=find_engine)
-    if subject not in chosen:
-        raise BadArgument(
-            f"--subject {subject} is not among the engines {', '.join(chosen)}: add it, or judge another"
-        )
-    try:
-        if text is not None:
-            find_text_files(text)
-            text = str(Path(text).resolve())
-    except ValueError as error:
-        raise BadArgument(f"--text: {error}") from None
-    check_devices(device, size)
-    _check_precision(precision)
-    ways = split_names("--variants", variants, VARIANTS.split(","))
-    if budget is not None:
-        _check_budget(budget, chosen)
-        ways = (*ways, f"{PLAN}{budget.strip()}")
-    trained = [
-        *split_names("--workloads", workloads, (*WORKLOADS.split(","), NOTHING)),
-        *split_names("--scenarios", scenarios, (*SCENARIOS.split(","), NOTHING)),
-    ]
-    meaningful = {}
-    for name in trained:
-        if name != NOTHING:
-            kind = CATALOG[name]
-            _check_packages(name, kind.requires)
-            if kind.precisions is None or precision in kind.precisions:
-                meaningful[name] = tuple(
-                    way for way in ways if way in kind.variants or (way.startswith(PLAN) and kind.plannable)
-                )
-    cells = make_cells(meaningful, whole_numbers("--chunks", chunks or preset.chunks, "segments"))
-    if not cells:
-        raise BadArgument(
-            f"there is nothing to compare: --workloads {workloads} and --scenarios {scenarios} have no "
-            f"--variants {variants} in --precision {precision}"
-        )
-    comparison = Comparison(
-        engines=chosen,
-        cells=tuple(cells),
-        subject=subject,
-        size=size,
-        controller=check_controller(controller),
-        threads=threads_per_rank(size),
-        passes=preset.passes if passes is None else passes,
-        settings=Settings(steps or preset.steps, seed, scale, text, precision, device),
-        timeout=timeout or preset.timeout,
-        folder=run.jobs,
-    )
-    _run(run, comparison, make_report)
-
-
-def _run(run: BenchRun, comparison: Comparison, make: Callable[..., Report]) -> None:
-    """Makes a comparison and its report, and ends the command."""
     from hvd_ckpt.bench.compare.comparison import ComparisonError
 
+    options = Options(**given)
+    comparison = options.comparison(run) if options.stages is None else options.comparison_of_stages(run)
     try:
         with run.progress(comparison.trainings) as progress:
 
@@ -234,10 +123,150 @@ def _run(run: BenchRun, comparison: Comparison, make: Callable[..., Report]) -> 
                     cell = f": {event['cell']}" if "cell" in event else ""
                     progress.show(f"{where}{cell}", int(event["event"] in ("trained", "measured", "timed")))
 
-            report = comparison.run(show, make)
+            report = comparison.run(show)
     except ComparisonError as error:
         raise BadArgument(str(error)) from None
     run.finish(report, report.success)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command, as they are given."""
+
+    size: int
+    controller: str
+    engines: str
+    workloads: str
+    scenarios: str
+    variants: str
+    chunks: str | None
+    budget: str | None
+    steps: int | None
+    passes: int | None
+    precision: str
+    device: str
+    stages: int | None
+    quick: bool
+    full: bool
+    text: str | None
+    seed: int
+    timeout: float | None
+    subject: str
+
+    @property
+    def scale(self) -> str:
+        """The name of the preset."""
+        if self.quick and self.full:
+            raise BadArgument("--quick and --full exclude each other: give one")
+        return "quick" if self.quick else "full" if self.full else "default"
+
+    def comparison(self, run: BenchRun) -> Comparison:
+        """The comparison of engines that reduce gradients.
+
+        Raises:
+            BadArgument: an option is wrong, or options do not go together.
+        """
+        from hvd_ckpt.bench.compare.cells import Settings, make_cells
+        from hvd_ckpt.bench.compare.comparison import Comparison
+        from hvd_ckpt.bench.harness.engines import find_engine
+        from hvd_ckpt.processes.runtime import threads_per_rank
+
+        scale, preset = self.scale, PRESETS[self.scale]
+        engines = split_names("--engines", self.engines, find=find_engine)
+        if self.subject not in engines:
+            raise BadArgument(
+                f"--subject {self.subject} is not among the engines {', '.join(engines)}: add it, or judge another"
+            )
+        text = self._text()
+        check_devices(self.device, self.size)
+        _check_precision(self.precision)
+        variants = split_names("--variants", self.variants, VARIANTS.split(","))
+        if self.budget is not None:
+            _check_budget(self.budget, engines)
+        chosen = self._trained(variants)
+        cells = make_cells(chosen, whole_numbers("--chunks", self.chunks or preset.chunks, "segments"))
+        if not cells:
+            raise BadArgument(
+                f"there is nothing to compare: --workloads {self.workloads} and --scenarios {self.scenarios} have no "
+                f"--variants {self.variants} in --precision {self.precision}"
+            )
+        return Comparison(
+            engines=engines,
+            cells=tuple(cells),
+            subject=self.subject,
+            size=self.size,
+            controller=check_controller(self.controller),
+            threads=threads_per_rank(self.size),
+            passes=preset.passes if self.passes is None else self.passes,
+            settings=Settings(
+                self.steps or preset.steps, self.seed, scale, text, self.precision, self.device
+            ),
+            timeout=self.timeout or preset.timeout,
+            folder=run.jobs,
+        )
+
+    def comparison_of_stages(self, run: BenchRun) -> Comparison:
+        """The comparison of engines that train in pipeline stages.
+
+        Raises:
+            BadArgument: as :meth:`comparison`.
+        """
+        from hvd_ckpt.bench.compare.catalog import IN_STAGES
+        from hvd_ckpt.bench.compare.cells import Settings, make_cells
+        from hvd_ckpt.bench.compare.comparison import Comparison
+        from hvd_ckpt.bench.compare.stage_engines import STAGE_ENGINES
+        from hvd_ckpt.bench.compare.stages import SCHEDULES, STAGED
+
+        scale, stages = self.scale, self.stages
+        assert stages is not None
+        if self.device != "cpu":
+            raise BadArgument(f"--device {self.device}: --stages compares on CPUs: leave it out")
+        names = STAGED if self.scenarios == SCENARIOS else split_names("--scenarios", self.scenarios, STAGED)
+        engines = [engine for engine in STAGE_ENGINES if engine.unavailable() is None]
+        paths = [f"{engine.__module__}:{engine.__name__}" for engine in engines]
+        return Comparison(
+            engines=tuple(paths),
+            cells=tuple(make_cells({f"{IN_STAGES}{name}": SCHEDULES for name in names}, ())),
+            subject=paths[0],
+            size=stages,
+            controller=check_controller(self.controller),
+            threads=1,
+            passes=0,
+            settings=Settings(self.steps or PRESETS[scale].steps, self.seed),
+            timeout=self.timeout or STAGES_SECONDS,
+            folder=run.jobs,
+        )
+
+    def _text(self) -> str | None:
+        from hvd_ckpt.app.datasets.tokens import find_text_files
+
+        if self.text is None:
+            return None
+        try:
+            find_text_files(self.text)
+        except ValueError as error:
+            raise BadArgument(f"--text: {error}") from None
+        return str(Path(self.text).resolve())
+
+    def _trained(self, variants: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """What is trained, and for each the variants that mean something for it."""
+        from hvd_ckpt.bench.compare.catalog import CATALOG
+        from hvd_ckpt.bench.compare.cells import PLAN
+
+        names = [
+            *split_names("--workloads", self.workloads, (*WORKLOADS.split(","), NOTHING)),
+            *split_names("--scenarios", self.scenarios, (*SCENARIOS.split(","), NOTHING)),
+        ]
+        planned = () if self.budget is None else (f"{PLAN}{self.budget.strip()}",)
+        chosen = {}
+        for name in names:
+            if name != NOTHING:
+                kind = CATALOG[name]
+                _check_packages(name, kind.requires)
+                if kind.precisions is None or self.precision in kind.precisions:
+                    own = tuple(variant for variant in variants if variant in kind.variants)
+                    chosen[name] = own + planned * kind.plannable
+        return chosen
 
 
 def _check_budget(budget: str, engines: tuple[str, ...]) -> None:

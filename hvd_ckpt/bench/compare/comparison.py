@@ -12,7 +12,7 @@ from typing import Any
 from hvd_ckpt.bench.compare.catalog import CATALOG
 from hvd_ckpt.bench.compare.cells import Cell, Settings, Variant, find_variant
 from hvd_ckpt.bench.compare.launch import Event, Failure, Launcher
-from hvd_ckpt.bench.compare.report import make_report
+from hvd_ckpt.bench.compare.report import make_report, make_stage_report
 from hvd_ckpt.bench.compare.verdict import add_ratios, judge
 from hvd_ckpt.bench.compare.worker import Job, folder_name
 from hvd_ckpt.bench.harness.engines import find_engine
@@ -64,11 +64,8 @@ class Comparison:
             for cell in self._cells_of(engine)
         )
 
-    def run(self, listener: Listener, make: Callable[..., Report] = make_report) -> Report:
-        """Makes the comparison, and the report with :func:`make_report` or another function with its arguments.
-
-        Args:
-            listener: hears of every event and where it happens.
+    def run(self, listener: Listener) -> Report:
+        """Makes the comparison; ``listener`` hears of every event and where it happens.
 
         Raises:
             ComparisonError: the reference cannot be computed, a chain has fewer blocks than segments asked for, or the
@@ -104,6 +101,7 @@ class Comparison:
         ]
         add_ratios(results)
         told = self._told()
+        make = make_stage_report if CATALOG[self.cells[0].workload].staged else make_report
         return make(
             results,
             workloads,

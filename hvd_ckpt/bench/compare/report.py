@@ -13,7 +13,6 @@ from typing import Any
 
 from hvd_ckpt.bench.compare.catalog import IN_STAGES
 from hvd_ckpt.bench.compare.cells import find_variant
-from hvd_ckpt.bench.compare.stage_engines import STAGE_ENGINES
 from hvd_ckpt.bench.compare.stages import CHUNKS
 from hvd_ckpt.bench.compare.verdict import (
     BASELINE,
@@ -116,8 +115,8 @@ def make_report(
         facts,
         [_verdicts(results, title), *([_price(large)] if large else []), *_trained(workloads)],
         [
-            {**dataclasses.asdict(one), "right": one.right, "step_seconds": one.step_seconds}
-            for one in results
+            {**dataclasses.asdict(result), "right": result.right, "step_seconds": result.step_seconds}
+            for result in results
         ],
         remarks=[
             *(f"{engine} is absent: {reason}" for engine, reason in absent.items()),
@@ -151,57 +150,45 @@ def make_stage_report(
     absent: Mapping[str, str],
     left_out: Sequence[str],
 ) -> Report:
-    """The report of a comparison in pipeline stages, as :func:`make_report`: a column for each engine and schedule."""
-    columns = [
-        f"{engine.title}, {schedule}" for engine in STAGE_ENGINES.values() for schedule in engine.schedules
-    ]
-    entries = {
-        (result.workload, f"{find_engine(result.engine).title}, {result.variant}"): result
-        for result in results
-    }
-    columns = [column for column in columns if any(column == its for _, its in entries)]
-    rows = [
-        (
-            name.removeprefix(IN_STAGES),
-            workload["title"],
-            *(entries[name, column].status for column in columns),
-        )
-        for name, workload in workloads.items()
-    ]
-    table = Table(
-        ("scenario", "what is hard", *columns),
-        rows,
-        title=f"Verdicts: {settings['np']} stages over {settings['controller']}",
-        left=("scenario", "what is hard", *columns),
-        style=lambda entry: {"right": "green"}.get(entry, "red" if entry in SEVERITY else ""),
-        mark=_mark,
-    )
-    chosen = {
-        "stages": settings["np"],
-        **{name: settings[name] for name in ("controller", "steps", "seed")},
-        "chunks": CHUNKS,
-    }
-    told = [
+    """The report of a comparison in pipeline stages, as :func:`make_report`, with a column for each engine and schedule."""
+    engines, names = engines_of(results), list(workloads)
+    ordered = sorted(results, key=lambda found: (names.index(found.workload), engines.index(found.engine)))
+    verdicts = [
         {
-            "scenario": name.removeprefix(IN_STAGES),
-            "engine": column,
+            "scenario": result.workload.removeprefix(IN_STAGES),
+            "engine": f"{find_engine(result.engine).title}, {result.variant}",
             "status": result.status,
             "reason": result.reason,
         }
-        for name in workloads
-        for column in columns
-        for result in [entries[name, column]]
+        for result in ordered
     ]
+    scenarios = {name.removeprefix(IN_STAGES): workload["title"] for name, workload in workloads.items()}
+    columns = ("scenario", "what is hard", *dict.fromkeys(verdict["engine"] for verdict in verdicts))
+    rows = [
+        (name, title, *(verdict["status"] for verdict in verdicts if verdict["scenario"] == name))
+        for name, title in scenarios.items()
+    ]
+    chosen = {name: settings[name] for name in ("controller", "steps", "seed")}
+    chosen = {"stages": settings["np"], **chosen, "chunks": CHUNKS}
+    machine = {name: fact for name, fact in facts.items() if name not in settings}
     return Report(
         "Pipeline stages compared",
-        {name: fact for name, fact in facts.items() if name not in settings}
-        | {name: str(value) for name, value in chosen.items()},
-        [table],
-        told,
+        {**machine, **{name: str(value) for name, value in chosen.items()}},
         [
-            f"{entry['scenario']}, {entry['engine']}: {entry['status']}, {entry['reason']}"
-            for entry in told
-            if entry["reason"]
+            Table(
+                columns,
+                rows,
+                title=f"Verdicts: {settings['np']} stages over {settings['controller']}",
+                left=columns,
+                style=lambda entry: STYLES.get(entry, "red" if entry in SEVERITY else ""),
+                mark=_mark,
+            )
+        ],
+        verdicts,
+        [
+            "{scenario}, {engine}: {status}, {reason}".format(**verdict)
+            for verdict in verdicts
+            if verdict["reason"]
         ],
         STAGE_LEGEND,
         settings=chosen,

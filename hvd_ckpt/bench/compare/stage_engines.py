@@ -23,6 +23,7 @@ from hvd_ckpt.bench.compare.stages import (
     BLOCKS,
     CHUNKS,
     SAMPLES,
+    SCHEDULES,
     VOCABULARY,
     WIDTH,
     Lengths,
@@ -46,7 +47,7 @@ class StageEngine(Engine):
     """
 
     rank, size = 0, 1
-    schedules = ("gpipe", "1f1b")
+    schedules = SCHEDULES
     stage: int
 
     def start(self, folder: Path) -> None:
@@ -106,6 +107,7 @@ class TorchStages(StageEngine):
             example = scenario.batch(0, 1, 0).split(CHUNKS)[0].inputs
             traced = pipelining.pipeline(SkipByHand(*blocks), example, split_spec=cuts)
             stage = traced.build_stage(self.stage, self.device)
+            # The tracer has parameters of its own: they take the place of the blocks'.
             for name, parameter in traced.get_stage_module(self.stage).named_parameters():
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, parameter)
@@ -171,6 +173,7 @@ class DeepSpeedStages(StageEngine):
             },
             dist_init_required=False,
         )
+        # DeepSpeed cuts for itself.
         keep_blocks(model, range(*self._staged.parts[self.stage : self.stage + 2]))
 
         def step(batch: Batch) -> None:
@@ -190,11 +193,7 @@ class DeepSpeedStages(StageEngine):
         torch.distributed.destroy_process_group()
 
 
-STAGE_ENGINES: dict[str, type[StageEngine]] = {
-    "hvd_ckpt": HvdCkptStages,
-    "torch": TorchStages,
-    "deepspeed": DeepSpeedStages,
-}
+STAGE_ENGINES: tuple[type[StageEngine], ...] = (HvdCkptStages, TorchStages, DeepSpeedStages)
 
 
 class Stage(nn.Module):

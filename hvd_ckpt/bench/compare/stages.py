@@ -6,7 +6,7 @@ schedules. The reference is the whole model in one process, which runs the same 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hvd_ckpt.bench.compare.scenarios import Scenario
 from hvd_ckpt.bench.compare.workloads import Step
 from hvd_ckpt.data.objectives import IGNORED, Batch
 
+SCHEDULES = ("gpipe", "1f1b")
 WIDTH, SAMPLES, CHUNKS, BLOCKS, LENGTH, VOCABULARY = 8, 8, 4, 8, 6, 12
 
 
@@ -46,7 +47,7 @@ class Staged(Scenario):
 
     title = "nothing special"
     learning_rate = 0.1
-    variants: ClassVar[tuple[str, ...]] = ("gpipe", "1f1b")
+    variants = SCHEDULES
     staged = True
     small = False  # tracing a model takes seconds
 
@@ -64,6 +65,7 @@ class Staged(Scenario):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
+        # Dropout draws from the default generator, whose state must not depend on who asks for a batch.
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(1000 * self._seed + step)
             inputs, targets = self.sample(step)

@@ -137,6 +137,7 @@ def _judge_weights(result: Result, trained: Sequence[Event], precision: str) -> 
 def _judge_runs(result: Result, jobs: Sequence[Sequence[Event]], size: int) -> list[str]:
     """Compare ranks with each other, and runs; returns what is wrong."""
     hashed = [event for events in jobs for event in events if "weights" in event]
+    # Pipeline stages have weights of their own, which only the reference can be compared with.
     result.ranks_equal = CATALOG[result.workload].staged or all(
         len({event["weights"] for event in events if event["event"] == kind}) <= 1
         for events in jobs

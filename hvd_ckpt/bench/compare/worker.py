@@ -139,13 +139,14 @@ class Worker:
             return
         trained = self._train(cell, first=True)
         self._events.write("trained", cell=cell.key, **self._outcome(cell, trained), **_reductions(trained))
+        # The second run must not find the first one's memory in use.
         del trained
         gc.collect()
         # The peak includes weights, gradients and optimizer: all that training allocates, from before the model is made.
         with recording_peak(self._settings.device) as memory:
             trained = self._train(cell)
-        found = {**_hashes(trained), **_reductions(trained)}
-        self._events.write("measured", cell=cell.key, peak_bytes=memory.peak_bytes, **found)
+        values = {**_hashes(trained), **_reductions(trained)}
+        self._events.write("measured", cell=cell.key, peak_bytes=memory.peak_bytes, **values)
 
     def _train(self, cell: Cell, first: bool = False) -> Trained:
         return train(
@@ -196,7 +197,8 @@ class Worker:
         parameters = {name: tensor.cpu() for name, tensor in trained.parameters.items()}
         buffers = {name: tensor.detach().cpu() for name, tensor in trained.model.named_buffers()}
         expected = reference.parameters, reference.buffers[self._engine.rank]
-        if self._workloads[cell.workload].staged:  # each rank has a part of the model
+        # Each rank has a stage, a part of the model. Elsewhere a tensor that is missing is an error.
+        if self._workloads[cell.workload].staged:
             expected = _named_in(expected[0], parameters), _named_in(expected[1], buffers)
         names = ("difference", "relative", "worst")
         weights_apart = largest_difference(parameters, expected[0], reference.start)
@@ -231,7 +233,8 @@ def _reductions(trained: Trained) -> dict[str, object]:
 def work(job: Job) -> int:
     """Joins the job's other ranks, trains, leaves; returns an exit status. An error is an event and a traceback in the log."""
     if job.checks:
-        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # so that a timeline can be started later
+        # Horovod reads this when it starts; without it no timeline can be started later.
+        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
     rank, _ = launched_rank_and_size()
     with EventWriter(job.folder, rank) as events:
         events.write("born", pid=os.getpid())
