@@ -132,8 +132,9 @@ def measure(job: Job) -> RankResult:
     engine.start(job.folder)
     if engine.size != job.size:
         raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
+    # Objects that the imports left behind are not collected again while the clock runs.
     gc.collect()
-    gc.freeze()  # objects that the imports left behind are not collected again while the clock runs
+    gc.freeze()
     result = RankResult()
     for name in job.settings.workloads:
         kind, _, warm_up, steps = WORKLOADS[name]
@@ -168,7 +169,8 @@ def _count_gradient_bytes(workload: RandomBatch, engine: Engine) -> int:
     """
     from hvd_ckpt.utils.memory import recording_peak
 
-    gc.collect()  # garbage of an earlier count must not be given back within this one
+    # Garbage of an earlier count must not be given back within this one.
+    gc.collect()
     batch = _batch(workload, engine)
     with recording_peak(engine.device) as memory:
         model, step = _prepare(workload, engine, batch)

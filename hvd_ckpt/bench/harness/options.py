@@ -74,6 +74,7 @@ class Steps:
         self.start(what)
         if name in self._run.failures:
             return []
+        # Before a job, not after it: what the caller adds after the last job is saved with the next.
         if self._run.make_report is not None:
             self._run.save(self._run.make_report())
         controller = controller or getattr(settings, "controller", "gloo")

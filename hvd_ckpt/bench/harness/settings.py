@@ -93,6 +93,7 @@ def _option(name: str, words: Mapping[str, Any]) -> click.Option:
     if kind is None and isinstance(default, int):
         kind = click.IntRange(1)
 
+    # --quick is eager: click has read it before it asks for a default.
     def by_size() -> Any:
         return quick if click.get_current_context().params["quick"] else default
 

@@ -69,6 +69,7 @@ def _train(job: LocalJob, method: Method) -> MethodResult:
         objective.loss(model(*batch.inputs, **batch.shared), batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step + 1 in evaluated:
+            # The clock stops from one barrier to the next: an evaluation takes no time of the method.
             hc.barrier()
             if step >= warm_up:
                 result.seconds += time.perf_counter() - start

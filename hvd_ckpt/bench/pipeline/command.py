@@ -215,6 +215,11 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Rep
         if case.engine == UNSTAGED:
             return None
         size, virtual = case.at["np"], VIRTUAL[case.at["schedule"]]
+        # A schedule of p ranks with m micro-batches in v chunks each takes m v + p - 1 slots for
+        # each direction, of which a rank works in m v:
+        #
+        #     rank 0   F0 F1 F2 F3 -  -  B3 B2 B1 B0       p = 2, m = 4, v = 1: one slot of each direction is idle
+        #     rank 1   -  F0 F1 F2 F3 B3 B2 B1 B0 -
         passes = settings.chunks * virtual
         ideal = size * passes / (passes + size - 1)
         unstaged = whole[case.at["workload"]].seconds
@@ -273,7 +278,8 @@ def _draw_timelines(file: Path, cases: Sequence[Case]) -> str:
         ranks = case.figures["timelines"]
         begin = min(span.start for spans in ranks for span in spans)
         for rank, spans in enumerate(ranks):
-            for kind, color in COLORS.items():  # waits and recomputations lie within passes, above them
+            # Waits and recomputations lie within passes: in the order of COLORS they are drawn above them.
+            for kind, color in COLORS.items():
                 for span in (span for span in spans if span.kind == kind):
                     width = 1000 * (span.end - span.start)
                     edge = "white" if kind in ("forward", "backward") else "none"

@@ -127,6 +127,7 @@ class Ours(Program):
         self.model.accumulate(self.batch, self.workload.loss)
 
     def sent_bytes(self) -> int:
+        # The library counts since the start: the step between two readings is the one that counts.
         before = self.model.sent_bytes
         self.step()
         return self.model.sent_bytes - before
@@ -194,6 +195,7 @@ class Torch(Program):
             sent += tensor.nbytes if kind is torch.distributed.isend else 0
             return operation(kind, tensor, *more, **named)
 
+        # PyTorch has no count of its own; all messages between stages are made as P2POp.
         with mock.patch("torch.distributed.P2POp", counted):
             self.step()
         return sent
@@ -223,6 +225,7 @@ def measure(job: Job) -> RankResult:
 def _figures(job: Job, name: str, schedule: str) -> Figures:
     figures = Figures()
     program = PROGRAMS[job.program](job, name, schedule, "never")
+    # Objects of the imports and of the model are not collected again while the clock runs.
     gc.collect()
     gc.freeze()
     warm_up = QUICK_WARM_UP if job.settings.quick else WARM_UP

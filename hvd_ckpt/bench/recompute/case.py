@@ -136,8 +136,9 @@ def run_case(
             entry = Entry(method.name, method.family)
             bench.measure(entry, functools.partial(method.build, twin(bench.model), bench.inputs))
             case.entries.append(entry)
+            # The first method is no recomputation. By now all is imported: what is collected before each step is what steps leave.
             if method.family == KEEP:
-                gc.freeze()  # by now all is imported: what is collected before each step is what the steps leave
+                gc.freeze()
         if OURS in job.families:
             try:
                 case.plans, case.answers = _make_plans(bench, job.budgets, case.entries, listener)

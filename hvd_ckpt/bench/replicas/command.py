@@ -168,6 +168,7 @@ def _places(settings: Settings) -> list[tuple[int, str]]:
     from hvd_ckpt.processes.probe import probe
 
     controllers = settings.controllers or [name for name in CONTROLLERS if probe(name).works]
+    # Each job resumes the runs of the one before it: the more they differ, the more a resumption shows.
     first, *others = controllers
     largest = max(settings.sizes)
     sizes = [largest, *(size for size in settings.sizes if size != largest)]

@@ -94,6 +94,7 @@ class Session:
         self._bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._steps = 0
         self.engine = _engine(configuration, training, folder, wire, model)
+        # This library's optimizer is told by synchronize(), at the end of a step, that all micro-batches are there.
         passes = 1 if configuration.ours else training.passes
         optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
         passes = 1 if configuration.ours else training.passes

@@ -75,7 +75,8 @@ class Bench:
             gc.collect()
             memory.mark("third step")
         before, last = memory.marks[-2:]
-        # A step ends with what it began with. What is more is blocks that communication threads have freed, which nobody counts.
+        # A step ends with what it began with. What is more is blocks that communication threads have freed, which nobody counts:
+        # each of the three steps has added as much to the peak.
         findings.peak = last.peak_bytes - (SETTLE + 1) * (last.bytes - before.bytes)
         after = session.sent()
         if sent is not None and after is not None:
@@ -100,7 +101,8 @@ class Bench:
         for name, session in sessions.items():
             self.findings[name].losses = [session.step(self.samples.step(number)) for number in range(SETTLE)]
         gc.collect()
-        gc.freeze()  # what is collected within a step is what the step leaves
+        # What is collected within a step is then what the step leaves.
+        gc.freeze()
         for turn, name in alternating(list(sessions), self.job.rounds):
             samples = self.samples.step(SETTLE + turn)
             hc.barrier()
@@ -147,9 +149,8 @@ def requested_bytes(work: Callable[[], object], ranks: int) -> int:
     over_gloo = not any(event.name().startswith("nccl:") for event in events)
     for event in events:
         carrier, _, name = event.name().partition(":")
-        if (
-            over_gloo and event.name() == "c10d::_reduce_scatter_base_"
-        ):  # then comes one allreduce of the same bytes
+        # Gloo's reduce-scatter is followed by an event of the allreduce that does it: together they count as a reduce-scatter.
+        if over_gloo and event.name() == "c10d::_reduce_scatter_base_":
             total -= part * _bytes(event.shapes()[1:2], event.dtypes()[1:2])
         elif carrier in ("gloo", "nccl"):
             total += factors.get(name, part) * _bytes(event.shapes(), event.dtypes())

@@ -84,6 +84,7 @@ class ByHand:
         total = torch.tensor([sum(terms)], dtype=torch.float64)
         if hc.size() > 1:
             total = hc.allreduce(total, op=hc.Sum, name="by_hand.terms")
+        # Gradients are averaged over the ranks, so each rank scales its own by their number: the sum over all terms remains.
         factor = hc.size() / total.item()
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.taken)
@@ -144,6 +145,10 @@ class Measured(Trainer):
 
         In even rounds the trainer goes first, in odd ones the loop by hand.
         """
+        # Turns of the trainer (T) and the loop by hand (H), and ``done`` at the calls, each of which comes after a turn of T:
+        #
+        #     T H | T H | H T | T H | H T      warm-up, then rounds 1 to 4
+        #     0     1       2   3       4
         if done:
             self.seconds.append(time.perf_counter() - self._start)
         with self.report.meter.excluded():
