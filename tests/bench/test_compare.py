@@ -22,7 +22,8 @@ from hvd_ckpt.bench.compare.training import fingerprint, step_seed, train
 from hvd_ckpt.bench.compare.verdict import Result, add_ratios, judge
 from hvd_ckpt.bench.compare.worker import EventWriter
 from hvd_ckpt.bench.compare.workloads import Workload
-from hvd_ckpt.bench.harness.engines import ENGINES, HvdCkpt, find_engine, launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import launched_rank_and_size
+from hvd_ckpt.bench.harness.engines import ENGINES, HvdCkpt, find_engine
 from hvd_ckpt.data.objectives import IGNORED, Batch
 
 CELL = Cell("densenet", "reentrant", 2)

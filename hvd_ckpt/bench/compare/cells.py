@@ -18,7 +18,7 @@ from hvd_ckpt.recompute.function import CheckpointFunction
 from hvd_ckpt.recompute.sequential import split
 
 if TYPE_CHECKING:
-    from hvd_ckpt.bench.harness.engines import Engine
+    from hvd_ckpt.bench.harness.engine import Engine
 
 PLAN = "plan "  # and a budget: the name of a variant
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from hvd_ckpt.bench.harness.engines import Engine
+    from hvd_ckpt.bench.harness.engine import Engine
 
 OPTIMIZER_NUMBER = re.compile(
     r"^hvd_ckpt\.\d+\.\d+\."

@@ -33,7 +33,7 @@ from hvd_ckpt.bench.compare.stages import (
     Tied,
     Uneven,
 )
-from hvd_ckpt.bench.harness.engines import Engine, launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import Engine, launched_rank_and_size
 from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.planning.balance import balance_costs

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from hvd_ckpt.bench.compare.cells import Cell, Recompute, Settings
 from hvd_ckpt.bench.compare.recording import Recording, recording_of
 from hvd_ckpt.bench.compare.workloads import Step, Workload
-from hvd_ckpt.bench.harness.engines import Engine
+from hvd_ckpt.bench.harness.engine import Engine
 from hvd_ckpt.utils.measure import now
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}

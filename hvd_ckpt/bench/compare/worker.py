@@ -30,7 +30,8 @@ from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
 from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference, mean_losses
 from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, train
 from hvd_ckpt.bench.compare.workloads import Workload
-from hvd_ckpt.bench.harness.engines import Engine, find_engine, launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import Engine, launched_rank_and_size
+from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.bench.harness.jobs import RankJob, own_device
 from hvd_ckpt.bench.harness.report import plain
 from hvd_ckpt.planning.plan import Plan

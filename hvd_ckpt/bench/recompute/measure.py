@@ -197,7 +197,7 @@ class Bench:
         gradients = [_gradient(parameter) for parameter in self._parameters]
         differences, worst = [], 0.0
         for what, ours, theirs in (("loss", [loss], [self._loss]), ("gradients", gradients, self._gradients)):
-            if not all(torch.equal(one, other) for one, other in zip(ours, theirs)):
+            if not all(torch.equal(our, their) for our, their in zip(ours, theirs)):
                 distance = _distance(ours, theirs)
                 worst = max(worst, distance)
                 differences.append(f"{what} by {distance:.0e}")
@@ -223,4 +223,4 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 def _distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest difference, as a part of the largest value."""
     largest = max(float(tensor.abs().max()) for tensor in theirs)
-    return max(float((one - other).abs().max()) for one, other in zip(ours, theirs)) / (largest or 1.0)
+    return max(float((our - their).abs().max()) for our, their in zip(ours, theirs)) / (largest or 1.0)
