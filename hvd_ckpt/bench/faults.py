@@ -6,46 +6,61 @@ Exit status 0 if everything held, 1 if not, 2 for a bad argument.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import click
 
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, timeout_option
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command
+from hvd_ckpt.bench.harness.settings import (
+    BenchSettings,
+    check_replicas,
+    in_words,
+    ranks_setting,
+    setting,
+    timeout_setting,
+)
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
-@bench_command("faults", width=170)
-@click.option("--runs", type=click.IntRange(0), default=20, show_default=True, help="Runs that are killed.")
-@click.option("--saves", type=click.IntRange(0), default=200, show_default=True, help="Kills within a save.")
-@click.option(
-    "--soak", "minutes", type=click.FloatRange(0), default=0, help="Minutes of the soak.  [default: none]"
-)
-@click.option(
-    "--stall-rounds", type=click.IntRange(0), default=0, help="Rounds of timed snapshots.  [default: none]"
-)
-@click.option("--np", "sizes", default="2,4", show_default=True, help="Numbers of ranks of the runs.")
-@click.option(
-    "--stages", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages of the runs."
-)
-@click.option(
-    "--replicas",
-    type=click.IntRange(1),
-    help="Logical replicas of the runs: each launch is on another of the numbers of ranks, and all runs end in the same bits.",
-)
-@click.option(
-    "--elastic", is_flag=True, help="Jobs of Horovod Elastic on two names of this machine; needs --replicas."
-)
-@click.option(
-    "--controller", "controllers", default="auto", show_default=True, help="What starts the ranks: gloo,mpi."
-)
-@click.option("--seed", type=click.IntRange(0), help="Of the first run.  [default: 1, or the next of --add]")
-@click.option("--add", metavar="FILE", help="Add the results to those in a file of JSON lines.")
-@timeout_option(300, "launch")
-def faults(run: BenchRun, **options: Any) -> None:
+@dataclass(frozen=True)
+class FaultSettings(BenchSettings):
+    """The parts that are run, how often, and on what."""
+
+    runs: int = setting("Runs that are killed.", 20, type=click.IntRange(0))
+    saves: int = setting("Kills within a save.", 200, type=click.IntRange(0))
+    minutes: float = setting("Minutes of the soak.", 0, note="none", flag="soak", type=click.FloatRange(0))
+    stall_rounds: int = setting("Rounds of timed snapshots.", 0, note="none", type=click.IntRange(0))
+    sizes: tuple[int, ...] = ranks_setting("Numbers of ranks of the runs.", quick=None)
+    stages: int = setting("Pipeline stages of the runs.", 1)
+    replicas: int | None = setting(
+        "Logical replicas of the runs: each launch is on another of the numbers of ranks, and all runs end in the same bits.",
+        type=click.IntRange(1),
+    )
+    elastic: bool = setting("Jobs of Horovod Elastic on two names of this machine; needs --replicas.", False)
+    controllers: str = setting("What starts the ranks: gloo,mpi.", "auto", flag="controller")
+    seed: int | None = setting("Of the first run.", note="1, or the next of --add", type=click.IntRange(0))
+    add: str | None = setting("Add the results to those in a file of JSON lines.", metavar="FILE")
+    timeout: float = timeout_setting(300, "launch")
+
+    def check(self) -> None:
+        given = f"--np {in_words(self.sizes)}"
+        if any(size % self.stages for size in self.sizes):
+            raise BadArgument(f"--stages {self.stages}: {given} has other numbers than its multiples")
+        if self.replicas is not None:
+            check_replicas(self.replicas, self.sizes)
+        enough = self.replicas is not None and min(self.sizes) > 1 and self.controllers in ("auto", "gloo")
+        if self.elastic and not enough:
+            raise BadArgument(
+                f"--elastic: give --replicas, 2 or more ranks ({given}), and no controller but gloo"
+            )
+
+
+@bench_command("faults", width=170, settings=FaultSettings)
+def faults(run: BenchRun, settings: FaultSettings) -> None:
     """Kill training and saving at random moments, and check what is lost.
 
     Runs are killed, restarted and compared with an undisturbed run; a process is killed within its saves; the processes of a long
@@ -56,4 +71,4 @@ def faults(run: BenchRun, **options: Any) -> None:
             f"bench faults runs {TESTS / 'faults'}, which is missing: use a clone of the repository"
         )
     sys.path.append(str(TESTS))
-    import_module("faults.run").run_faults(run, options)
+    import_module("faults.run").run_faults(run, settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from faults.kill import Killed, KillTest, kill_report, kill_runs
 from faults.save import SaveError, SaveKill, SaveTest, save_report
@@ -18,29 +18,39 @@ from faults.stall import measure_stall, stall_report
 from pydantic import Field, TypeAdapter, ValidationError
 
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
+from hvd_ckpt.bench.faults import FaultSettings
 from hvd_ckpt.bench.harness.jobs import JobError
-from hvd_ckpt.bench.harness.options import BenchRun, check_replicas, whole_numbers
+from hvd_ckpt.bench.harness.options import BenchRun
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 
 Result = Killed | SaveKill
 
 
-def run_faults(run: BenchRun, options: dict[str, Any]) -> None:
-    """Runs the parts that the options ask for, and ends the command.
+def run_faults(run: BenchRun, settings: FaultSettings) -> None:
+    """Runs the parts that are asked for, and ends the command.
 
     Raises:
-        BadArgument: an option is wrong, or two do not fit together.
+        BadArgument: a controller or the file of results cannot be used.
     """
-    runs, saves, minutes, rounds = (options[name] for name in ("runs", "saves", "minutes", "stall_rounds"))
-    settings = _checked(options)
-    file = None if options["add"] is None else Path(options["add"])
+    runs, saves, minutes, rounds = settings.runs, settings.saves, settings.minutes, settings.stall_rounds
+    names = "gloo" if settings.elastic else settings.controllers
+    chosen = map(check_controller, split_names("--controller", names, ("auto", "gloo", "mpi")))
+    file = None if settings.add is None else Path(settings.add)
     try:
         recorded = [] if file is None else load_results(file)
     except ValueError as error:
         raise BadArgument(f"--add: {error}") from None
-    seed = options["seed"]
+    seed = settings.seed
     first = seed if seed is not None else max((result.seed for result in recorded), default=0) + 1
-    kills = KillTest(run.folder / "runs", **settings)
+    kills = KillTest(
+        run.folder / "runs",
+        settings.sizes,
+        list(dict.fromkeys(chosen)),
+        settings.timeout,
+        stages=settings.stages,
+        replicas=settings.replicas,
+        elastic=settings.elastic,
+    )
     killed: list[Killed] = []
     saved: list[SaveKill] = []
     parts: dict[str, Report] = {}
@@ -98,29 +108,6 @@ def run_faults(run: BenchRun, options: dict[str, Any]) -> None:
             progress.start("stall")
             parts["stall"] = stall_report(measure_stall(rounds, run.folder / "stall"))
     run.finish(report(), not failures and all(part.success for part in parts.values()))
-
-
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the kill test."""
-    given, stages, replicas = options["sizes"], options["stages"], options["replicas"]
-    sizes = whole_numbers("--np", given, "ranks")
-    if any(size % stages for size in sizes):
-        raise BadArgument(f"--stages {stages}: --np {given} has other numbers than its multiples")
-    if replicas is not None:
-        check_replicas(replicas, sizes)
-    names = options["controllers"]
-    if options["elastic"]:
-        if replicas is None or min(sizes) < 2 or names not in ("auto", "gloo"):
-            raise BadArgument(
-                f"--elastic: give --replicas, 2 or more ranks (--np {given}), and no controller but gloo"
-            )
-        names = "gloo"
-    controllers = map(check_controller, split_names("--controller", names, ("auto", "gloo", "mpi")))
-    return {
-        "sizes": sizes,
-        "controllers": list(dict.fromkeys(controllers)),
-        **{name: options[name] for name in ("timeout", "stages", "replicas", "elastic")},
-    }
 
 
 def load_results(path: Path) -> list[Result]:

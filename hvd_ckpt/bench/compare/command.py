@@ -9,16 +9,19 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.bench.harness.options import (
-    BenchRun,
-    bench_command,
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command
+from hvd_ckpt.bench.harness.settings import (
+    CONTROLLERS,
+    BenchSettings,
     check_devices,
-    device_option,
+    device_setting,
+    quick_setting,
+    setting,
     whole_numbers,
 )
 from hvd_ckpt.utils.extras import explain_import_error
@@ -58,106 +61,48 @@ PRESETS = {
 }
 
 
-@bench_command("compare", width=WIDTH, group="")
-@click.option("--np", "size", type=click.IntRange(1), envvar="NP", default=2, help="Ranks (NP, else 2).")
-@click.option(
-    "--controller",
-    type=click.Choice(["auto", "gloo", "mpi"]),
-    default="auto",
-    help="What the ranks communicate through.",
-)
-@click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
-@click.option("--workloads", default=WORKLOADS, show_default=True, help="Models on real data, or 'nothing'.")
-@click.option("--scenarios", default=SCENARIOS, show_default=True, help="Small hard models, or 'nothing'.")
-@click.option("--variants", default=VARIANTS, show_default=True, help="Ways to recompute.")
-@click.option("--chunks", help="Numbers of segments.  [default: 1,2,4; with --quick 2]")
-@click.option(
-    "--budget",
-    help="Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1),
-    help="Steps of each training run.  [default: 4; with --full 5]",
-)
-@click.option(
-    "--passes",
-    type=click.IntRange(0),
-    help="Timed jobs per engine, alternating.  [default: 1; with --full 2]",
-)
-@click.option(
-    "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the training."
-)
-@device_option
-@click.option(
-    "--stages",
-    type=click.IntRange(2, 8),
-    help="Instead, small hard models in so many pipeline stages, beside torch.distributed.pipelining.",
-)
-@click.option("--quick", is_flag=True, help="Tiny models, two segments, one timed pass.")
-@click.option("--full", is_flag=True, help="DenseNet-264 and BERT-base instead of small ones.")
-@click.option("--text", metavar="FILE", help="Text to learn instead of Python's own source.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights, batches and dropout."
-)
-@click.option("--timeout", type=click.FloatRange(1), help="Seconds without a step that count as a hang.")
-@click.option(
-    "--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0."
-)
-def compare(run: BenchRun, **given: Any) -> None:
-    """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
-
-    Reports for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
-    which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
-    is right everywhere.
-    """
-    from hvd_ckpt.bench.compare.comparison import ComparisonError
-
-    options = Options(**given)
-    comparison = options.comparison(run) if options.stages is None else options.comparison_of_stages(run)
-    try:
-        with run.progress(comparison.trainings) as progress:
-
-            def show(where: str, event: Event) -> None:
-                if event["rank"] == 0:
-                    cell = f": {event['cell']}" if "cell" in event else ""
-                    progress.show(f"{where}{cell}", int(event["event"] in ("trained", "measured", "timed")))
-
-            report = comparison.run(show)
-    except ComparisonError as error:
-        raise BadArgument(str(error)) from None
-    run.finish(report, report.success)
-
-
 @dataclass(frozen=True)
-class Options:
-    """The options of the command, as they are given."""
+class CompareSettings(BenchSettings):
+    """The options, as they are given."""
 
-    size: int
-    controller: str
-    engines: str
-    workloads: str
-    scenarios: str
-    variants: str
-    chunks: str | None
-    budget: str | None
-    steps: int | None
-    passes: int | None
-    precision: str
-    device: str
-    stages: int | None
-    quick: bool
-    full: bool
-    text: str | None
-    seed: int
-    timeout: float | None
-    subject: str
+    size: int = setting("Ranks.", 2, note="NP, else 2", flag="np", variable="NP")
+    controller: str = setting(
+        "What the ranks communicate through.", "auto", type=click.Choice(["auto", *CONTROLLERS])
+    )
+    engines: str = setting("Engines, or module:Class of your own.", ENGINES)
+    workloads: str = setting("Models on real data, or 'nothing'.", WORKLOADS)
+    scenarios: str = setting("Small hard models, or 'nothing'.", SCENARIOS)
+    variants: str = setting("Ways to recompute.", VARIANTS)
+    chunks: str | None = setting("Numbers of segments.", note="1,2,4; with --quick 2")
+    budget: str | None = setting(
+        "Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest."
+    )
+    steps: int | None = setting(
+        "Steps of each training run.", note="4; with --full 5", type=click.IntRange(1)
+    )
+    passes: int | None = setting(
+        "Timed jobs per engine, alternating.", note="1; with --full 2", type=click.IntRange(0)
+    )
+    precision: str = setting("Of the training.", "fp32", type=click.Choice(PRECISIONS))
+    device: str = device_setting()
+    stages: int | None = setting(
+        "Instead, small hard models in so many pipeline stages, beside torch.distributed.pipelining.",
+        type=click.IntRange(2, 8),
+    )
+    quick: bool = quick_setting("Tiny models, two segments, one timed pass.")
+    full: bool = setting("DenseNet-264 and BERT-base instead of small ones.", False)
+    text: str | None = setting("Text to learn instead of Python's own source.", metavar="FILE")
+    seed: int = setting("Of weights, batches and dropout.", 1, type=click.IntRange(0))
+    timeout: float | None = setting("Seconds without a step that count as a hang.", type=click.FloatRange(1))
+    subject: str = setting("The engine that must be right for exit status 0.", SUBJECT)
+
+    def check(self) -> None:
+        if self.quick and self.full:
+            raise BadArgument("--quick and --full exclude each other: give one")
 
     @property
     def scale(self) -> str:
         """The name of the preset."""
-        if self.quick and self.full:
-            raise BadArgument("--quick and --full exclude each other: give one")
         return "quick" if self.quick else "full" if self.full else "default"
 
     def comparison(self, run: BenchRun) -> Comparison:
@@ -267,6 +212,31 @@ class Options:
                     own = tuple(variant for variant in variants if variant in kind.variants)
                     chosen[name] = own + planned * kind.plannable
         return chosen
+
+
+@bench_command("compare", width=WIDTH, group="", settings=CompareSettings)
+def compare(run: BenchRun, settings: CompareSettings) -> None:
+    """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
+
+    Reports for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
+    which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
+    is right everywhere.
+    """
+    from hvd_ckpt.bench.compare.comparison import ComparisonError
+
+    comparison = settings.comparison(run) if settings.stages is None else settings.comparison_of_stages(run)
+    try:
+        with run.progress(comparison.trainings) as progress:
+
+            def show(where: str, event: Event) -> None:
+                if event["rank"] == 0:
+                    cell = f": {event['cell']}" if "cell" in event else ""
+                    progress.show(f"{where}{cell}", int(event["event"] in ("trained", "measured", "timed")))
+
+            report = comparison.run(show)
+    except ComparisonError as error:
+        raise BadArgument(str(error)) from None
+    run.finish(report, report.success)
 
 
 def _check_budget(budget: str, engines: tuple[str, ...]) -> None:

@@ -51,6 +51,7 @@ def setting(
     type: click.ParamType[Any] | Parse | None = None,
     note: str = "",
     metavar: str | None = None,
+    variable: str | None = None,
 ) -> Any:
     """A field of a settings class.
 
@@ -62,6 +63,7 @@ def setting(
         type: click's type of the value, or what reads the text; without one a whole number as default makes it a number from 1.
         note: the default in words, where it is not a value.
         metavar: the word for the value in the help.
+        variable: of the environment, which gives the value where the option is missing.
     """
     words = {
         "help": help,
@@ -71,6 +73,7 @@ def setting(
         "type": type,
         "note": note,
         "metavar": metavar,
+        "variable": variable,
     }
     return dataclasses.field(metadata={"option": words})
 
@@ -108,6 +111,7 @@ def _option(name: str, words: Mapping[str, Any]) -> click.Option:
         default=default if quick is None else by_size,
         help=help,
         metavar=words["metavar"],
+        envvar=words["variable"],
     )
 
 
