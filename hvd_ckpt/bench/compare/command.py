@@ -65,7 +65,7 @@ PRESETS = {
 class CompareSettings(BenchSettings):
     """The options, as they are given."""
 
-    size: int = setting("Ranks.", 2, note="NP, else 2", flag="np", variable="NP")
+    size: int = setting("Ranks.", 2, note="NP, else 2", flag="np", envvar="NP")
     controller: str = setting(
         "What the ranks communicate through.", "auto", type=click.Choice(["auto", *CONTROLLERS])
     )

@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class StageEngine(Engine):
     """
 
     rank, size = 0, 1
-    schedules = SCHEDULES
+    schedules: ClassVar[tuple[str, ...]] = SCHEDULES
     stage: int
 
     def start(self, folder: Path) -> None:
@@ -251,4 +251,4 @@ def keep_blocks(model: nn.Sequential, own: range) -> None:
 
 def made_again(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     """An optimizer of the same kind for what the model has now."""
-    return type(optimizer)(model.parameters(), **optimizer.defaults)  # type: ignore[call-arg]
+    return type(optimizer)(model.parameters(), **optimizer.defaults)

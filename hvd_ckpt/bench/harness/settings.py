@@ -50,8 +50,7 @@ def setting(
     flag: str = "",
     type: click.ParamType[Any] | Parse | None = None,
     note: str = "",
-    metavar: str | None = None,
-    variable: str | None = None,
+    **more: Any,
 ) -> Any:
     """A field of a settings class.
 
@@ -62,8 +61,7 @@ def setting(
         flag: the option's name without dashes, where it is not the field's.
         type: click's type of the value, or what reads the text; without one a whole number as default makes it a number from 1.
         note: the default in words, where it is not a value.
-        metavar: the word for the value in the help.
-        variable: of the environment, which gives the value where the option is missing.
+        **more: further arguments of click's option, such as ``metavar``, the word for the value in the help, and ``envvar``.
     """
     words = {
         "help": help,
@@ -72,8 +70,7 @@ def setting(
         "flag": flag,
         "type": type,
         "note": note,
-        "metavar": metavar,
-        "variable": variable,
+        "more": more,
     }
     return dataclasses.field(metadata={"option": words})
 
@@ -110,8 +107,7 @@ def _option(name: str, words: Mapping[str, Any]) -> click.Option:
         callback=read,
         default=default if quick is None else by_size,
         help=help,
-        metavar=words["metavar"],
-        envvar=words["variable"],
+        **words["more"],
     )
 
 
