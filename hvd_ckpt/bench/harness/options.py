@@ -149,7 +149,8 @@ class BenchRun:
             **more: further attributes of the report.
         """
         values = chosen_values(self.settings)
-        lines = {name: in_words(value) for name, value in {**values, **(facts or {})}.items()}
+        told = {**values, **(facts or {})}
+        lines = {name: in_words(value) for name, value in told.items() if value is not None}
         failures = [f"{name}: {why}" for name, why in self.failures.items()]
         return Report(
             title, machine_facts(settings=lines), tables, results, failures, settings=values, **more
