@@ -263,13 +263,14 @@ class DDP(Engine):
 
     title = "PyTorch DDP"
     reduces_by = "ddp"
+    defaults: ClassVar[dict[str, Any]] = {"broadcast_buffers": False}
 
     def start(self, folder: Path) -> None:
         self.rank, self.size = launched_rank_and_size()
         join_torch(folder, self.rank, self.size, device=self.device)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **self.options)
+        wrapped = nn.parallel.DistributedDataParallel(model, **self.options)
         return wrapped, optimizer
 
     def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
@@ -293,14 +294,14 @@ class DDPFindUnused(DDP):
     """The same, looking for parameters that the loss does not depend on."""
 
     title = "DDP find_unused"
-    defaults: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+    defaults: ClassVar[dict[str, Any]] = {**DDP.defaults, "find_unused_parameters": True}
 
 
 class DDPStatic(DDP):
     """The same, with the promise that the graph never changes."""
 
     title = "DDP static_graph"
-    defaults: ClassVar[dict[str, Any]] = {"static_graph": True}
+    defaults: ClassVar[dict[str, Any]] = {**DDP.defaults, "static_graph": True}
 
 
 class ApexDDP(DDP):

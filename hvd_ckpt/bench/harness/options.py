@@ -21,7 +21,6 @@ from hvd_ckpt.bench.harness import jobs
 from hvd_ckpt.bench.harness.jobs import R, RankJob
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
 from hvd_ckpt.bench.harness.settings import (
-    CONTROLLERS,
     BenchSettings,
     check_devices,
     check_replicas,
@@ -149,7 +148,8 @@ class BenchRun:
             **more: further attributes of the report.
         """
         values = chosen_values(self.settings)
-        lines = {name: in_words(value) for name, value in {**values, **(facts or {})}.items()}
+        told = {**values, **(facts or {})}
+        lines = {name: in_words(value) for name, value in told.items() if value is not None}
         failures = [f"{name}: {why}" for name, why in self.failures.items()]
         return Report(
             title, machine_facts(settings=lines), tables, results, failures, settings=values, **more
@@ -217,32 +217,9 @@ def timeout_option(seconds: float = LONGEST, what: str = "job") -> Decorator:
     return click.option("--timeout", type=click.FloatRange(1), default=seconds, show_default=True, help=text)
 
 
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options ``--controller`` and ``--timeout`` of a command that starts jobs."""
-    controllers = click.Choice(["auto", *CONTROLLERS])
-    text = "Controller that starts the ranks."
-    controller = click.option("--controller", type=controllers, default="auto", show_default=True, help=text)
-    return controller(timeout_option()(command))
-
-
 def device_option(command: Callable[..., None]) -> Callable[..., None]:
     """The option ``--device`` of a command that starts jobs."""
     kinds = click.Choice(["cpu", "cuda"])
     return click.option(
         "--device", type=kinds, default="cpu", show_default=True, help="Of the ranks, each of which has one."
     )(command)
-
-
-def quick_option(help: str) -> Decorator:
-    """The flag ``--quick``."""
-    return click.option("--quick", is_flag=True, is_eager=True, help=help)
-
-
-def count_option(*names: str, help: str, default: int, quick: int) -> Decorator:
-    """An option for a number from 1 whose default depends on ``--quick``."""
-
-    def choose(context: click.Context, option: click.Parameter, value: int | None) -> int:
-        return value or (quick if context.params["quick"] else default)
-
-    shown = f"{help}  [default: {default}; with --quick {quick}]"
-    return click.option(*names, type=click.IntRange(1), callback=choose, help=shown)

@@ -111,6 +111,11 @@ class Settings(BenchSettings):
     quick: bool = quick_setting("A tiny model and few steps: whether it works, not how good or fast it is.")
     timeout: float = timeout_setting(1800)
 
+    @property
+    def evaluations(self) -> int:
+        """Evaluations of a run, besides one before the first step."""
+        return min(2 if self.quick else 6, self.steps)
+
 
 @dataclass(frozen=True)
 class LocalJob(RankJob):
@@ -213,7 +218,7 @@ def local(run: BenchRun, settings: Settings) -> None:
     with run.progress(len(settings.sizes) * len(seeds)) as progress:
         for size, seed in itertools.product(settings.sizes, seeds):
             slow = seed is None
-            evaluations = 0 if slow else min(2 if settings.quick else 6, settings.steps)
+            evaluations = 0 if slow else settings.evaluations
             order = names[::-1] if seed and seed % 2 else names
             steps = settings.link_steps if slow else settings.steps
             folder = run.jobs / f"np{size}-{'link' if slow else seed}"
@@ -291,7 +296,9 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case], thrott
         table_of(losses, cases, "Losses and bytes", folded=1),
         table_of(speed, cases, "Speed", folded=1),
     ]
-    facts: dict[str, Any] = {**ONE_THREAD, "batch": BATCH, "lr": LR, **(QUICK if settings.quick else FULL)}
+    sizes = QUICK if settings.quick else FULL
+    fixed = {"evaluations": settings.evaluations, "batch": BATCH, "lr": LR, **sizes}
+    facts: dict[str, Any] = {**ONE_THREAD, **fixed}
     facts["link"] = (
         f"each rank sends at most {settings.link} Mbit/s: the loopback network of a network namespace passes as many times "
         "that as there are ranks"
@@ -299,7 +306,9 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case], thrott
         else "none: throttling needs Linux, root and the commands unshare, ip and tc"
     )
     title, pictures = "Local SGD beside synchronous training", lambda folder: draw(cases, folder)
-    return run.report(title, tables, cases, facts, notes=NOTES, draw=pictures)
+    report = run.report(title, tables, cases, facts, notes=NOTES, draw=pictures)
+    report.settings |= fixed
+    return report
 
 
 def draw(cases: Sequence[Case], folder: Path) -> list[str]:

@@ -203,7 +203,9 @@ def make_report(run: BenchRun, settings: Settings, so_far: Hashes) -> Report:
     report.remarks += [f"{name}: several hashes" for name in several]
     if settings.curves:
         report.data = {"losses": so_far.losses}
-        report.draw = lambda folder: draw(so_far.losses, folder) if all(so_far.losses.values()) else []
+        # Until all kinds of runs have begun there is nothing to draw.
+        begun = so_far.losses and all(so_far.losses.values())
+        report.draw = (lambda folder: draw(so_far.losses, folder)) if begun else None
     return report
 
 
