@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 from faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of, write_text
 
-from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.cases import Column, table_of, yes_or_no
+from hvd_ckpt.bench.harness.report import Report
 
 RANKS = 2
 EVERY = 20  # steps between snapshots
@@ -37,6 +38,15 @@ START_LIMIT, STOP_LIMIT = 180.0, 120.0  # seconds
 LEFT_OUT = 0.2  # of the time, at the start
 FLAT = 0.01  # growth of memory over the whole time, as a part of the mean
 MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
+COLUMNS = (
+    Column("process", lambda growth: growth.process, left=True),
+    Column("measure", lambda growth: growth.measure, left=True),
+    Column("mean", lambda growth: growth.mean, ".1f"),
+    Column("first", lambda growth: growth.first, ".1f"),
+    Column("last", lambda growth: growth.last, ".1f"),
+    Column("per hour", lambda growth: growth.per_hour, "+.2f"),
+    Column("flat", lambda growth: growth.flat, yes_or_no, left=True),
+)
 NOTES = (
     "per hour: slope of the line through the samples, without the first fifth of the time; first, last: medians of the first and "
     "of the last quarter; flat: memory rises by less than 1 % of its mean over the whole time; others do not rise.",
@@ -154,16 +164,7 @@ def _watch(job: TrainJob, seconds: float, show: Callable[[float], object]) -> tu
 
 def soak_report(soaked: Soaked) -> Report:
     """One row for each measure of each process."""
-    rows = [
-        (
-            *(growth.process, growth.measure),
-            *(f"{value:.1f}" for value in (growth.mean, growth.first, growth.last)),
-            *(f"{growth.per_hour:+.2f}", "yes" if growth.flat else "no"),
-        )
-        for growth in soaked.growth
-    ]
-    columns = ("process", "measure", "mean", "first", "last", "per hour", "flat")
     size = f"{soaked.seconds / 60:.1f} minutes, {soaked.steps} steps, {soaked.snapshots} snapshots (one every {EVERY} steps)"
     remarks = [size, *([soaked.failure] if soaked.failure else ())]
-    table = Table(columns, rows, "Soak", left=("process", "measure", "flat"), folded=1)
+    table = table_of(COLUMNS, soaked.growth, "Soak", folded=1)
     return Report("Soak", {}, [table], soaked, remarks, NOTES, success=soaked.sound)

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.cases import Column, table_of
+from hvd_ckpt.bench.harness.report import Report
 from hvd_ckpt.bench.harness.stats import alternating, ratios
 from hvd_ckpt.bench.harness.workloads import Gpt
 from hvd_ckpt.snapshots.writer import SnapshotWriter
@@ -27,6 +28,13 @@ MEGABYTES = 150  # of weights and both moments of AdamW
 WIDTH = 512
 BLOCK_BYTES = 12 * 12 * WIDTH**2  # of a block's weights and two moments in float32
 WAYS = ("SnapshotWriter, blocking", "torch.save + fsync", "SnapshotWriter", "DCP async_save")
+COLUMNS = (
+    Column("written by", lambda row: row.way, left=True),
+    Column("MB", lambda row: row.megabytes, ".0f"),
+    Column("stall ms", lambda row: 1000 * row.seconds, ".1f"),
+    Column("of blocking", lambda row: row.ratio, ".3f"),
+    Column("added ms", lambda row: 1000 * row.added, ".0f"),
+)
 NOTES = (
     "stall: median time that training waits for one snapshot; of blocking: median of the ratios within a round; added: median "
     "time by which the steps until the snapshot is on the disk are longer than others, in sum.",
@@ -173,16 +181,4 @@ def _no_warning(text: str) -> None:
 
 def stall_report(rows: Sequence[StallRow]) -> Report:
     """One row for each way of writing."""
-    shown = [
-        (
-            row.way,
-            f"{row.megabytes:.0f}",
-            f"{1000 * row.seconds:.1f}",
-            f"{row.ratio:.3f}",
-            f"{1000 * row.added:.0f}",
-        )
-        for row in rows
-    ]
-    columns = ("written by", "MB", "stall ms", "of blocking", "added ms")
-    table = Table(columns, shown, "Snapshot stall", left=columns[:1])
-    return Report("Snapshot stall", {}, [table], rows, notes=NOTES)
+    return Report("Snapshot stall", {}, [table_of(COLUMNS, rows, "Snapshot stall")], rows, notes=NOTES)

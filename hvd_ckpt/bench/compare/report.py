@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_ckpt.bench.compare.catalog import IN_STAGES
@@ -23,15 +23,12 @@ from hvd_ckpt.bench.compare.verdict import (
     short_name,
     worst,
 )
+from hvd_ckpt.bench.harness.cases import Column, in_mib, table_of
 from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.bench.harness.report import Report, Table, mebibytes, shown
 
 REASON = 160  # characters
 STYLES = {"right": "green", "loose": "yellow", "-": "dim"}
-DETAILS = (
-    "workload", "recomputed", "engine", "verdict", "ranks", "weights", "buffers", "runs", "reduced", "order", "step ms",
-    "ratio", "peak MiB",
-)  # fmt: skip
 PRICE = (
     "Step time as a ratio to stock Horovod without recomputation, and peak memory in MiB. A wrong result has its price in "
     "parentheses."
@@ -124,7 +121,7 @@ def make_report(
             *_reasons(results, subject),
         ],
         notes=[*LEGEND, *([PLANNED] if planned else [])],
-        details=[Table(DETAILS, [_details(result) for result in results], title="Every cell")],
+        details=[table_of(DETAILS, results, "Every cell")],
         detail_remarks=list(_reasons(results)),
         draw=draw,
         settings=settings,
@@ -270,33 +267,39 @@ def _trained(workloads: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     return [Table(("workload", "what is trained", "size", "loss"), rows, title="Workloads", printed=False)]
 
 
-def _details(result: Result) -> tuple[str, ...]:
-    reduced = "-"
-    if result.most is not None:
-        few = result.least if result.least is not None else result.most
-        reduced = str(result.most) if few == result.most else f"{few}-{result.most}"
-    return (
-        result.workload,
-        recomputed(result),
-        short_name(result.engine),
-        result.status if result.right else result.status.upper(),
-        _choose(result.ranks_equal, "equal", "DIFFER"),
-        _distance(result.difference, result.weights_right),
-        _distance(result.buffer_difference, result.buffers_right),
-        _choose(result.repeatable, f"{result.runs} equal", f"{result.runs} DIFFER"),
-        reduced,
-        _choose(result.same_order, "same", "VARIES"),
-        shown(result.step_seconds and 1000 * result.step_seconds, ".1f"),
-        shown(result.ratio, ".2f"),
-        mebibytes(result.peak_bytes, ".2f"),
-    )
+def _reduced(result: Result) -> str | None:
+    """The reductions of a gradient in a step, fewest and most."""
+    if result.most is None or result.least in (None, result.most):
+        return None if result.most is None else str(result.most)
+    return f"{result.least}-{result.most}"
 
 
-def _choose(value: bool | None, yes: str, no: str) -> str:
-    return "-" if value is None else yes if value else no
-
-
-def _distance(difference: float | None, right: bool | None) -> str:
+def _distance(difference: float | None, right: bool | None) -> str | None:
     if not difference:
-        return "-" if difference is None else "exact"
+        return None if difference is None else "exact"
     return f"{difference:.1e}" if right else f"OFF {difference:.0e}"
+
+
+def _either(yes: str, no: str) -> Callable[[bool], str]:
+    return lambda value: yes if value else no
+
+
+DETAILS = (
+    Column("workload", lambda result: result.workload),
+    Column("recomputed", recomputed),
+    Column("engine", lambda result: short_name(result.engine)),
+    Column("verdict", lambda result: result.status if result.right else result.status.upper()),
+    Column("ranks", lambda result: result.ranks_equal, _either("equal", "DIFFER")),
+    Column("weights", lambda result: _distance(result.difference, result.weights_right)),
+    Column("buffers", lambda result: _distance(result.buffer_difference, result.buffers_right)),
+    Column(
+        "runs",
+        lambda result: None if result.repeatable is None else (result.runs, result.repeatable),
+        lambda runs: f"{runs[0]} {'equal' if runs[1] else 'DIFFER'}",
+    ),
+    Column("reduced", _reduced),
+    Column("order", lambda result: result.same_order, _either("same", "VARIES")),
+    Column("step ms", lambda result: result.step_seconds and 1000 * result.step_seconds, ".1f"),
+    Column("ratio", lambda result: result.ratio, ".2f"),
+    Column("peak MiB", lambda result: result.peak_bytes, in_mib(".2f")),
+)
