@@ -22,6 +22,7 @@ from hvd_ckpt.torch_private import foreach_copy_
 from hvd_ckpt.utils.states import Count, Positive, State
 
 GENERATOR_SEED_BYTES = 8
+_entered: list[Replica] = []  # the one whose context is entered
 
 
 class ReplicasState(State):
@@ -62,14 +63,21 @@ class Replica:
         self._generators = _generator_states()
         _seed_generators(self._replicas.seed_of(self.index))
         self._replicas.enter(self.index)
+        _entered.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        _entered.remove(self)
         self._replicas.leave(self.index, failed=error is not None)
         _restore_generators(self._generators)
         self.done = error is None
+
+
+def computing_replica() -> bool:
+    """Whether a logical replica is being computed."""
+    return bool(_entered)
 
 
 class Replicas:
@@ -85,7 +93,6 @@ class Replicas:
     Attributes:
         step: how many times :meth:`local` has been gone through.
         seed: of the job.
-        computing: the replica whose context is entered, or None.
     """
 
     def __init__(
@@ -97,7 +104,6 @@ class Replicas:
         seed: int,
     ) -> None:
         self.number, self.seed, self.step = number, seed, 0
-        self.computing: int | None = None
         self._model, self._reducer, self._communicator = model, reducer, communicator
         first = communicator.process_set.rank() * reducer.local
         self._buffers: dict[int, dict[str, torch.Tensor]] = {
@@ -133,7 +139,6 @@ class Replicas:
     def enter(self, index: int) -> None:
         """Begins a replica: the model's buffers get its values."""
         self._reducer.begin_replica()
-        self.computing = index
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
             _keep(buffers, self._outside)
@@ -141,7 +146,6 @@ class Replicas:
 
     def leave(self, index: int, failed: bool) -> None:
         """Ends a replica: the model's buffers get back the values that they had before it."""
-        self.computing = None
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
             changed = {

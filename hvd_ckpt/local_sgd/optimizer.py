@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.runs import Segment
@@ -76,6 +78,18 @@ class LocalOptimizer(_Base):
             raise ValueError(f"weigh() takes a finite number of at least 0, not {amount!r}")
         if self.averaging is not None:
             self.averaging.tokens += float(amount)
+
+    def begin_group_mean(self, number: float) -> Callable[[], float]:
+        """Begins the mean of a number that each rank of this rank's group has, and returns a function that waits for it. To be
+        called before the next one begins."""
+        members = self.process_set
+        if members.size() == 1:
+            return lambda: number
+        numbers = torch.tensor([number], dtype=torch.float64)
+        handle = mpi_ops.allreduce_async_(
+            numbers, name="hvd_ckpt.local.mean", op=mpi_ops.Sum, process_set=members
+        )
+        return functools.cache(lambda: float(mpi_ops.synchronize(handle).item()) / members.size())
 
     @property
     def settled(self) -> bool:
