@@ -44,11 +44,11 @@ class Batch:
         cut = [tensor.tensor_split(parts) for tensor in (*self.inputs, self.targets, *self.shared.values())]
         return [
             Batch(
-                one[: len(self.inputs)],
-                one[len(self.inputs)],
-                dict(zip(self.shared, one[len(self.inputs) + 1 :])),
+                part[: len(self.inputs)],
+                part[len(self.inputs)],
+                dict(zip(self.shared, part[len(self.inputs) + 1 :])),
             )
-            for one in zip(*cut)
+            for part in zip(*cut)
         ]
 
     def to(self, device: torch.device) -> Batch:
@@ -153,12 +153,12 @@ def _one_hot(labels: Tensor, classes: int) -> Tensor:
     return functional.one_hot(labels, classes).movedim(-1, 1).float()
 
 
-def _dice(found: Tensor, wanted: Tensor) -> Tensor:
+def _dice(predicted: Tensor, target: Tensor) -> Tensor:
     """The coefficient of each volume and each class but the background, (batch, classes - 1)."""
-    found, wanted = found[:, 1:].flatten(2), wanted[:, 1:].flatten(2)
-    smallest = torch.finfo(found.dtype).tiny  # both empty: 1
-    return (2 * (found * wanted).sum(2) + smallest) / (
-        found.square().sum(2) + wanted.square().sum(2) + smallest
+    predicted, target = predicted[:, 1:].flatten(2), target[:, 1:].flatten(2)
+    smallest = torch.finfo(predicted.dtype).tiny  # both empty: 1
+    return (2 * (predicted * target).sum(2) + smallest) / (
+        predicted.square().sum(2) + target.square().sum(2) + smallest
     )
 
 

@@ -141,11 +141,11 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         end = position + count if self.length is None else min(position + count, self.length)
         positions = numpy.arange(position + rank, max(end, position + rank), size)
         epochs, offsets = numpy.divmod(positions, self.samples)
-        found = offsets
+        numbers = offsets
         for epoch in numpy.unique(epochs) if self._shuffle else ():
             here = epochs == epoch
-            found[here] = self._permutation(int(epoch))[offsets[here]]
-        return found.tolist(), epochs.tolist()
+            numbers[here] = self._permutation(int(epoch))[offsets[here]]
+        return numbers.tolist(), epochs.tolist()
 
     def batches_left(self, position: int, count: int) -> int | None:
         """The number of global batches of ``count`` samples from a position on; None if there is no end."""

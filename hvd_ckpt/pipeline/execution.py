@@ -191,7 +191,7 @@ class Execution:
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._here: dict[tuple[Edge, int, str], Received] = {}  # between two chunks of this rank
         self._prepared: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._terms = math.fsum(one.terms for one in micro_batches)
+        self._terms = math.fsum(micro_batch.terms for micro_batch in micro_batches)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Runs the actions in order, then waits until everything is sent."""
@@ -278,8 +278,8 @@ class Execution:
     def _inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The prepared arguments of a micro-batch, for as long as chunks of this rank are to run."""
         if index not in self._prepared:
-            one = self._micro_batches[index]
-            self._prepared[index] = self._prepare(*one.inputs, **one.shared)
+            micro_batch = self._micro_batches[index]
+            self._prepared[index] = self._prepare(*micro_batch.inputs, **micro_batch.shared)
         prepared = self._prepared[index]
         if len(self._chunks) == 1:
             del self._prepared[index]

@@ -88,7 +88,10 @@ def accumulate(
     if (
         across_ranks
         and mean_terms is None
-        and any(one.replicas is not None and one.replicas.computing is not None for one in live_optimizers())
+        and any(
+            optimizer.replicas is not None and optimizer.replicas.computing is not None
+            for optimizer in live_optimizers()
+        )
     ):
         raise ValueError(
             "across_ranks counts the terms of ranks, and a logical replica is being computed: give "

@@ -172,7 +172,7 @@ class Pipeline(nn.Module):
                 "costs": costs,
             }
             planned = cuts_of(
-                plan, grid.stages, checkpoint, [name for name, one in given.items() if one is not None]
+                plan, grid.stages, checkpoint, [name for name, value in given.items() if value is not None]
             )
             plan.apply(model)
             balance, chunks, schedule = planned.balance, planned.micro_batches, planned.schedule
@@ -184,7 +184,7 @@ class Pipeline(nn.Module):
         self._plan = planned
         virtual = virtual_stages_of(schedule, virtual_stages)
         # named_children() would leave out the second of two places of one block, such as a shared activation.
-        names, blocks = zip(*((name, one) for name, one in model._modules.items() if one is not None))
+        names, blocks = zip(*((name, block) for name, block in model._modules.items() if block is not None))
         parts = grid.stages * virtual
         if costs is not None and len(costs) != len(blocks):
             raise ValueError(f"costs must be {len(blocks)} numbers, one of each block, got {len(costs)}")
@@ -211,7 +211,7 @@ class Pipeline(nn.Module):
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
         self._total_parameters = len(self._places)
         tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
-        self._tied = [one for one in tied if grid.stage in one.stages]
+        self._tied = [tie for tie in tied if grid.stage in tie.stages]
         seed_each(list(blocks))
         return names, blocks, crossing, tied
 
@@ -425,7 +425,10 @@ class Pipeline(nn.Module):
 
     def _check_equal(self, model: nn.Module, crossing: Sequence[Edge], tied: Sequence[Tied]) -> None:
         """Raises ValueError on every rank unless all have the same model, arguments and values of shared parameters."""
-        facts = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
+        facts = [
+            (name, tuple(parameter.shape), str(parameter.dtype))
+            for name, parameter in model.named_parameters()
+        ]
         settings = (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual)
         digests = [zlib.crc32(repr(part).encode()) for part in (settings, (facts, crossing))]
         gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64))
@@ -437,12 +440,12 @@ class Pipeline(nn.Module):
                         f"balance={self.balance}, chunks={self.micro_batches}, schedule={self.schedule!r}, "
                         f"checkpoint={self.checkpoint!r}"
                     )
-        values = [float(digest(one.parameter)) for one in tied]
-        for one, *copies in zip(tied, *self._grid.gather(torch.tensor(values, dtype=torch.float64))):
-            first, *others = one.stages
+        values = [float(digest(tie.parameter)) for tie in tied]
+        for tie, *copies in zip(tied, *self._grid.gather(torch.tensor(values, dtype=torch.float64))):
+            first, *others = tie.stages
             for stage in others:
                 if copies[stage] != copies[first]:
                     raise ValueError(
-                        f"Pipeline: parameter '{one.name}' is shared by stages {first} and {stage}, and its values differ: give "
+                        f"Pipeline: parameter '{tie.name}' is shared by stages {first} and {stage}, and its values differ: give "
                         f"the model the same values on all stages, such as by torch.manual_seed(seed) before it is made"
                     )

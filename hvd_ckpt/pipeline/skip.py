@@ -171,16 +171,16 @@ def find_skips(blocks: Sequence[nn.Module]) -> list[Skip]:
     for number, block in enumerate(blocks):
         for module in block.modules():
             namespace = getattr(module, "_skip_namespace", None)
-            for names, found in (
+            for names, declared in (
                 (getattr(module, "_stashed_names", ()), stashed),
                 (getattr(module, "_popped_names", ()), popped),
             ):
                 for name in names:
-                    if (namespace, name) in found:
+                    if (namespace, name) in declared:
                         raise ValueError(
                             f"the skip connection '{name}' is used twice: isolate(namespace) its modules"
                         )
-                    found[namespace, name] = number
+                    declared[namespace, name] = number
     for key in stashed.keys() ^ popped.keys():
         raise ValueError(
             f"the skip connection '{key[1]}' must be stashed by one module and popped by another"

@@ -38,14 +38,14 @@ def find_tied(blocks: Sequence[nn.Module], names: Sequence[str], stage_of: Seque
         blocks, names: of the whole model.
         stage_of: the stage of each block.
     """
-    found: dict[nn.Parameter, tuple[str, set[int]]] = {}
+    stages_of: dict[nn.Parameter, tuple[str, set[int]]] = {}
     for name, block, stage in zip(names, blocks, stage_of):
         for inner, parameter in block.named_parameters():
-            _, on = found.setdefault(parameter, (f"{name}.{inner}", set()))
+            _, on = stages_of.setdefault(parameter, (f"{name}.{inner}", set()))
             on.add(stage)
     return [
         Tied(name, parameter, tuple(sorted(on)))
-        for parameter, (name, on) in found.items()
+        for parameter, (name, on) in stages_of.items()
         if len(on) > 1  # frozen ones too: they may be trained later
     ]
 
@@ -65,14 +65,14 @@ class TiedGradients:
     def __init__(self, tied: Sequence[Tied], transport: Transport, tag: int) -> None:
         self._tied, self._transport, self._tag = tied, transport, tag
         self._before: list[Tensor | None] = []
-        for one in tied:
-            owner = owner_of(one.parameter)
+        for tie in tied:
+            owner = owner_of(tie.parameter)
             if owner is not None and owner.shard_stage > 1:
                 raise ValueError(
-                    f"parameter '{one.name}' is shared by stages {', '.join(map(str, one.stages))}, so its gradient cannot be "
+                    f"parameter '{tie.name}' is shared by stages {', '.join(map(str, tie.stages))}, so its gradient cannot be "
                     f'sharded: use shard="none" or "optimizer"'
                 )
-            gradient = one.parameter.grad
+            gradient = tie.parameter.grad
             self._before.append(_copy(gradient))
             if gradient is not None:
                 gradient.zero_()
@@ -83,31 +83,31 @@ class TiedGradients:
         Collective over the stages of a replica, and over all ranks with more than two replicas.
         """
         grid = self._transport.grid
-        exchanges = [_fixed_order(one.parameter) for one in self._tied]
+        exchanges = [_fixed_order(tie.parameter) for tie in self._tied]
         own = [
-            _part(one, exchange) if exchange is not None else _copy(one.parameter.grad)
-            for one, exchange in zip(self._tied, exchanges)
+            _part(tie, exchange) if exchange is not None else _copy(tie.parameter.grad)
+            for tie, exchange in zip(self._tied, exchanges)
         ]
-        for one, part in zip(self._tied, own):
-            for stage in one.stages:
+        for tie, part in zip(self._tied, own):
+            for stage in tie.stages:
                 if stage != grid.stage:
                     self._transport.send([part], grid.process(stage), self._tag)
-        for one, exchange, part, before in zip(self._tied, exchanges, own, self._before):
+        for tie, exchange, part, before in zip(self._tied, exchanges, own, self._before):
             total: Tensor | None = None
-            for stage in one.stages:
+            for stage in tie.stages:
                 if stage != grid.stage:
-                    what = f"the gradient of '{one.name}'"
+                    what = f"the gradient of '{tie.name}'"
                     part_there = self._transport.receive(grid.process(stage), self._tag, what).value[0]
                 else:
                     part_there = part
                 if part_there is not None:
                     total = part_there if total is None else total + part_there
             if total is not None and exchange is not None:
-                total = _in_place(total, one.parameter, exchange)
-            if one.parameter.grad is not None:
-                one.parameter.grad.copy_(torch.zeros_like(one.parameter) if before is None else before)
-            if total is not None and one.parameter.requires_grad:
-                torch.autograd.backward([one.parameter], [total])
+                total = _in_place(total, tie.parameter, exchange)
+            if tie.parameter.grad is not None:
+                tie.parameter.grad.copy_(torch.zeros_like(tie.parameter) if before is None else before)
+            if total is not None and tie.parameter.requires_grad:
+                torch.autograd.backward([tie.parameter], [total])
         self._transport.flush()
 
 
@@ -125,14 +125,14 @@ def _fixed_order(parameter: Tensor) -> Exchange | None:
     return Exchange(owner._process_set, "hvd_ckpt.tied")
 
 
-def _part(one: Tied, exchange: Exchange) -> Tensor:
+def _part(tie: Tied, exchange: Exchange) -> Tensor:
     """This replica's part of the gradient, added up over all replicas."""
-    parameter = one.parameter
+    parameter = tie.parameter
     padded = exchange.ranks * -(-parameter.numel() // exchange.ranks)
     flat = torch.zeros(padded, dtype=parameter.dtype, device=parameter.device)
     if parameter.grad is not None:
         flat[: parameter.numel()] = parameter.grad.reshape(-1)
-    return exchange.reduce_scatter(flat, one.name).wait(f"the gradient of '{one.name}' on all replicas")
+    return exchange.reduce_scatter(flat, tie.name).wait(f"the gradient of '{tie.name}' on all replicas")
 
 
 def _in_place(part: Tensor, parameter: Tensor, exchange: Exchange) -> Tensor:

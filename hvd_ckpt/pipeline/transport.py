@@ -229,18 +229,20 @@ class Transport:
         self._flush(self._sending)
         self._sending.clear()
 
-    def _flush(self, sending: Sequence[_Sending]) -> None:
-        for one in sending:
-            self._link.wait(one.request, f"{self.grid.name(one.to)} to take what was sent", one.to)
+    def _flush(self, messages: Sequence[_Sending]) -> None:
+        for sending in messages:
+            self._link.wait(
+                sending.request, f"{self.grid.name(sending.to)} to take what was sent", sending.to
+            )
 
     def advance(self) -> None:
         """Lets go of what is sent, as far as that is known."""
-        self._sending = [one for one in self._sending if not self._link.is_sent(one.request)]
+        self._sending = [sending for sending in self._sending if not self._link.is_sent(sending.request)]
 
     def taken(self, to: int, tag: int) -> None:
         """Lets go of what was sent with this tag, since the receiver has answered it."""
-        self._flush([one for one in self._sending if (one.to, one.tag) == (to, tag)])
-        self._sending = [one for one in self._sending if (one.to, one.tag) != (to, tag)]
+        self._flush([sending for sending in self._sending if (sending.to, sending.tag) == (to, tag)])
+        self._sending = [sending for sending in self._sending if (sending.to, sending.tag) != (to, tag)]
 
     def fail(self, error: BaseException) -> None:
         """Tells all processes, as far as the transport can, that this one ends by an error."""

@@ -67,7 +67,7 @@ def balance_by_size(
 
     def size(block: FoundBlock, runner: BlockRunner) -> float:
         runner.memory([KEEP])  # makes the gradients
-        parameters = sum(one.nbytes for one in block.modules[0].parameters())
+        parameters = sum(parameter.nbytes for parameter in block.modules[0].parameters())
         return runner.memory([KEEP])[0].kept / chunks + param_scale * parameters
 
     return _balanced(partitions, module, sample, shared, size)
@@ -85,16 +85,16 @@ def _balanced(
 
     def measured(_: Any) -> list[float]:
         with undisturbed(module, step.device):
-            found = find_blocks(module, step.forward, children_of(module))
-            check_called(module, found)
+            blocks = find_blocks(module, step.forward, children_of(module))
+            check_called(module, blocks)
             costs: dict[int, float] = {}
-            for block in found:
+            for block in blocks:
                 if block.like not in costs:
                     runner = BlockRunner(
                         block, block.args or (), block.kwargs or {}, step.device, step.autocast
                     )
                     costs[block.like] = cost(block, runner)
-            return [costs[block.like] for block in found]
+            return [costs[block.like] for block in blocks]
 
     return balance_costs(on_rank_0(measured, None, step.device), partitions)
 

@@ -131,7 +131,7 @@ class BlockRunner:
                     times[index].append(now(self._device) - start)
                 del args, kwargs
             rounds += 1
-        return [statistics.median(one) for one in times]
+        return [statistics.median(seconds) for seconds in times]
 
     def _forward(
         self,

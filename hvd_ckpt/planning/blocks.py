@@ -74,7 +74,7 @@ def find_blocks(
     """
     proposed = _named(model, names) if names is not None else proposed_blocks(model)
     calls: dict[str, int] = {}
-    found: dict[str, FoundBlock] = {}
+    called: dict[str, FoundBlock] = {}
     order: list[str] = []
     signatures: dict[Any, int] = {}
     handles = []
@@ -86,7 +86,7 @@ def find_blocks(
             calls[key] = calls.get(key, 0) + 1
             if calls[key] > 1:
                 return
-            found[key] = block
+            called[key] = block
             order.append(key)
             if is_transformed(module, args, kwargs):
                 block.obstacle = "it runs inside a transform of torch.func"
@@ -108,7 +108,7 @@ def find_blocks(
             with torch.enable_grad(), saving_nothing():
                 forward()
         except Exception:  # code that needs a graph, such as torch.autograd.grad: the whole graph, then
-            for state in (calls, found, order, signatures):
+            for state in (calls, called, order, signatures):
                 state.clear()
             for block in proposed:
                 block.args = block.kwargs = block.obstacle = None
@@ -117,8 +117,8 @@ def find_blocks(
     finally:
         for handle in handles:
             handle.remove()
-    inputs = {block.like: (block.args, block.kwargs) for block in found.values() if block.args is not None}
-    blocks = [found[key] for key in order if calls[key] == 1]
+    inputs = {block.like: (block.args, block.kwargs) for block in called.values() if block.args is not None}
+    blocks = [called[key] for key in order if calls[key] == 1]
     if not blocks:
         raise ValueError(
             f"No chain of blocks was found in this {type(model).__name__}: none of its nn.Sequential and nn.ModuleList children is "
@@ -198,19 +198,19 @@ def children_of(model: nn.Module) -> list[str]:
     """
     if not isinstance(model, nn.Sequential):
         raise ValueError(f"stages need a chain or an nn.Sequential, got {type(model).__name__}")
-    children = {name: one for name, one in model._modules.items() if one is not None}
+    children = {name: child for name, child in model._modules.items() if child is not None}
     places = list(children.values())
-    for name, one in children.items():
-        if places.count(one) > 1:
+    for name, child in children.items():
+        if places.count(child) > 1:
             raise ValueError(
                 f"block '{name}' stands at several places of the chain: give each place a block of its own"
             )
     return list(children)
 
 
-def check_called(model: nn.Module, found: Sequence[FoundBlock]) -> None:
+def check_called(model: nn.Module, blocks: Sequence[FoundBlock]) -> None:
     """Raises ValueError unless the blocks found are all of :func:`children_of` a chain."""
-    called = {block.members[0] for block in found}
+    called = {block.members[0] for block in blocks}
     for name in children_of(model):
         if name not in called:
             raise ValueError(f"stages need a chain that calls each block once, but not block '{name}'")
@@ -252,12 +252,12 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
             raise ValueError(
                 f"blocks: '{name}' is not a module of this {type(model).__name__}: see model.named_modules()"
             )
-        for one in chosen:
-            if any(one == block.members[0] for block in blocks):
+        for member in chosen:
+            if any(member == block.members[0] for block in blocks):
                 continue
-            parent = one.rpartition(".")[0]
+            parent = member.rpartition(".")[0]
             plain = base_class(modules[parent]).forward is nn.Sequential.forward
-            blocks.append(FoundBlock((one,), [modules[one]], parent if plain else None))
+            blocks.append(FoundBlock((member,), [modules[member]], parent if plain else None))
     taken = {block.members[0] for block in blocks}
     for name in taken:
         for outer in taken:

@@ -127,8 +127,8 @@ def _code(value: Any, depth: int = _DEPTH) -> Iterator[str]:
     elif isinstance(value, Tensor):
         yield _shape(value)
     elif isinstance(value, (tuple, list, dict)) and depth:
-        for one in value.items() if isinstance(value, dict) else value:
-            yield from _code(one, depth - 1)
+        for item in value.items() if isinstance(value, dict) else value:
+            yield from _code(item, depth - 1)
     elif isinstance(value, _PLAIN):
         yield repr(value)
     else:

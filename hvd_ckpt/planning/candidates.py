@@ -88,15 +88,17 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
     distinct = {id(group): group for group in groups.values()}.values()
     for group in distinct:
         entered = {source for number in group for source, _ in calls[number].reads if source in breaks}
-        seconds += sum(calls[one].seconds for source in entered - group for one in again.get(source, ()))
+        seconds += sum(
+            calls[repeated].seconds for source in entered - group for repeated in again.get(source, ())
+        )
     working = max((_retained(trace, group) for group in distinct), default=0)
     return Estimate(sum(trace.memory[place] for place in kept), seconds, working)
 
 
-def _join(groups: dict[int, set[int]], one: int, other: int) -> None:
+def _join(groups: dict[int, set[int]], first: int, second: int) -> None:
     """Makes one group of the groups of two calls."""
-    if groups[one] is not groups[other]:
-        fewer, more = sorted((groups[one], groups[other]), key=len)
+    if groups[first] is not groups[second]:
+        fewer, more = sorted((groups[first], groups[second]), key=len)
         more |= fewer
         for member in fewer:
             groups[member] = more
@@ -107,14 +109,14 @@ def _only_inner(trace: Trace, number: int, read: set[int]) -> bool:
 
 
 def _closure(trace: Trace, number: int, dropped: frozenset[int]) -> set[int]:
-    found = {number}
+    reached = {number}
     pending = [number]
     while pending:
         for source, _ in trace.calls[pending.pop()].reads:
-            if source in dropped and source not in found:
-                found.add(source)
+            if source in dropped and source not in reached:
+                reached.add(source)
                 pending.append(source)
-    return found
+    return reached
 
 
 def _retained(trace: Trace, group: Iterable[int]) -> int:
@@ -136,8 +138,8 @@ def nodes(trace: Trace) -> list[frozenset[int]]:
             groups[number] = {number}
             for place in call.results:
                 _join(groups, of_place.setdefault(place, number), number)
-    found = {id(group): frozenset(group) for group in groups.values()}
-    return [node for node in found.values() if _matters(trace, node)]
+    distinct = {id(group): frozenset(group) for group in groups.values()}
+    return [node for node in distinct.values() if _matters(trace, node)]
 
 
 def _matters(trace: Trace, node: frozenset[int]) -> bool:
@@ -157,12 +159,12 @@ def candidates(
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
     chosen = _spread(pool, limit)
-    policies = [(dropped, frozenset[int]()) for dropped in chosen]
+    sets = [(dropped, frozenset[int]()) for dropped in chosen]
     smallest = min(pool, key=lambda dropped: (pool[dropped].kept, pool[dropped].seconds))
-    policies += [(smallest, breaks) for breaks in _breaks(trace, parts, smallest)]
-    found = [KEEP]
+    sets += [(smallest, breaks) for breaks in _breaks(trace, parts, smallest)]
+    policies = [KEEP]
     keep = pool[frozenset()].kept
-    for dropped, breaks in policies:
+    for dropped, breaks in sets:
         held = {
             place for number, call in enumerate(trace.calls) if number not in dropped for place in call.inner
         }
@@ -170,14 +172,14 @@ def candidates(
         for compress in (False, True) if saves > _COMPRESSIBLE * keep else (False,):
             policy = Policy(trace.names, dropped, breaks, compress)
             if dropped or compress:
-                found.append(CheckpointPolicy(_title(trace, policy), policy))
+                policies.append(CheckpointPolicy(_title(trace, policy), policy))
         if lossy is not None:
             policy = Policy(trace.names, dropped, breaks, saves > 0, lossy)
-            found.append(CheckpointPolicy(_title(trace, policy), policy))
+            policies.append(CheckpointPolicy(_title(trace, policy), policy))
         if offload:
             policy = Policy(trace.names, dropped, breaks, offload=True)
-            found.append(CheckpointPolicy(_title(trace, policy), policy))
-    return found
+            policies.append(CheckpointPolicy(_title(trace, policy), policy))
+    return policies
 
 
 def _exhaust(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
@@ -253,14 +255,14 @@ def _merit(
 def _breaks(trace: Trace, parts: list[frozenset[int]], dropped: frozenset[int]) -> list[frozenset[int]]:
     """Places where a block that keeps least is best replayed in two parts."""
     whole = estimate(trace, dropped)
-    found: list[tuple[int, frozenset[int]]] = []
+    useful: list[tuple[int, frozenset[int]]] = []
     for part in parts:
         if part <= dropped:
             broken = estimate(trace, dropped, part)
             if broken.working < 0.9 * whole.working:
-                found.append((broken.working, part))
-    found.sort(key=lambda entry: entry[0])
-    return [part for _, part in found[:2]]
+                useful.append((broken.working, part))
+    useful.sort(key=lambda entry: entry[0])
+    return [part for _, part in useful[:2]]
 
 
 def _title(trace: Trace, policy: Policy) -> str:

@@ -60,7 +60,7 @@ class Head:
     def costs(self, step: Step) -> list[HeadCost]:
         """What head and loss take, whole and in each number of chunks that needs less memory than the one before."""
         runner = BlockRunner(self._run, (self.hidden, self.targets), {}, step.device, step.autocast)
-        found: list[HeadCost] = []
+        costs: list[HeadCost] = []
         for chunks in (None, *self._numbers()):
             apply_policy(self.module, KEEP if chunks is None else in_chunks(chunks))
             try:
@@ -69,9 +69,9 @@ class Head:
             finally:
                 remove_policy(self.module)
             peak = max(cost.forward_peak, cost.backward_peak)
-            if not found or peak < _LESS * found[-1].peak:
-                found.append(HeadCost(chunks, peak, seconds))
-        return found
+            if not costs or peak < _LESS * costs[-1].peak:
+                costs.append(HeadCost(chunks, peak, seconds))
+        return costs
 
     def _run(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.module(hidden).to(self.dtype)
@@ -130,12 +130,15 @@ def find_head(step: Step) -> Head | None:
     return Head(candidates[call.head], call.head, hidden, consumed.targets, consumed.dtype, consumed.options)
 
 
-def without_head(found: Sequence[FoundBlock], head: Head) -> list[FoundBlock] | None:
+def without_head(blocks: Sequence[FoundBlock], head: Head) -> list[FoundBlock] | None:
     """The blocks but the last one, if that has the head, or all; None where the head lies in another one or is the only block."""
     owners = [
-        index for index, block in enumerate(found) for one in block.modules if head.module in one.modules()
+        index
+        for index, block in enumerate(blocks)
+        for module in block.modules
+        if head.module in module.modules()
     ]
     if not owners:
-        return list(found)
-    alone = owners == [len(found) - 1] and len(found) > 1 and found[-1].like == len(found) - 1
-    return list(found[:-1]) if alone else None
+        return list(blocks)
+    alone = owners == [len(blocks) - 1] and len(blocks) > 1 and blocks[-1].like == len(blocks) - 1
+    return list(blocks[:-1]) if alone else None

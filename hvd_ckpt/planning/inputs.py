@@ -16,10 +16,10 @@ from hvd_ckpt.utils.fingerprint import fingerprint
 
 def copied(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Nested containers and objects again, with ``change(tensor)`` for each tensor. Modules and parameters are shared."""
-    found = reach(values)
-    memo: dict[int, Any] = {id(module): module for module in found.modules}
+    reached = reach(values)
+    memo: dict[int, Any] = {id(module): module for module in reached.modules}
     with _Tensors(change) as mode:
-        for tensor in found.tensors:
+        for tensor in reached.tensors:
             mode.copy(tensor, memo)
         try:
             return copy.deepcopy(values, memo)

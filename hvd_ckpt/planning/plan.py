@@ -48,10 +48,10 @@ def _nested(value: Any, depth: int = 0) -> tuple[Any, ...]:
         )
     if depth > _MAX_NESTING:
         raise ValueError(f"segments are nested more than {_MAX_NESTING} deep")
-    for one in value:
-        if isinstance(one, bool) or not isinstance(one, (int, list, tuple)):
-            raise ValueError(f"has {shown(one)} where a block number or a list is expected")
-    return tuple(one if isinstance(one, int) else _nested(one, depth + 1) for one in value)
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, (int, list, tuple)):
+            raise ValueError(f"has {shown(item)} where a block number or a list is expected")
+    return tuple(item if isinstance(item, int) else _nested(item, depth + 1) for item in value)
 
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -313,12 +313,12 @@ class Plan:
             for number, (shape, planned) in enumerate(shapes):
                 if shape != planned:
                     have, want = (
-                        "no such parameter" if one is None else list(one) for one in (shape, planned)
+                        "no such parameter" if size is None else list(size) for size in (shape, planned)
                     )
                     raise PlanError(
                         f"{misfit} parameter {number} of block '{block.name}' has the shape {have}, the plan was made for {want}."
                     )
-            if block.policy.chunks is not None and [base_class(one).forward for one in members] != [
+            if block.policy.chunks is not None and [base_class(member).forward for member in members] != [
                 nn.Linear.forward
             ]:
                 raise PlanError(
@@ -360,13 +360,13 @@ class Plan:
 
     def _containers(self) -> dict[str, list[Any]]:
         """For each ``nn.Sequential`` that must run its children in spans or segments: the items, by child names."""
-        found: dict[str, list[Any]] = {}
+        containers: dict[str, list[Any]] = {}
         for item in self.items:
             members = self._members(item)
             if isinstance(item, tuple) or len(self.blocks[item].members) > 1:
                 container = members[0].rpartition(".")[0]
-                found.setdefault(container, []).append(self._steps(item))
-        return found
+                containers.setdefault(container, []).append(self._steps(item))
+        return containers
 
     def _members(self, item: Any) -> list[str]:
         return [name for block in _blocks_of([item]) for name in self.blocks[block].members]
@@ -425,4 +425,6 @@ def parameter_shapes(members: Sequence[nn.Module]) -> tuple[tuple[int, ...], ...
 
 def sample_shapes(*values: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Dtype and shape of each tensor in nested values, as :attr:`Plan.sample` has them."""
-    return tuple((str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in tensors_in(*values))
+    return tuple(
+        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors_in(*values)
+    )

@@ -1,7 +1,7 @@
-"""From a model, a batch and a budget to a plan: profile, solve, measure, correct.
+"""The planner: from a model, a batch and a budget to a plan, in the steps profile, solve, measure, correct.
 
-The profile predicts; the truth is a step with the plan applied. Each plan is measured before it is handed out; where
-it needs more than was predicted, the chain is solved again with that much less.
+The profile predicts the peak of a plan. Each plan is also measured before it is returned. If it needs more memory than
+predicted, the chain is solved again for a smaller budget.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from hvd_ckpt.utils.text import show_bytes, talking
 
 _CORRECTIONS = 5
 _TIMED = 3  # steps
-_SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
-_OUT_OF_MEMORY = 1 << 63  # peak of a step that the device has no room for: above every budget
+_SILENT_SECONDS = 10.0  # before progress is printed, by default
+_OUT_OF_MEMORY = 1 << 63  # the peak of a step that ran out of memory: larger than every budget
 
 
 class _Tried(NamedTuple):
@@ -49,16 +49,16 @@ class _Tried(NamedTuple):
 
 
 class Planner:
-    """Makes plans for one model and one batch; the profile is taken once.
+    """Plans for one model and one batch, from one profile.
 
-    Arguments as of :func:`plan`. The model is left as it was.
+    Takes the arguments of :func:`plan`. The model is left unchanged.
 
     Args:
-        say: is called with a line for each measurement.
-        budget: of the first plan; one in bytes is refused early if what runs around the blocks needs more.
+        say: called with a line of text for each measurement.
+        budget: the budget of the first plan. A budget in bytes is refused early if the code around the blocks needs more.
 
     Raises:
-        BudgetError: it is refused.
+        BudgetError: the budget is refused.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Planner:
             budget: as in :func:`plan`.
 
         Raises:
-            ValueError: the budget cannot be read.
-            BudgetError: no plan stays within it; has the plan that comes nearest.
+            ValueError: the budget is invalid.
+            BudgetError: no plan fits the budget; the error has the plan with the smallest peak.
         """
         wanted = parse_budget(budget)
         with undisturbed(self._step.model, self._step.device), verifying("never"):
@@ -144,7 +144,7 @@ class Planner:
                 return plan
 
     def _attempt(self, wanted: Budget) -> tuple[int | None, _Tried | str, BudgetError | None]:
-        """The limit, the fastest schedule within it (or what went wrong, in words), and the error if that is not within it."""
+        """The limit, the fastest schedule (or a description of its failure), and an error if the schedule exceeds the limit."""
         limit = self._limit(wanted)
         try:
             try:
@@ -161,18 +161,18 @@ class Planner:
             return limit, f"fails ({in_words(error)})", None
 
     def _problem(self, tried: _Tried) -> str | None:
-        """What is wrong with a step with that schedule, in words, or None."""
+        """Describes what is wrong with a step under the schedule; None if it is right."""
         self._say("checking the plan")
         problem = self.profile.problem(self._as_plan(tried.solution.items), self._kept is not None)
         return problem if self._recomputes else None
 
     @property
     def _recomputes(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether any block has more than one choice or may join a segment."""
         return any(len(block.choices) > 1 or block.joins_next for block in self._chain)
 
     def _recompute_less(self, problem: str) -> None:
-        """Goes without segments, or else without any recomputation, because of what is wrong."""
+        """Removes segments from the search, or, if there are none, all recomputation, and notes the problem."""
         if any(block.joins_next for block in self._chain):
             self._notes.append(f"There are no segments of blocks: a step with them {problem}.")
             self._chain = [dataclasses.replace(block, joins_next=False) for block in self._chain]
@@ -183,15 +183,17 @@ class Planner:
             self.__dict__.pop(name, None)
 
     def plan_stages(self, layout: Layout, budget: int | float | str | None, param_scale: float) -> Plan:
-        """The plan for pipeline stages with the shortest longest stage within ``budget`` for each. It is predicted, not measured.
+        """The plan for pipeline stages whose longest stage takes least time, where each stage fits ``budget``.
+
+        The plan is predicted and not measured.
 
         Args:
             layout: stages, micro-batches and schedule; the blocks of this planner are ``layout.blocks_of(model)``.
             budget, param_scale: as in :func:`plan`.
 
         Raises:
-            ValueError: the budget cannot be read, or the model does not call each block once.
-            BudgetError: no plan stays within it; has the plan that comes nearest.
+            ValueError: the budget is invalid, or the model does not call each block once.
+            BudgetError: no plan fits the budget; the error has the plan with the smallest peak.
         """
         self._say("solving")
         found = self.profile.found
@@ -207,7 +209,7 @@ class Planner:
         return plan_stages(planner, budget, self._step.device, make)
 
     def _finished(self, limit: int | None, tried: _Tried) -> Plan:
-        """The plan of a schedule, timed, with all that is known of it."""
+        """The plan of a schedule with its measured time and with its facts."""
         self._say("timing the plan")
         seconds = statistics.median(self._seconds(tried) for _ in range(_TIMED))
         timelines = {"after": thinned(tried.timeline)}
@@ -234,14 +236,17 @@ class Planner:
         return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
 
     def _fastest(self, limit: int | None) -> _Tried:
-        """The fastest schedule that stays within the limit when measured."""
+        """The fastest schedule whose measured peak stays within the limit."""
         if limit is None or (self._kept is not None and self._kept.peak <= limit):
             return self._unlimited
         return self._within(limit)
 
     @functools.cached_property
     def _unlimited(self) -> _Tried:
-        """The faster one of the solver's fastest schedule and no recomputation: predictions do not tell close ones apart."""
+        """The faster one of the solver's fastest schedule and no recomputation.
+
+        Both are timed, since predictions cannot rank close times.
+        """
         found, kept = self._try(self._solver.fastest), self._kept
         if kept is None and found.peak == _OUT_OF_MEMORY:
             return self._within(free_memory(self._step.device))
@@ -260,6 +265,13 @@ class Planner:
 
     def _within(self, limit: int) -> _Tried:
         """The solver's schedule for the limit, corrected until it keeps the limit when measured."""
+        # The loop corrects the budget of the solver, not the schedule:
+        #
+        #     measured peak over the limit    the prediction was too low: lower the target by the excess, at least by 0.5 %
+        #     measured peak within the limit  the prediction was too high: raise the target by the difference, so that the
+        #                                     solver may keep more and take less time, unless the difference is below 2 %
+        #
+        # A schedule over the limit ends the search once another has been within it, so the target does not oscillate.
         target = limit
         found: _Tried | None = None
         for _ in range(_CORRECTIONS):
@@ -270,13 +282,14 @@ class Planner:
             if tried.peak <= limit:
                 if found is None or solution.seconds < found.solution.seconds:
                     found = tried
-                spared = solution.peak - tried.peak  # by which the prediction was too careful
+                spared = solution.peak - tried.peak
                 if spared <= 0.02 * limit:
                     break
                 target = limit + spared
             elif found is not None:
                 break
             else:
+                # A step that ran out of memory has no measured excess: assume an eighth.
                 over = solution.peak // 8 if tried.peak == _OUT_OF_MEMORY else tried.peak - limit
                 target = min(target, solution.peak) - max(over, limit // 200)
         if found is None:
@@ -305,8 +318,11 @@ class Planner:
         return f"block '{self.profile.found[block - 1].members[0]}'"
 
     def _calibrate(self) -> None:
-        """Measures a step without recomputation, where that surely fits, and charges the time that it takes beyond the sum of its
-        blocks to the bytes that it keeps: memory that is touched for the first time costs time."""
+        """Measures a step without recomputation, if it fits with certainty, and corrects the seconds of all choices.
+
+        The step takes longer than the sum of its blocks, since memory that is touched for the first time costs time. The
+        difference is spread over the bytes that the blocks keep.
+        """
         self._chain = self.profile.chain
         self._kept: _Tried | None = None  # without recomputation
         everything = self.baseline
@@ -327,7 +343,7 @@ class Planner:
         self._kept = self._tried[solution.items] = _Tried(solution, peak, timeline)
 
     def _try(self, solution: Solution) -> _Tried:
-        """Measures the peak of a schedule, once."""
+        """Measures the peak of a schedule; a second call returns the first result."""
         if solution.items not in self._tried:
             self._say(f"measuring a plan that should peak at {show_bytes(solution.peak)}")
             with applied(self._step.model, self._as_plan(solution.items)):
@@ -335,7 +351,7 @@ class Planner:
         return self._tried[solution.items]
 
     def _peak(self) -> tuple[int, Timeline]:
-        """The measured peak of a step, and its memory over time; ``_OUT_OF_MEMORY`` where the device has no room for it."""
+        """The measured peak of a step and its memory over time; ``_OUT_OF_MEMORY`` if the step runs out of memory."""
         try:
             return self._step.peak()
         except torch.OutOfMemoryError:
@@ -352,7 +368,7 @@ class Planner:
             choices[item.block - 1] = item.choice
             return item.block - 1
 
-        _, *inner, behind = items  # what runs before and behind the blocks is in no segment
+        _, *inner, behind = items  # the pseudo-blocks at both ends are in no segment
         assert isinstance(behind, Run)
         chunks = self.profile.head_costs[behind.choice].chunks
         return self.profile.plan_of(tuple(map(number, inner)), choices, chunks, **facts)
@@ -377,56 +393,58 @@ def plan(
     param_scale: float = PARAM_SCALE,
     cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Decides, block by block, what the forward pass of ``model`` keeps so that a training step fits ``budget`` and loses least
+    """Chooses for each block of ``model`` what its forward pass keeps, so that a training step fits ``budget`` and loses least
     time.
 
-    With ``stages`` it also decides where a chain is cut into pipeline stages, together with what the blocks of each stage keep: the
-    longest stage is as short as possible, and each stage fits ``budget`` with its own number of micro-batches in flight. The sample
-    is then *one micro-batch*, and the plan is for ``hc.Pipeline(model, plan=plan)``. It is predicted from blocks that are measured
-    on one process, so it can be made without stages.
+    With ``stages``, the plan also cuts a chain into pipeline stages. The longest stage takes the least possible time, and each
+    stage fits ``budget`` with its own number of micro-batches in flight. The sample is then *one micro-batch*, and the plan is for
+    ``hc.Pipeline(model, plan=plan)``. Such a plan is predicted from blocks that are measured on one process, so one process can
+    make it.
 
     Args:
-        model: any module with a chain of blocks in an ``nn.Sequential`` or ``nn.ModuleList``; on its device, in training mode.
+        model: a module in training mode, on its device, with a chain of blocks in an ``nn.Sequential`` or ``nn.ModuleList``.
         args, kwargs: a sample batch: the step is ``loss(model(*args, **kwargs)).backward()``.
         loss: from the model's output to one number; by default the output itself if it is one number, else its ``loss``
             attribute, else the sum of its tensors.
-        budget: for the peak of a step above its start, with the gradients of the parameters already there. Bytes, or
+        budget: limit of the peak of a step above its start, where the gradients of the parameters exist already. Bytes, or
             text: ``"6GiB"``; ``"0.3x"`` of the peak without recomputation; ``"80%"`` of the device's memory; ``"min"``, the
             smallest peak that does not double the time; None for the fastest plan at any memory.
-        blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default they are found.
+        blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default, the planner finds
+            them.
         autocast: the dtype, where the forward pass will run under :class:`torch.autocast`.
-        lossy: ``torch.bfloat16`` or ``torch.float16``: kept tensors may be in that precision. Results then change, by about
-            that rounding in the gradients.
-        chunk_head: the cross entropy of a language model's head may be computed in chunks of rows (as by
-            :func:`hvd_ckpt.chunked_cross_entropy`): results then equal to float32 rounding. False: they keep their bits. With
-            ``stages`` it is never in chunks.
+        lossy: ``torch.bfloat16`` or ``torch.float16``: kept tensors may be stored in this dtype. The gradients then change by
+            about its rounding.
+        chunk_head: whether the cross entropy of a language model's head may be computed in chunks of rows (as by
+            :func:`hvd_ckpt.chunked_cross_entropy`). Results are then equal up to float32 rounding. With False, they keep their
+            bits. With ``stages``, the head is never computed in chunks.
         offload: on a GPU, large tensors that a block keeps may be kept in host memory, as a third choice beside keeping and
             recomputing them. Results keep their bits.
-        verbose: print progress on standard error, on rank 0; None to begin with that once planning has taken 10 seconds.
-        stages: number of pipeline stages; the model is a chain of this library or an ``nn.Sequential``, and the blocks are its
-            children. The budget is then for all memory of a stage: its parameters, gradients and optimizer state (see
-            ``param_scale``), its activations, and gradients on their way between stages. ``"0.3x"`` is a part of what the largest
-            stage takes without recomputation, ``"min"`` the smallest budget that does not double the time of the longest stage.
-        chunks: micro-batches of a step; by default 2 for each stage.
-        schedule, virtual_stages: as in :class:`hvd_ckpt.Pipeline`. With several parts of the model on a stage, each gets an equal
-            share of the budget.
+        verbose: whether to print progress on standard error of rank 0; None to print it once planning has taken 10 seconds.
+        stages: number of pipeline stages. The model must be a chain of this library or an ``nn.Sequential``, and its children are
+            the blocks. The budget then covers all memory of a stage: parameters, gradients and optimizer state (see
+            ``param_scale``), activations, and gradients that travel between stages. ``"0.3x"`` is a share of the memory of the
+            largest stage without recomputation. ``"min"`` is the smallest budget that does not double the time of the longest
+            stage.
+        chunks: number of micro-batches of a step; by default, 2 for each stage.
+        schedule, virtual_stages: as in :class:`hvd_ckpt.Pipeline`. If a stage has several parts of the model, each part gets an
+            equal share of the budget.
         param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone: 4 for
             Adam, 3 for SGD with momentum, 2 for SGD, 2 + 2 / replicas for Adam with ``shard="optimizer"``.
-        cache: a folder for plans. One made for the same model (its code, settings and shapes), shapes of the sample, loss, options,
-            device, threads and versions is returned without a measurement (but not for ``"80%"``).
+        cache: a folder for plans. A plan in it is returned without a measurement if it was made for the same model (code, settings
+            and shapes), shapes of the sample, loss, options, device, threads and versions. ``"80%"`` is always measured.
 
-    Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It can be
-    called before or after an optimizer is wrapped. All ranks must call it: rank 0 plans, with the smallest budget of all.
+    Planning runs training steps of the model and restores parameters, buffers, gradients and random state. It can be called before
+    or after an optimizer is wrapped. All ranks must call it: rank 0 plans with the smallest budget of all ranks.
 
     Returns:
-        The plan, measured, not yet applied: ``plan.apply(model)``.
+        The measured plan, which is not applied yet: call ``plan.apply(model)``.
 
     Raises:
-        ValueError: no blocks, a budget that cannot be read, a loss that is not a single number; ``offload`` without a GPU; stages
-            of a model that is not a chain, or has too few blocks.
-        BudgetError: no plan stays within the budget; names the smallest peak and what sets it, and has the plan that reaches it. Or
-            the device has no room for the batch, whatever the budget. A budget in bytes that is below what runs around the blocks
-            (embeddings, head, loss) is refused before they are measured.
+        ValueError: the model has no blocks, the budget is invalid, the loss is not a single number, ``offload`` is set without a
+            GPU, or ``stages`` is set for a model that is not a chain or has too few blocks.
+        BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
+            and the block that sets it, and the error has the plan that reaches it. A budget in bytes that the code around the
+            blocks (embeddings, head, loss) exceeds is refused before the blocks are measured.
     """
     from hvd_ckpt.planning.ranks import on_rank_0
 
@@ -479,16 +497,16 @@ def largest_batch(
     """The largest batch whose step fits ``budget``, and the plan that makes it fit.
 
     Args:
-        make_sample: from a batch size to the model's arguments: a tensor or a tuple of them.
+        make_sample: takes a batch size and returns the model's arguments, a tensor or a tuple of tensors.
         budget: bytes, text with a unit, or a share of the device, as in :func:`plan`.
         most: the largest batch to try.
 
     Returns:
-        batch size, plan
+        The batch size and the plan.
 
     Raises:
-        ValueError: a budget that depends on the batch (``"0.3x"``, ``"min"``, None).
-        BudgetError: not even a batch of one fits.
+        ValueError: the budget depends on the batch (``"0.3x"``, ``"min"``, None).
+        BudgetError: a batch of one does not fit.
     """
     if not parse_budget(budget).is_absolute:
         raise ValueError(
@@ -523,7 +541,7 @@ def largest_batch(
 
 @contextlib.contextmanager
 def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
-    """Turns an OutOfMemoryError of planning into a BudgetError."""
+    """Raises a BudgetError in place of an OutOfMemoryError."""
     try:
         yield
         return
@@ -539,7 +557,7 @@ def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
 
 
 def _free_what_failed() -> None:
-    """Gives back the memory of a step that has failed."""
+    """Frees the memory of a failed step."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

@@ -119,7 +119,7 @@ def _check_autocast(module: nn.Module) -> None:
     runs = next((str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds), None)
     if runs != planned:
         made, runs_so = (
-            "without autocast" if one is None else f"under autocast to {one}" for one in (planned, runs)
+            "without autocast" if dtype is None else f"under autocast to {dtype}" for dtype in (planned, runs)
         )
         warnings.warn(
             f"The plan was made {made}, and the model runs {runs_so}: its peak is another one, and may be over the budget. Make "

@@ -218,20 +218,20 @@ class Profile:
         if problem(kinds) is None:
             return
         for kind in kinds:
-            found = problem([kind]) if lean[kind] else None
-            if found is not None:
+            reason = problem([kind]) if lean[kind] else None
+            if reason is not None:
                 policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
                 lean[kind] = 0
                 self.policies = [policies[block.like] for block in self.found]
                 self._alone.add(kind)
-                self.notes[kind] = f"kept whole, and in no segment: in the model, recomputing it {found}"
-        found = problem(kinds)
-        if found is not None:
+                self.notes[kind] = f"kept whole, and in no segment: in the model, recomputing it {reason}"
+        reason = problem(kinds)
+        if reason is not None:
             for kind in kinds:
                 policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
                 self._alone.add(kind)
                 self.notes[kind] = (
-                    f"kept whole, and in no segment: together with others, recomputing it {found}"
+                    f"kept whole, and in no segment: together with others, recomputing it {reason}"
                 )
 
     def problem(self, plan: Plan, compare: bool) -> str | None:
@@ -358,7 +358,9 @@ class Profile:
         )
         choices = []
         for _, peak, own in costs:  # measured: the last of them
-            forward_peak, backward_peak = (max(one + peak - costs[-1].peak, 0) for one in (forward, backward))
+            forward_peak, backward_peak = (
+                max(head_peak + peak - costs[-1].peak, 0) for head_peak in (forward, backward)
+            )
             own_seconds = max(rest + own - costs[-1].seconds, 0.0)
             choices.append(Choice(own_seconds, 0, forward_peak, backward_peak))
         behind_block = Block(tuple(choices), 0, 0.0, 0)
@@ -451,17 +453,17 @@ def _ends(marks: Marks) -> tuple[Mark, int, int, int]:
 
 def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:
     """For each block: in how many segments it lies, and whether it is the last one of the outermost."""
-    found: dict[int, tuple[int, bool]] = {}
+    depths: dict[int, tuple[int, bool]] = {}
 
     def walk(inner: Sequence[Any], depth: int) -> None:
         for item in inner:
             if isinstance(item, tuple):
                 walk(item, depth + 1)
                 if depth == 0:
-                    last = max(found)
-                    found[last] = (found[last][0], True)
+                    last = max(depths)
+                    depths[last] = (depths[last][0], True)
             else:
-                found[item] = (depth, False)
+                depths[item] = (depth, False)
 
     walk(items, 0)
-    return found
+    return depths

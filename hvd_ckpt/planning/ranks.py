@@ -56,14 +56,14 @@ def _smallest_of_all(budget: Limit, device: torch.device) -> Limit:
     except ValueError as error:
         local = ValueError(str(error))
     replicas = current().gather_objects(hvd.allgather_object(local, name="hvd_ckpt.plan.budget"))
-    everyone = [one for stage in replicas for one in stage]
-    for rank, one in enumerate(everyone):
-        if isinstance(one, ValueError):
-            raise ValueError(f"rank {rank}: {one}")
-    if all(isinstance(one, int) for one in everyone):
-        smallest: int = min(everyone)
+    answers = [answer for stage in replicas for answer in stage]
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, ValueError):
+            raise ValueError(f"rank {rank}: {answer}")
+    if all(isinstance(answer, int) for answer in answers):
+        smallest: int = min(answers)
         return smallest
-    if len(set(map(str, everyone))) > 1:
-        values = ", ".join(sorted(set(map(str, everyone))))
+    if len(set(map(str, answers))) > 1:
+        values = ", ".join(sorted(set(map(str, answers))))
         raise ValueError(f"budget: ranks asked for different kinds of budget: {values}. Give all the same.")
     return budget

@@ -209,19 +209,19 @@ def timeline(schedule: Schedule, forward: Sequence[float], backward: Sequence[fl
         ValueError: the ranks wait for each other without an end.
     """
     ended: dict[tuple[str, int, int], float] = {}
-    found: list[list[Span]] = [[] for _ in schedule]
+    ranks: list[list[Span]] = [[] for _ in schedule]
     while len(ended) < sum(map(len, schedule)):
         before = len(ended)
-        for spans, actions in zip(found, schedule):
+        for spans, actions in zip(ranks, schedule):
             while len(spans) < len(actions) and needs(action := actions[len(spans)]) <= ended.keys():
                 free = spans[-1].end if spans else 0.0
-                start = max([free, *(ended[one] for one in needs(action))])
+                start = max([free, *(ended[need] for need in needs(action))])
                 end = start + (forward if action.kind == FORWARD else backward)[action.chunk]
                 spans.append(Span(action, start, end))
                 ended[action.kind, action.chunk, action.micro_batch] = end
         if len(ended) == before:
             raise ValueError("the schedule does not end: its ranks wait for each other")
-    return found
+    return ranks
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:

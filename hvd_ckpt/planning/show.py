@@ -181,8 +181,8 @@ def _mib(count: float) -> str:
     return f"{count / MIB:.1f}" if count >= MIB else f"{count / MIB:.2g}"
 
 
-def _ratio(one: float, other: float) -> str:
-    return f"{one / other:.2f}" if other else ""
+def _ratio(value: float, whole: float) -> str:
+    return f"{value / whole:.2f}" if whole else ""
 
 
 # ------------------------------------------------------------------------------------ pictures

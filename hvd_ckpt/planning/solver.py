@@ -91,7 +91,9 @@ class Solver:
         self._first_pass = [_first_pass(blocks[s : ends.stop]) for s, ends in enumerate(self._ends)]
         self._levels: dict[tuple[int, int], Frontier] = {}
         self._fill_levels()
-        self._holds_casts = any(block.casts or any(one.casts for one in block.choices) for block in blocks)
+        self._holds_casts = any(
+            block.casts or any(choice.casts for choice in block.choices) for block in blocks
+        )
         self._whole = [_EMPTY] * (len(blocks) + 1)
         size = _size(sum(len(ends) + len(some) for ends, some in zip(self._ends, self._choices)))
         size = min(size, points or size)
@@ -124,24 +126,26 @@ class Solver:
             seconds = np.array([solution.seconds for solution in self._simulated])
             return [self._simulated[point] for point in _spread(peaks, seconds, points)]
         whole = self._whole[0]
-        found: list[Solution] = []
+        solutions: list[Solution] = []
         for point in _spread(whole.need, whole.seconds, points):
             solution = self._solution(point)
             # Summed in another order, two times that differed may be equal.
-            if not found or solution.seconds < found[-1].seconds:
-                found.append(solution)
-        return found
+            if not solutions or solution.seconds < solutions[-1].seconds:
+                solutions.append(solution)
+        return solutions
 
     @functools.cached_property
     def _simulated(self) -> list[Solution]:
         """Many of the schedules, less those that another beats when it is simulated, from the smallest peak to the fastest."""
         count = len(self._whole[0].need)
         points = {*range(0, count, max(count // _SIMULATED, 1)), count - 1}
-        found: list[Solution] = []
-        for solution in sorted(map(self._solution, points), key=lambda one: (one.peak, one.seconds)):
-            if not found or solution.seconds < found[-1].seconds:
-                found.append(solution)
-        return found
+        frontier: list[Solution] = []
+        for solution in sorted(
+            map(self._solution, points), key=lambda solution: (solution.peak, solution.seconds)
+        ):
+            if not frontier or solution.seconds < frontier[-1].seconds:
+                frontier.append(solution)
+        return frontier
 
     def from_block(self, first: int) -> Frontier:
         """The frontier of the blocks from this one on, as a chain of their own."""
@@ -307,12 +311,14 @@ def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds]:
 
 def _undominated(choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
     """The choices with their numbers, less those that another is at least as good as in every respect."""
-    found: list[tuple[int, Choice]] = []
+    kept: list[tuple[int, Choice]] = []
     for number, choice in sorted(enumerate(choices), key=lambda entry: _costs_of(entry[1])):
         costs = _costs_of(choice)
-        if not any(all(one <= other for one, other in zip(_costs_of(better), costs)) for _, better in found):
-            found.append((number, choice))
-    return found
+        if not any(
+            all(theirs <= ours for theirs, ours in zip(_costs_of(better), costs)) for _, better in kept
+        ):
+            kept.append((number, choice))
+    return kept
 
 
 def _costs_of(choice: Choice) -> tuple[float, ...]:

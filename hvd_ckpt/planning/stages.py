@@ -116,7 +116,7 @@ class _Held:
         for number, block in enumerate(blocks):
             for tensor in (*block.parameters(), *block.buffers()):
                 users.setdefault(tensor, set()).add(number)
-        self.now = sum(one.nbytes + (0 if one.grad is None else one.grad.nbytes) for one in users)
+        self.now = sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in users)
         self._tied: list[tuple[int, int, set[int]]] = []
         alone = [0.0] * len(blocks)
         for tensor, numbers in users.items():

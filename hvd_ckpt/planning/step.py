@@ -106,9 +106,11 @@ class Step:
     def outcome(self) -> list[int]:
         """Fingerprints of the loss, the gradients and the buffers after a step from the present state, which stays as it is."""
         with undisturbed(self.model, self.device), verifying("always"), self.sample() as (args, kwargs):
-            inputs = [one for one in tensors_of((args, kwargs)) if one.requires_grad and one.is_leaf]
+            inputs = [
+                tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad and tensor.is_leaf
+            ]
             loss = self.run_on(args, kwargs)
-            gradients = [one.grad for one in (*self.model.parameters(), *inputs)]
+            gradients = [tensor.grad for tensor in (*self.model.parameters(), *inputs)]
             return fingerprints([loss, *gradients, *self.model.buffers(), torch.get_rng_state()])
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -150,5 +150,5 @@ def statistics_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     first = _STATISTICS.get(func)
     if first is None:
         return []
-    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    statistics = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [tensor for tensor in statistics if isinstance(tensor, Tensor)]

@@ -109,10 +109,10 @@ def run_checkpointed(
     if not torch.is_grad_enabled() or keeps_everything():
         return function(*args, **kwargs)
     refuse_transforms(function, args, kwargs)
-    found = reach(function, args, kwargs)
-    run = _FlatRun(function, found, args, kwargs, options)
+    reached = reach(function, args, kwargs)
+    run = _FlatRun(function, reached, args, kwargs, options)
     if options.use_reentrant:
-        if not found.requires_grad() and not _any_requires_grad(run.tensors):
+        if not reached.requires_grad() and not _any_requires_grad(run.tensors):
             # Nothing that could be found requires grad. A plain call keeps no activations then, and stays
             # right if the function has a parameter hidden somewhere.
             return function(*args, **kwargs)
@@ -139,7 +139,7 @@ class _FlatRun:
     def __init__(
         self,
         function: Callable[..., Any],
-        found: Reach,
+        reached: Reach,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options,
@@ -148,8 +148,8 @@ class _FlatRun:
         self.tensors = self._arguments.tensors
         self._reentrant = bool(options.use_reentrant)
         own = {id(tensor) for tensor in self.tensors}
-        found.tensors = [tensor for tensor in found.tensors if id(tensor) not in own]
-        self.region = Region(function, found, options.preserve_rng_state, saves=not self._reentrant)
+        reached.tensors = [tensor for tensor in reached.tensors if id(tensor) not in own]
+        self.region = Region(function, reached, options.preserve_rng_state, saves=not self._reentrant)
         # The first pass gets the caller's own containers, so that what the function does to them is seen by
         # the caller.
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)

@@ -138,7 +138,7 @@ def cross_entropy_of(
     if reduction == "mean":
         weights = weights / weights.sum()
     wanted = torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in (hidden, product.weight, product.bias)
+        operand is not None and operand.requires_grad for operand in (hidden, product.weight, product.bias)
     )
     early = (
         wanted
@@ -221,9 +221,9 @@ class _CrossEntropy(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
-            for one in gradients:
-                if one is not None:  # nobody else holds it, so autograd may take its memory for the gradient
-                    one.mul_(gradient)
+            for made in gradients:
+                if made is not None:  # nobody else holds it, so autograd may take its memory for the gradient
+                    made.mul_(gradient)
         else:
             hidden, weight, bias, targets, factors = ctx.saved_tensors
             _, *gradients = _chunk_by_chunk(

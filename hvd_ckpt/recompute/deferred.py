@@ -176,15 +176,15 @@ class _NoValues(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         given = ctx.call.checked()[:3]
         inputs = [
-            None if one is None else one.detach().requires_grad_(need)
-            for one, need in zip(given, ctx.needs_input_grad)
+            None if operand is None else operand.detach().requires_grad_(need)
+            for operand, need in zip(given, ctx.needs_input_grad)
         ]
-        wanted = [one for one in inputs if one is not None and one.requires_grad]
+        wanted = [operand for operand in inputs if operand is not None and operand.requires_grad]
         with torch.enable_grad():
             product = ctx.call.product._replace(**dict(zip(("hidden", "weight", "bias"), inputs)))
             logits = ctx.call.compute(product, ctx.dtype)
-        found = iter(torch.autograd.grad(logits, wanted, gradient))
-        return (*(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None)
+        gradients = iter(torch.autograd.grad(logits, wanted, gradient))
+        return (*(next(gradients) if need else None for need in ctx.needs_input_grad[:3]), None, None)
 
 
 class DeferredLogits(Tensor):
@@ -222,7 +222,7 @@ class DeferredLogits(Tensor):
             result = args[0]._deferred(func, name, args, kwargs)
             if result is not None:
                 return result
-        args, kwargs = map_tensors(lambda one: one.result(), DeferredLogits, (tuple(args), kwargs))
+        args, kwargs = map_tensors(lambda logits: logits.result(), DeferredLogits, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     def result(self) -> Tensor:
@@ -281,7 +281,7 @@ class DeferredLogits(Tensor):
         """Whether an index leaves the last dimension as it is."""
         if isinstance(index, Tensor):
             return (index.dim() if index.dtype == torch.bool else 1) < len(shape)
-        if any(isinstance(one, (Tensor, list)) for one in (index if isinstance(index, tuple) else [index])):
+        if any(isinstance(part, (Tensor, list)) for part in (index if isinstance(index, tuple) else [index])):
             return False
         left = self._like[index].shape
         return left[-1:] == shape[-1:] and len(left) > 1
@@ -292,7 +292,7 @@ class DeferredLogits(Tensor):
         options = dict(options)
         unusual = [options.pop(name, None) for name in ("weight", "size_average", "reduce")]
         if (
-            any(one is not None for one in unusual)
+            any(option is not None for option in unusual)
             or len(shape) != 2
             or not isinstance(targets, Tensor)
             or targets.dtype != torch.int64
@@ -316,4 +316,4 @@ class DeferredLogits(Tensor):
 
 
 def _versions(product: Product) -> tuple[int, ...]:
-    return tuple(one._version for one in product[:3] if one is not None)
+    return tuple(operand._version for operand in product[:3] if operand is not None)

@@ -106,13 +106,13 @@ class CheckpointFunction(torch.autograd.Function):
             _check_all_listed([output for output, _ in pairs], ends)
             ctx.checked = True
         with _without_hooks(ends):
-            found = torch.autograd.grad(
+            computed = torch.autograd.grad(
                 [output for output, _ in pairs],
                 targets,
                 [gradient for _, gradient in pairs],
                 allow_unused=True,
             )
-        for index, gradient in zip(wanted, found):
+        for index, gradient in zip(wanted, computed):
             result[2 + index] = gradient
         return tuple(result)
 

@@ -67,26 +67,26 @@ def reach(*roots: Any) -> Reach:
     A plain object met inside another plain object is not opened: a method of a trainer leads to the trainer's
     model, not through its optimizer and its loggers into the rest of the program.
     """
-    found = Reach()
+    reached = Reach()
     seen: set[int] = set()
     for root in roots:
-        _visit(root, found, seen, _MAX_DEPTH, open_objects=True)
-    return found
+        _visit(root, reached, seen, _MAX_DEPTH, open_objects=True)
+    return reached
 
 
-def _visit(value: Any, found: Reach, seen: set[int], depth: int, open_objects: bool) -> None:
+def _visit(value: Any, reached: Reach, seen: set[int], depth: int, open_objects: bool) -> None:
     if value is None or isinstance(value, (str, bytes, int, float, complex)) or id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
         seen.add(id(value))
-        found.tensors.append(value)
+        reached.tensors.append(value)
         return
     if isinstance(value, nn.Module):
-        _add_module(value, found, seen)
+        _add_module(value, reached, seen)
         return
     if isinstance(value, GENERATORS):
         seen.add(id(value))
-        found.generators.append(value)
+        reached.generators.append(value)
         return
     if depth == 0:
         return
@@ -98,17 +98,17 @@ def _visit(value: Any, found: Reach, seen: set[int], depth: int, open_objects: b
         open_objects = False
     seen.add(id(value))
     for item in held:
-        _visit(item, found, seen, depth - 1, open_objects)
+        _visit(item, reached, seen, depth - 1, open_objects)
 
 
-def _add_module(root: nn.Module, found: Reach, seen: set[int]) -> None:
+def _add_module(root: nn.Module, reached: Reach, seen: set[int]) -> None:
     pending = [root]
     while pending:
         module = pending.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        found.modules.append(module)
+        reached.modules.append(module)
         pending.extend(child for child in reversed(list(module._modules.values())) if child is not None)
 
 
@@ -160,7 +160,7 @@ _UNFILLED = (
 
 
 class Region:
-    """One checkpointed call of ``function``, which can reach what ``found`` lists.
+    """One checkpointed call of ``function``, which can reach what ``reached`` lists.
 
     PyTorch's checkpoint variants and :class:`CheckpointFunction` call a function once in the forward pass and again for
     the backward pass, so wrapping it is enough to know which run is which: the first call is the first pass.
@@ -171,17 +171,17 @@ class Region:
     """
 
     def __init__(
-        self, function: Callable[..., Any], found: Reach, preserve_random: bool = True, saves: bool = False
+        self, function: Callable[..., Any], reached: Reach, preserve_random: bool = True, saves: bool = False
     ) -> None:
         self.function = function
         self.started = False
         self._frame = Frame()
-        self._synchronized = [module for module in found.modules if isinstance(module, hvd.SyncBatchNorm)]
-        owner: Any = found.modules[0] if found.modules else _code_of(function)
-        key = (id(_code_of(function)), *((id(module), module.training) for module in found.modules))
+        self._synchronized = [module for module in reached.modules if isinstance(module, hvd.SyncBatchNorm)]
+        owner: Any = reached.modules[0] if reached.modules else _code_of(function)
+        key = (id(_code_of(function)), *((id(module), module.training) for module in reached.modules))
         self._pass = begin_pass(owner, key, functools.partial(title_of, function), may_verify=preserve_random)
         self._state = ForwardState(
-            found.modules, found.generators, found.tensors, preserve_random, learn=self._pass.is_new
+            reached.modules, reached.generators, reached.tensors, preserve_random, learn=self._pass.is_new
         )
         self._verification = self._pass.verification
         self._saves = saves

@@ -126,9 +126,9 @@ class Call:
         self.inner = 0
 
     def references(self) -> Iterator[Reference]:
-        found: list[Reference] = []
-        map_tensors(found.append, Reference, (self.args, self.kwargs))
-        return iter(found)
+        references: list[Reference] = []
+        map_tensors(references.append, Reference, (self.args, self.kwargs))
+        return iter(references)
 
 
 class Group:
@@ -201,12 +201,12 @@ def _compute(reference: Reference) -> Tensor:
     """One result, for a group that begins with it; nothing is cached."""
     if reference.output in reference.call.cache:
         return _cached(reference.call, reference.output)
-    found: Tensor | None = None
+    result: Tensor | None = None
     for call, results, _ in _run_again({reference.call}, None):
         if call is reference.call:
-            found = results[reference.output]
-    assert found is not None
-    return found
+            result = results[reference.output]
+    assert result is not None
+    return result
 
 
 def _run_again(

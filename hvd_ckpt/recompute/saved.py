@@ -188,8 +188,8 @@ def _pack_on_device(same_bits: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     least, greatest = same_bits.aminmax()
     pattern = torch.where(least != 0, least, greatest)  # zero only if all elements are
     fits = (is_set == (same_bits == pattern)).all() | (pattern == 0)
-    found, all_fit = torch.stack((pattern.long(), fits.long())).tolist()
-    return (_to_bits(is_set.view(torch.uint8)), found or 1) if all_fit else None
+    bits, all_fit = torch.stack((pattern.long(), fits.long())).tolist()
+    return (_to_bits(is_set.view(torch.uint8)), bits or 1) if all_fit else None
 
 
 def _to_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -229,7 +229,9 @@ def _narrow(flat: torch.Tensor) -> torch.Tensor | None:
     for values in (sample, flat):
         least, greatest = _bounds(values)
         fitting = [
-            one for one in _NARROW if torch.iinfo(one).min <= least and greatest <= torch.iinfo(one).max
+            dtype
+            for dtype in _NARROW
+            if torch.iinfo(dtype).min <= least and greatest <= torch.iinfo(dtype).max
         ]
         if not fitting or fitting[0].itemsize >= flat.element_size():
             return None

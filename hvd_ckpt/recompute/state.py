@@ -66,8 +66,10 @@ class ForwardState:
         """Around the first run of the function."""
         with DisableTorchFunction():
             self._spaces = namespaces_of(self._modules, self._tensors, self._learn)
-        generators = {id(one): one for one in self._generators}
-        generators.update((id(one), one) for space in self._spaces for one in space.generators)
+        generators = {id(generator): generator for generator in self._generators}
+        generators.update(
+            (id(generator), generator) for space in self._spaces for generator in space.generators
+        )
         if self._preserve_random:
             self._random = [*_global_sources(), *map(_source, generators.values())]
         try:
@@ -87,9 +89,9 @@ class ForwardState:
         if self._spaces is None:
             return False
         with DisableTorchFunction():
-            self._written = [one for space in self._spaces for one in space.written()]
-        self.lost = [one.name for one in self._written if one.lost]
-        self.initialized = any(one.initialized for one in self._written)
+            self._written = [written for space in self._spaces for written in space.written()]
+        self.lost = [written.name for written in self._written if written.lost]
+        self.initialized = any(written.initialized for written in self._written)
         return True
 
     @contextlib.contextmanager
@@ -109,8 +111,8 @@ class ForwardState:
             if self._written:
                 scratch: dict[int, Tensor] = {}
                 with aside():
-                    for one in self._written:
-                        restore.callback(one.give(scratch))
+                    for written in self._written:
+                        restore.callback(written.give(scratch))
             yield
 
 

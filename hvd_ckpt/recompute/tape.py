@@ -343,7 +343,7 @@ class Tape(TorchFunctionMode):
             return
         name = call_name(call.func)
         scratch = statistics_of(call.func, args, kwargs)
-        changed = [entry for entry in changed if not any(entry[0] is one for one in scratch)]
+        changed = [entry for entry in changed if not any(entry[0] is statistic for statistic in scratch)]
         if changed:
             if (
                 len(changed) == 1
@@ -362,7 +362,7 @@ class Tape(TorchFunctionMode):
                 foreign.add(memory_of(tensor))
             if id(tensor) in specified:
                 continue
-            if any(tensor is one for one in scratch):
+            if any(tensor is statistic for statistic in scratch):
                 specified[id(tensor)] = Scratch(tensor)
             elif tag is None:
                 specified[id(tensor)] = stored = Stored(self.keeper.keep(tensor, name), requires_grad)

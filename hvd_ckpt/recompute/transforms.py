@@ -22,9 +22,9 @@ def is_transformed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         return True
     if dual_level() < 0:
         return False
-    found = reach(function, args, kwargs)
-    parameters = (one for module in found.modules for one in module._parameters.values())
-    return any(_has_tangent(tensor) for tensor in (*found.tensors, *parameters) if tensor is not None)
+    reached = reach(function, args, kwargs)
+    parameters = (parameter for module in reached.modules for parameter in module._parameters.values())
+    return any(_has_tangent(tensor) for tensor in (*reached.tensors, *parameters) if tensor is not None)
 
 
 def refuse_transforms(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

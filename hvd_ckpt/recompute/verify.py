@@ -170,13 +170,13 @@ def observe_all(
 
     Of a parameter only the sample counts: an optimizer changes all of its elements.
     """
-    found: list[tuple[Any, ...]] = []
+    observed: list[tuple[Any, ...]] = []
     rows: list[Tensor] = []
     with aside():
         for tensor, module, like in tensors:
             facts = (tensor.shape, tensor.dtype, tensor.device)
             if not _has_values(tensor):
-                found.append((facts, (), None, None, module, False))
+                observed.append((facts, (), None, None, module, False))
                 continue
             is_parameter = type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter
             only_sample = is_parameter if like is None else like.only_sample
@@ -186,12 +186,12 @@ def observe_all(
                 tensor = in_layout(tensor, like.strides)
             row = _row(tensor)
             few = _sample(row)
-            found.append((facts, strides, len(rows), few, module, only_sample))
+            observed.append((facts, strides, len(rows), few, module, only_sample))
             rows.append(few if only_sample else row if strides else tensor)
         bits = fingerprints(rows)
     return [
         Observation(facts, strides, None if index is None else bits[index], *rest)
-        for facts, strides, index, *rest in found
+        for facts, strides, index, *rest in observed
     ]
 
 
@@ -269,11 +269,11 @@ class Verification:
         """What differs by more than a rounding, in words; warns of roundings."""
         pairs, self._pairs = self._pairs, []
         by_device: dict[Any, list[tuple[Observation, Observation, str]]] = {}
-        found: list[str] = []
+        mismatches: list[str] = []
         roundings: list[str] = []
         for first, again, what in pairs:
             if first.facts != again.facts:
-                found.append(f"{first.where} {what} was {first} and is {again}")
+                mismatches.append(f"{first.where} {what} was {first} and is {again}")
             elif first.bits is not None and again.bits is not None and not _is_workspace(first):
                 by_device.setdefault(first.bits.device, []).append((first, again, what))
         for same_device in by_device.values():
@@ -283,7 +283,7 @@ class Verification:
                 first, again, what = same_device[index]
                 difference, is_rounding = _difference(first, again)
                 text = f"{first.where} {what} ({first}) {difference}"
-                (roundings if is_rounding else found).append(text)
+                (roundings if is_rounding else mismatches).append(text)
         if roundings:
             warnings.warn(
                 f"Recomputing {self._title()} rounds in another way than its first pass: {_listed(roundings)}. If kernels that are "
@@ -291,8 +291,8 @@ class Verification:
                 "chooses others.",
                 stacklevel=2,
             )
-        self._counts.verified = self._counts.verified or (self.is_over and not found)
-        return found
+        self._counts.verified = self._counts.verified or (self.is_over and not mismatches)
+        return mismatches
 
     def error(self, differences: list[str]) -> RecomputationMismatch:
         """The error for some differences."""

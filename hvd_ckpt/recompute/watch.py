@@ -63,7 +63,7 @@ class Watch:
             self._last.append(tensor.detach())
         if self._last:
             with aside():
-                self._samples = [sample(one) for one in self._last]
+                self._samples = [sample(saved) for saved in self._last]
 
     def finish(self) -> None:
         """Hands on the last tensors."""
@@ -78,7 +78,7 @@ class Watch:
     def filled_late(self) -> list[Tensor]:
         """Of each tensor that the last operation saves: whether it was filled after all of them were saved."""
         with aside():
-            pairs = [(sample(one), before) for one, before in zip(self._last, self._samples)]
+            pairs = [(sample(tensor), before) for tensor, before in zip(self._last, self._samples)]
             return [
                 fingerprint(now) != fingerprint(before) for now, before in pairs if len(now) == len(before)
             ]

@@ -117,15 +117,15 @@ def _put(space: dict[str, Any], key: str, value: Any) -> None:
 
 def namespaces_of(modules: Sequence[nn.Module], tensors: Sequence[Tensor], learn: bool) -> list[Namespace]:
     """The namespaces of some modules, and one of the tensors that no module has, before a first pass."""
-    found = [Namespace(None, "tensors", dict(enumerate(tensors)), False)] if tensors else []
+    namespaces = [Namespace(None, "tensors", dict(enumerate(tensors)), False)] if tensors else []
     for module in modules:
         attributes = vars(module)
-        found.append(Namespace(module, "attributes", attributes, learn))
+        namespaces.append(Namespace(module, "attributes", attributes, learn))
         used = (
             kind for kind in ("_buffers", "_parameters") if attributes[kind]
         )  # most modules have no buffers
-        found.extend(Namespace(module, kind, attributes[kind], learn) for kind in used)
-    return found
+        namespaces.extend(Namespace(module, kind, attributes[kind], learn) for kind in used)
+    return namespaces
 
 
 _LAZY = object()  # in place of a stamp: the tensor has no values yet

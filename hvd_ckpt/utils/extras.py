@@ -100,10 +100,10 @@ def _extra_of(package: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     wanted = DISTRIBUTIONS.get(package.lower(), package).lower().replace("_", "-")
-    found = set()
+    extras = set()
     for requirement in requirements:
         name = re.match(r"[\w.-]+", requirement)
         extra = re.search(r"extra == [\"']([\w.-]+)[\"']", requirement)
         if name and extra and name.group().lower().replace("_", "-") == wanted:
-            found.add(extra.group(1))
-    return next((extra for extra in PREFERRED if extra in found), None)
+            extras.add(extra.group(1))
+    return next((extra for extra in PREFERRED if extra in extras), None)

@@ -71,7 +71,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The fingerprint of each tensor. Small ones are read together, which is quicker."""
-    found: dict[int, torch.Tensor] = {}
+    by_index: dict[int, torch.Tensor] = {}
     together: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for index, tensor in enumerate(tensors):
         is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
@@ -79,15 +79,15 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             words = tensor.detach().view(-1).view(torch.int32)
             together.setdefault(tensor.device, []).append((index, words))
         else:
-            found[index] = fingerprint(tensor)
+            by_index[index] = fingerprint(tensor)
     for device, parts in together.items():
         sizes = [len(words) for _, words in parts]
         weights = _weights(device)[0]
         products = torch.cat([words for _, words in parts]).long()
         products.mul_(torch.cat([weights[:size] for size in sizes]))
         for (index, _), part in zip(parts, torch.split(products, sizes)):
-            found[index] = part.sum()
-    return [found[index] for index in range(len(tensors))]
+            by_index[index] = part.sum()
+    return [by_index[index] for index in range(len(tensors))]
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,10 @@ def import_named(what: str, name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = getattr(import_module(module), attribute)
+        value = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"no {what} '{name}': {error}") from None
-    if not callable(found):
-        raise ValueError(f"'{name}' is a {type(found).__name__}, not a function")
-    callable_found: Callable[..., Any] = found
-    return callable_found
+    if not callable(value):
+        raise ValueError(f"'{name}' is a {type(value).__name__}, not a function")
+    function: Callable[..., Any] = value
+    return function

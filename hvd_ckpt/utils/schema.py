@@ -77,13 +77,13 @@ def first_error(error: ValidationError) -> str:
 
 def _place(location: tuple[int | str, ...]) -> str:
     text = ""
-    for one in location:
-        if isinstance(one, int):
-            text += f"[{one}]"
-        elif one.isidentifier() and len(one) <= 60:
-            text += f".{one}" if text else one
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and len(part) <= 60:
+            text += f".{part}" if text else part
         else:
-            text += f"[{shown(one)}]"
+            text += f"[{shown(part)}]"
     return text
 
 
@@ -133,12 +133,12 @@ def loads(content: bytes, give: str, repair: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {shown(twice)} is given twice in one place")
-    return found
+    return values
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -173,7 +173,7 @@ def dumps(value: Any) -> str:
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
     # Line ends stand between values only, since they are escaped in texts.
     flat = re.compile(r"\[\n\s+([^\[\]{}]*)\n\s*\]")
-    return flat.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", text) + "\n"
+    return flat.sub(lambda match: "[" + re.sub(r"\n *", " ", match[1]) + "]", text) + "\n"
 
 
 def write_json(value: Any, path: Path) -> None:

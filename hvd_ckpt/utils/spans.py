@@ -61,8 +61,8 @@ class SpanTimes:
         """The seconds of each kind since the last reading; waits for the device."""
         while self._events:
             self._read_event()
-        found, self._seconds = self._seconds, dict.fromkeys(KINDS, 0.0)
-        return found
+        seconds, self._seconds = self._seconds, dict.fromkeys(KINDS, 0.0)
+        return seconds
 
     def _read_event(self) -> None:
         kind, outer, start, end = self._events.popleft()

@@ -34,8 +34,8 @@ SECONDS = 25.0  # of silence, so that lines that take their time come within 30
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that looks most like this one, whatever the case and the kind of dash; None if none does."""
     plain = {_plain(candidate): candidate for candidate in known}
-    found = difflib.get_close_matches(_plain(name), plain, n=1)
-    return plain[found[0]] if found else None
+    matches = difflib.get_close_matches(_plain(name), plain, n=1)
+    return plain[matches[0]] if matches else None
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -59,7 +59,10 @@ def printable(text: str, but: str = "\n\t") -> str:
     return (
         text
         if text.isprintable()
-        else "".join(one if one.isprintable() or one in but else ascii(one)[1:-1] for one in text)
+        else "".join(
+            character if character.isprintable() or character in but else ascii(character)[1:-1]
+            for character in text
+        )
     )
 
 

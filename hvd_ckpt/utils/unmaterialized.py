@@ -58,7 +58,9 @@ class Absent:
                 value = func(*args, **(kwargs or {}))
                 if value is args[0] or isinstance(value, str):
                     return value
-        raise next(one.missing(name) for one in pytree.tree_leaves((args, kwargs)) if is_absent(one))
+        raise next(
+            argument.missing(name) for argument in pytree.tree_leaves((args, kwargs)) if is_absent(argument)
+        )
 
     @property
     def known_as(self) -> str:
@@ -86,8 +88,8 @@ class Absent:
         raise self.missing("pickle")
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.layout is torch.strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.layout is torch.strided and first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
 @functools.cache

@@ -162,24 +162,24 @@ class ImageFolder(Images):
 
     def __init__(self, folder: str | os.PathLike[str], pixels: int, *, seed: int = 0) -> None:
         try:
-            found = {
+            classes = {
                 path.name: _image_files(path)
                 for path in sorted(Path(folder).iterdir())
                 if path.is_dir() and not path.name.startswith(".")
             }
         except OSError as error:
             raise ValueError(f"cannot read the image folder '{folder}': {error.strerror}") from None
-        if not found:
+        if not classes:
             raise ValueError(f"the image folder '{folder}' has no folders in it: give it one for each class")
-        for name, files in found.items():
+        for name, files in classes.items():
             if not files:
                 raise ValueError(
                     f"the folder '{Path(folder, name)}' holds no images: a class needs one at least"
                 )
-        self.class_names = list(found)
-        self._files = [file for files in found.values() for file in files]
-        labels = numpy.repeat(numpy.arange(len(found)), [len(files) for files in found.values()])
-        super().__init__(labels, 3, len(found), pixels, seed)
+        self.class_names = list(classes)
+        self._files = [file for files in classes.values() for file in files]
+        labels = numpy.repeat(numpy.arange(len(classes)), [len(files) for files in classes.values()])
+        super().__init__(labels, 3, len(classes), pixels, seed)
 
     def _images(self, which: Integers) -> Tensor:
         decoded = numpy.stack([self._decode(self._files[number]) for number in which])
@@ -203,8 +203,8 @@ class ImageFolder(Images):
 
 
 def _image_files(folder: Path) -> list[Path]:
-    found = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+    files = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    return sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
 def _channels_first(images: NDArray[Any], name: str) -> NDArray[Any]:

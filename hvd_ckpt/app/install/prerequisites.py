@@ -104,9 +104,9 @@ def _tools(path: str, extra: str) -> str:
             check=False,
         )
         version = re.search(r"version (\d+)\.(\d+)", run.stdout)
-        found = (int(version.group(1)), int(version.group(2))) if version else (0, 0)
-        if not (3, 13) <= found < (4, 0):
-            missing.insert(0, f"cmake 3.13 to 3.x (instead of {'.'.join(map(str, found))})")
+        number = (int(version.group(1)), int(version.group(2))) if version else (0, 0)
+        if not (3, 13) <= number < (4, 0):
+            missing.insert(0, f"cmake 3.13 to 3.x (instead of {'.'.join(map(str, number))})")
     missing += [name for name in ("pip", *BUILD_MODULES) if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)}: not found ({extra})" if missing else ""
 

@@ -178,10 +178,10 @@ def sha256(path: Path) -> str:
 
 
 def check_sdist(path: Path) -> None:
-    found = sha256(path)
-    if found != SDIST_SHA256:
+    digest = sha256(path)
+    if digest != SDIST_SHA256:
         raise BuildError(
-            f"{path.name} has sha256 {found} instead of {SDIST_SHA256}: it is not Horovod {HOROVOD_VERSION} "
+            f"{path.name} has sha256 {digest} instead of {SDIST_SHA256}: it is not Horovod {HOROVOD_VERSION} "
             "as released; check the package index pip uses, or pass the right file with --sdist."
         )
 

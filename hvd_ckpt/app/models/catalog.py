@@ -96,7 +96,11 @@ class Entry:
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
         parameters = inspect.signature(self._builder()).parameters
-        return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
 
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {

@@ -139,7 +139,7 @@ def _load(kind: Any, config: Any, folder: Path) -> Any:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # each rank loads, and errors say the rest
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        model, found = kind.from_pretrained(
+        model, report = kind.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -152,6 +152,6 @@ def _load(kind: Any, config: Any, folder: Path) -> Any:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    if found["missing_keys"]:
-        raise ValueError(f"{min(found['missing_keys'])} is missing in its weights.")
+    if report["missing_keys"]:
+        raise ValueError(f"{min(report['missing_keys'])} is missing in its weights.")
     return model
