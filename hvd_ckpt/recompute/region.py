@@ -1,8 +1,8 @@
-"""A region: a checkpointed function, the modules and tensors that it can reach, and which of its calls is a recomputation.
+"""A region: a checkpointed function with the modules and tensors that it can reach, and its first pass and recomputations.
 
-A checkpointed function is often not a module but something around one: a bound method, a lambda, a
-``partial``, a list of layers. What a recomputation must put back (:mod:`.state`: training modes, buffers, generators) and
-what needs gradients (the parameters) is found by looking into those, without running them.
+A checkpointed function is often not a module but something around modules: a bound method, a lambda, a ``partial``, a list of
+layers. :func:`reach` looks into such objects, without running them, for the modules whose state a recomputation must restore
+(:mod:`.state`) and for the parameters that need gradients.
 """
 
 from __future__ import annotations
@@ -35,24 +35,28 @@ from hvd_ckpt.torch_private import StopRecomputationError, top_saved_tensors_def
 from hvd_ckpt.utils.frames import Frame, aside
 from hvd_ckpt.utils.spans import span
 
-# How many functions and containers may lie between the callable and a module: enough for a lambda around a
-# partial of a bound method over a list of modules. Containers longer than the second limit hold data, not
-# layers.
+# Limit of the functions and containers between the callable and a module: enough for a lambda around a partial of a bound method
+# over a list of modules. Containers longer than the second limit hold data and not layers.
 _MAX_DEPTH = 6
 _MAX_ITEMS = 2000
 
 
 @dataclass
 class Reach:
-    """What was found: modules with their submodules, each once and in a fixed order, tensors that are held
-    directly, and generators of random numbers that no module has."""
+    """Objects that a function can reach.
+
+    Attributes:
+        modules: modules and their submodules, each once, in a fixed order.
+        tensors: tensors that no module has.
+        generators: generators of random numbers that no module has.
+    """
 
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
 
     def requires_grad(self) -> bool:
-        """Whether any parameter or tensor found here wants a gradient."""
+        """Whether any of the parameters and tensors requires a gradient."""
         return any(tensor.requires_grad for tensor in self.tensors) or any(
             parameter is not None and parameter.requires_grad
             for module in self.modules
@@ -61,11 +65,11 @@ class Reach:
 
 
 def reach(*roots: Any) -> Reach:
-    """Modules and tensors that ``roots`` hold: as themselves, in containers, closures, partials, bound
-    methods, default arguments, attributes of plain objects, and globals that a function's own code names.
+    """Modules, tensors and generators that ``roots`` are or hold: in containers, closures, partials, bound methods, default
+    arguments, attributes of plain objects, and the globals that a function's own code names.
 
-    A plain object met inside another plain object is not opened: a method of a trainer leads to the trainer's
-    model, not through its optimizer and its loggers into the rest of the program.
+    A plain object inside another plain object is not opened. So a method of a trainer leads to the trainer's model, and not through
+    its optimizer and loggers into the rest of the program.
     """
     reached = Reach()
     seen: set[int] = set()
@@ -139,7 +143,7 @@ def _held_by_function(function: FunctionType) -> list[Any]:
             continue
     for name in sorted(_names(function.__code__)):
         value = function.__globals__.get(name)
-        # Functions of other files are not followed: they lead into the libraries that the program imports.
+        # Functions of other files are not followed, as they lead into the libraries that the program imports.
         if not isinstance(value, FunctionType) or value.__globals__ is function.__globals__:
             held.append(value)
     return held
@@ -162,13 +166,24 @@ _UNFILLED = (
 class Region:
     """One checkpointed call of ``function``, which can reach what ``reached`` lists.
 
-    PyTorch's checkpoint variants and :class:`CheckpointFunction` call a function once in the forward pass and again for
-    the backward pass, so wrapping it is enough to know which run is which: the first call is the first pass.
+    PyTorch's checkpoint variants and :class:`CheckpointFunction` call a function once in the forward pass and again for each
+    backward pass. So the first call of a region is its first pass, and all later calls are recomputations.
 
     Args:
-        preserve_random: recompute with the random state of the first pass; else results may differ, and are not verified.
-        saves: verify recomputations by the tensors that autograd saves; else by what the function returns.
+        preserve_random: whether to recompute with the random state of the first pass. If not, results may differ, and are not
+            verified.
+        saves: whether to verify the tensors that autograd saves. If not, the results of the function are verified.
     """
+
+    # The contexts of both kinds of runs nest in this order, from the outside in:
+    #
+    #     frame         tells the modules on this thread whether this run is the first pass or a recomputation
+    #     state         first pass: notes state; recomputation: restores it for the time of the run
+    #     synchronized  Horovod's own SyncBatchNorm reads the statistics of the first pass from the frame
+    #     watched       in a verified pass: sees the tensors that autograd saves, to observe or to compare them
+    #
+    # A recomputation usually ends by PyTorch's StopRecomputationError as soon as everything that was saved has been recomputed,
+    # so all of them must restore their state when an exception passes.
 
     def __init__(
         self, function: Callable[..., Any], reached: Reach, preserve_random: bool = True, saves: bool = False
@@ -190,8 +205,8 @@ class Region:
         self._filled_late: list[torch.Tensor] = []  # for what the last operation saves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Even a first pass that is still running counts as started: a function that computes gradients inside
-        # itself is recomputed in the middle of it.
+        # A first pass that is still running counts as started: a function that computes gradients inside itself is recomputed in
+        # the middle of its first pass.
         if self.started:
             return self._recompute(args, kwargs)
         self.started = True
@@ -251,8 +266,13 @@ class Region:
 
     @contextlib.contextmanager
     def _watch(self, note: Callable[..., None], is_first: bool) -> Iterator[Callable[[Any], None]]:
-        """Calls ``note`` with the tensors that a run of the function saves, or with those in what is handed to the function that
-        this yields."""
+        """Calls ``note`` with the tensors that autograd saves in the body, or with the tensors in the function's result.
+
+        Yields:
+            A function that takes the result.
+        """
+        # With saves, the checkpoint's own hooks are the innermost ones here: the watch wraps them, so that it sees each tensor
+        # before they do. The reentrant variant has none, and is verified by its results.
         hooks = top_saved_tensors_default_hooks(False) if self._saves else None
         if hooks is None:
             yield functools.partial(self._note_results, note)
@@ -265,6 +285,8 @@ class Region:
                 yield lambda result: None
             self._filled_late = watch.filled_late()
         except StopRecomputationError:
+            # PyTorch stops a recomputation when the last tensor has been saved. If the last operation fills a saved tensor
+            # afterwards (its noise, say), the recomputed tensor is left without its values.
             with aside():
                 unfilled = any(self._filled_late)
             if unfilled:
@@ -282,7 +304,7 @@ class Region:
 
 
 def title_of(function: Any) -> str:
-    """What is recomputed: a segment's own words, or the name of the function or module's class."""
+    """Name of what is recomputed: the description of a segment, or the name of a function or of the class of a module."""
     if isinstance(function, functools.partial) and isinstance(function.func, FunctionType) and function.args:
         first = function.args[0]  # a module whose forward pass it is, or modules by name
         if isinstance(first, nn.Module) and function.func.__name__ == "forward":
@@ -298,7 +320,7 @@ def title_of(function: Any) -> str:
 
 
 def _code_of(function: Any) -> Any:
-    """What is the same in each step of calls that a loop makes anew: the code of a function, the class of an object."""
+    """An object that is the same in each step, although a loop makes the function anew: its code, or the class of the object."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
