@@ -92,6 +92,12 @@ class _Draw:
                 recompute = "hc_reentrant"  # CheckpointFunction takes tensors
             segments.append(Segment(tuple(own), recompute, carrier))
         kinds = {block.kind for segment in segments for block in segment.blocks}
+        if "max_norm" in kinds:
+            # A second forward pass writes the weight that the node has saved, and autograd refuses that.
+            segments = [
+                dataclasses.replace(one, recompute="hc_reentrant") if one.recompute == "function" else one
+                for one in segments
+            ]
         if kinds & {"batchnorm", *STATEFUL} or any(one.carrier != "tensor" for one in segments):
             # PyTorch's own regions give the recomputation what the first pass has left.
             swap = {"torch": "hc", "torch_reentrant": "hc_reentrant"}
@@ -285,7 +291,12 @@ class _Draw:
         first = min(join)
         rest = [
             dataclasses.replace(
-                step, events=(), drop=(), by_hand=False, how="step" if step.how == "skip" else step.how
+                # A second step() reduces what the first has left: averaged over the ranks that have not joined, it differs.
+                step,
+                events=(),
+                drop=(),
+                by_hand=False,
+                how="step" if step.how in ("skip", "repeat") else step.how,
             )
             for step in steps[first : max(join)]
         ]
