@@ -1,8 +1,8 @@
-"""Candidate policies of a block: sets of calls whose results are worth dropping, to be measured.
+"""Candidate policies of a block: sets of calls whose results are worth dropping. The profile measures them.
 
-Each result of a block can be kept or dropped. The bytes that a set of dropped results saves and the seconds that it costs are
-estimated from the block's trace. The Pareto frontier of all sets is found by trying them all where they are few, and by descent
-from many sides where they are many. The estimates only choose which policies are measured.
+Each result of a block can be kept or dropped. The trace of the block gives an estimate of the bytes that a set of dropped results
+saves and of the seconds that it costs. The Pareto frontier of all sets is found by trying all of them if they are few, and by
+several descents if they are many. The estimates only choose the policies that are measured.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.planning.trace import Trace
 from hvd_ckpt.recompute.tape import Policy
 
-_EXHAUSTIVE = 11  # nodes up to which all subsets are tried: 2048
+_EXHAUSTIVE = 11  # most nodes for which all subsets are tried: 2048
 _PRICES = 20
-_LOOKS = 200_000  # calls that the estimates of a descent look at: a second, whatever the block
+_LOOKS = 200_000  # calls that the estimates of a descent may visit, which takes about a second for any block
 _COMPRESSIBLE = 0.02  # share of the kept bytes below which compression is not tried
 _MATMULS = frozenset(
     {
@@ -41,7 +41,7 @@ class Estimate:
     """Estimated cost of a set of dropped calls.
 
     Attributes:
-        kept: bytes of the block's own results that are held for the backward pass.
+        kept: bytes of the block's results that are held for the backward pass.
         seconds: time of the recomputation.
         working: most bytes of recomputed results at a time.
     """
@@ -52,8 +52,11 @@ class Estimate:
 
 
 def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = frozenset()) -> Estimate:
-    """Bytes and seconds if the calls in ``dropped`` are dropped; ``breaks`` as in
+    """Estimates bytes and seconds if the calls in ``dropped`` are dropped; ``breaks`` as in
     :class:`~hvd_ckpt.recompute.tape.Policy`."""
+    # Backward through the calls, as a replay finds what it needs: a kept call keeps what autograd saves of it; a dropped call runs
+    # again if something of it is saved or a later call that runs again reads its result. Then its arguments are kept, or are
+    # results of dropped calls that run again themselves.
     calls = trace.calls
     kept: set[int] = set()
     read: set[int] = set()  # dropped calls whose results are read by calls that run again
@@ -96,7 +99,7 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
 
 
 def _join(groups: dict[int, set[int]], first: int, second: int) -> None:
-    """Makes one group of the groups of two calls."""
+    """Merges the groups of two calls."""
     if groups[first] is not groups[second]:
         fewer, more = sorted((groups[first], groups[second]), key=len)
         more |= fewer
@@ -129,8 +132,9 @@ def _retained(trace: Trace, group: Iterable[int]) -> int:
 
 
 def nodes(trace: Trace) -> list[frozenset[int]]:
-    """Calls that can only be dropped together, because their results lie in the same memory: a linear and the views of its
-    result, a batch norm and the relu that changes it in place."""
+    """Sets of calls that can only be dropped together, because their results lie in the same memory: a linear layer and the views
+    of
+    its result, or a batch norm and the relu that changes its result in place."""
     groups: dict[int, set[int]] = {}
     of_place: dict[int, int] = {}  # the first call with a result there
     for number, call in enumerate(trace.calls):
@@ -143,7 +147,7 @@ def nodes(trace: Trace) -> list[frozenset[int]]:
 
 
 def _matters(trace: Trace, node: frozenset[int]) -> bool:
-    """Whether dropping it can change anything: something reads or saves it, and it is memory made here."""
+    """Whether dropping the node changes anything: whether its results are saved or read."""
     calls = trace.calls
     if any(calls[number].saved or calls[number].inner for number in node):
         return True
@@ -153,9 +157,11 @@ def _matters(trace: Trace, node: frozenset[int]) -> bool:
 def candidates(
     trace: Trace, limit: int = 8, lossy: str | None = None, offload: bool = False
 ) -> list[CheckpointPolicy]:
-    """Policies worth measuring, "keep" first: at most ``limit`` sets of dropped calls, and compressed forms of them where
-    there is something to compress; each also with floating point numbers kept as ``lossy`` if that is given, and with what is kept
-    in host memory if ``offload``."""
+    """Policies that are worth measuring, "keep" first.
+
+    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress. With ``lossy``,
+    each set also appears with floating point numbers kept in that dtype, and with ``offload``, with kept tensors in host memory.
+    """
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
     chosen = _spread(pool, limit)
@@ -191,8 +197,8 @@ def _exhaust(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
 
 
 def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
-    """For many prices of a byte: change one node or two neighbours for as long as that makes the sum smaller. In large blocks the
-    descent ends early."""
+    """Sets found by descent: for each of several prices of a byte, changes one node or two neighbours while that lowers the sum of
+    seconds and price. In large blocks, the descent ends early."""
     pool: dict[frozenset[int], Estimate] = {}
 
     def look(dropped: frozenset[int]) -> Estimate:
@@ -224,7 +230,7 @@ def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
 
 
 def _spread(pool: dict[frozenset[int], Estimate], limit: int) -> list[frozenset[int]]:
-    """The sets that none beats in bytes and seconds; of many, those that lie evenly along the curve."""
+    """The sets on the Pareto frontier of bytes and seconds; of many, those that are spread evenly along the curve."""
     order = sorted(pool, key=lambda dropped: (pool[dropped].kept, pool[dropped].seconds, len(dropped)))
     frontier: list[frozenset[int]] = []
     for dropped in order:
@@ -246,14 +252,14 @@ def _spread(pool: dict[frozenset[int], Estimate], limit: int) -> list[frozenset[
 def _merit(
     pool: dict[frozenset[int], Estimate], dropped: frozenset[int], frontier: list[frozenset[int]]
 ) -> float:
-    """How far a point lies below the straight line between the ends of the frontier."""
+    """The distance of a point below the straight line between the ends of the frontier, in seconds."""
     first, last, here = pool[frontier[0]], pool[frontier[-1]], pool[dropped]
     share = (here.kept - first.kept) / max(last.kept - first.kept, 1)
     return first.seconds + share * (last.seconds - first.seconds) - here.seconds
 
 
 def _breaks(trace: Trace, parts: list[frozenset[int]], dropped: frozenset[int]) -> list[frozenset[int]]:
-    """Places where a block that keeps least is best replayed in two parts."""
+    """Up to two nodes at which to break the replay of a block that keeps least, because that lowers its peak most."""
     whole = estimate(trace, dropped)
     useful: list[tuple[int, frozenset[int]]] = []
     for part in parts:
@@ -266,7 +272,7 @@ def _breaks(trace: Trace, parts: list[frozenset[int]], dropped: frozenset[int]) 
 
 
 def _title(trace: Trace, policy: Policy) -> str:
-    """``drop gelu, layer_norm``: the calls that run again, those that take time first named."""
+    """Title of a policy, such as ``drop gelu, layer_norm``. Views are named only if it drops nothing else."""
     words = []
     if policy.dropped:
         again = [number for number in sorted(policy.dropped) if trace.calls[number].seconds > 0]

@@ -148,7 +148,7 @@ def _run(
     return result
 
 
-class Segment:
+class LayerSegment:
     """Consecutive layers of a chain as one function.
 
     Args:
@@ -264,14 +264,16 @@ def _named_modules(model: nn.Sequential | Iterable[nn.Module]) -> OrderedDict[st
     return named
 
 
-def _cut(layers: Sequence[Layer], lengths: Sequence[int], shared: dict[str, Any]) -> list[Segment]:
+def _cut(layers: Sequence[Layer], lengths: Sequence[int], shared: dict[str, Any]) -> list[LayerSegment]:
     accepted = [accepted_names(layer, shared) if shared else frozenset[str]() for layer in layers]
     for name in shared:
         if not any(name in names for names in accepted):
             raise TypeError(f"None of the {len(layers)} layers accepts the keyword argument {name!r}.")
     ends = list(itertools.accumulate(lengths))
     return [
-        Segment(layers[end - length : end], accepted[end - length : end], number, len(lengths), end - length)
+        LayerSegment(
+            layers[end - length : end], accepted[end - length : end], number, len(lengths), end - length
+        )
         for number, (length, end) in enumerate(zip(lengths, ends), start=1)
     ]
 
