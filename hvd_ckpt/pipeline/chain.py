@@ -141,7 +141,7 @@ class LayerBlock(nn.Module):
         self.layer = layer
 
     def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """``attention_mask`` is the mask that the chain prepares: true, or 0, where a position (dimension 2) sees another one (3)."""
+        """``attention_mask`` is the mask of the chain: true, or 0, where a position (dimension 2) sees another one (3)."""
         output: torch.Tensor = self.layer(hidden, attention_mask=attention_mask)
         return output
 
