@@ -63,8 +63,6 @@ class DeferredBatchNorm(ForAnyShape):
     #     forward(), recomputation    the same kernel and scratch tensors, so that autograd saves the same tensors; no _observe()
     #     commit_batch_norm()         merges those of all ranks by the same formula, if asked to, then
     #       _commit()                 moves running_mean towards m and running_var towards d / (n - 1), and starts anew
-    # A commit belongs between the last backward pass of a mini-batch and the next forward pass. Before the backward pass it would
-    # be right as well, since recomputations only read scratch tensors.
 
     pending_count: Tensor
     pending_mean: Tensor
