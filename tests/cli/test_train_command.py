@@ -228,7 +228,7 @@ def test_errors_of_a_run_are_printed_once_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--modle", "bert-tiny"], "No such option '--modle'. (Did you mean one of: '--model'"),
+        (["--modle", "bert-tiny"], "No such option '--modle'. Did you mean '--model'?"),
         ([], "model is missing"),
         (["no.yaml"], "'no.yaml': No such file"),
         (["--model", "gpt-tiny", "--model-option", "layers"], "--model-option 'layers': give NAME=VALUE"),
