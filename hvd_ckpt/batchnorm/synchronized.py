@@ -223,6 +223,12 @@ class _Normalize(torch.autograd.Function):
             )
         input, weight, mean, inverse_deviation, count = ctx.saved_tensors
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+        # With the incoming gradient g, c = input - mean, d = 1 / sqrt(variance + eps), and sums over the n values of a channel on
+        # all ranks:
+        #
+        #     gradient of the input = weight * d * (g - sum(g) / n - c * d^2 * sum(g * c) / n)
+        #
+        # The two sums are the message of the backward pass. Those of this rank alone also give its gradients of weight and bias.
         shape = [1, -1] + [1] * (input.dim() - 2)
         dims = _all_but_channels(input)
         gradient = grad_output.to(mean.dtype)

@@ -140,6 +140,13 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
             The sample numbers and the epoch of each sample. The parts of two ranks differ by at most one sample. A rank may get no
             sample of a short last batch.
         """
+        # With 5 samples, 2 ranks and global batches of 4:
+        #
+        #     position    0 1 2 3   4 5 6 7   8 9      where batches end does not depend on the epochs
+        #     epoch       0 0 0 0   0 1 1 1   1 1
+        #     rank        0 1 0 1   0 1 0 1   0 1
+        #
+        # Sample numbers are the permutation of the epoch at the offset in the epoch, position % 5.
         end = position + count if self.length is None else min(position + count, self.length)
         positions = numpy.arange(position + rank, max(end, position + rank), size)
         epochs, offsets = numpy.divmod(positions, self.samples)
@@ -258,6 +265,7 @@ class Loader:
         return end if length is None else min(end, length)
 
     def _request(self) -> None:
+        # All parts of this rank of one global batch come before the first part of the next one.
         end = self._end(self._requested)
         if end > self._requested:
             self._batches.append(self._thread.submit(self._make, self._requested, self._own[self._next]))

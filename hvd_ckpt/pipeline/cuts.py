@@ -11,7 +11,7 @@ from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
 
 
 @dataclass(frozen=True)
-class Options:
+class PipelineOptions:
     """Arguments of :class:`hvd_ckpt.Pipeline` besides the model."""
 
     balance: Sequence[int] | None = None
@@ -23,9 +23,9 @@ class Options:
     costs: Sequence[float] | None = None
 
 
-def options_of(planned: PipelinePlan) -> Options:
+def options_of(planned: PipelinePlan) -> PipelineOptions:
     """The options that a plan for stages gives."""
-    return Options(
+    return PipelineOptions(
         planned.balance,
         chunks=planned.micro_batches,
         schedule=planned.schedule,
@@ -34,7 +34,7 @@ def options_of(planned: PipelinePlan) -> Options:
     )
 
 
-def cuts_of(plan: Plan, stages: int, options: Options) -> PipelinePlan:
+def cuts_of(plan: Plan, stages: int, options: PipelineOptions) -> PipelinePlan:
     """The cuts of a plan.
 
     Args:

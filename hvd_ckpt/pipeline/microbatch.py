@@ -118,6 +118,15 @@ def accumulate(
     return Accumulated(mean, own)
 
 
+# Weights. Micro-batch i of this rank has t_i terms and the mean loss l_i. Its backward pass starts from l_i times
+#
+#     t_i / terms of this rank                         by default: the mean over this rank's mini-batch
+#     t_i * number of ranks / terms of all ranks       with across_ranks, since the optimizer then averages over the ranks
+#     t_i / mean terms of the mini-batches             with mean_terms, since the optimizer then averages over the mini-batches
+#
+# In each case, the averaged gradient is that of the mean over all terms that count.
+
+
 class TotalTerms:
     """The number of terms of all ranks, which is summed while this rank computes."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.pipeline.chain import Chain
 from hvd_ckpt.pipeline.clipping import clip_over_stages
-from hvd_ckpt.pipeline.cuts import Options, cuts_of, options_of, release_weights
+from hvd_ckpt.pipeline.cuts import PipelineOptions, cuts_of, options_of, release_weights
 from hvd_ckpt.pipeline.execution import (
     FIRST_TAG as EXECUTION_TAG,
     Chunk,
@@ -125,7 +125,7 @@ class Pipeline(nn.Module):
         costs: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        options = Options(balance, plan, chunks, schedule, checkpoint, virtual_stages, costs)
+        options = PipelineOptions(balance, plan, chunks, schedule, checkpoint, virtual_stages, costs)
         agree_on_options("Pipeline", described(model=model, **vars(options)), None)
         with errors_on_all("Pipeline"):
             names, blocks, crossing, tied = self._lay_out(model, options)
@@ -144,7 +144,7 @@ class Pipeline(nn.Module):
         self.training = model.training
 
     def _lay_out(
-        self, model: nn.Sequential, options: Options
+        self, model: nn.Sequential, options: PipelineOptions
     ) -> tuple[Sequence[str], Sequence[nn.Module], list[Edge], list[Tied]]:
         """Checks the arguments and lays out chunks and schedule.
 
@@ -336,6 +336,7 @@ class Pipeline(nn.Module):
                 set(self._chunks) if keeps_activations(self.checkpoint, index == last) else set()
                 for index in range(count)
             ]
+        # "auto": a micro-batch whose backward pass follows at once is kept, and so are chunks that the plan does not recompute.
         at_once = followed_at_once(self._schedule_for(count)[self._grid.stage])
         planned = {chunk for chunk in self._chunks if self._plan and not self._plan.parts[chunk].recompute}
         return [
@@ -344,6 +345,8 @@ class Pipeline(nn.Module):
 
     def _keys(self, count: int) -> list[int | None]:
         """The random state of each micro-batch. Every stage draws it, and the stages compare it with that of stage 0."""
+        # Stage 0 sends its keys, and the others compare them with their own. All stages must draw, so that their generators stay
+        # equal.
         keys = [draw_key() if self.training else None for _ in range(count)]
         if self._transport is None:
             return keys

@@ -23,13 +23,13 @@ Model = TypeVar("Model", bound=nn.Sequential)
 _MASK = 2**64 - 1
 
 
-class _Thread(threading.local):
+class _ThreadKeys(threading.local):
     def __init__(self) -> None:
         # Keys of the forward passes that this thread is in, and the states of the generators to restore.
         self.entered: list[tuple[int | None, list[Tensor]]] = []
 
 
-_thread = _Thread()
+_thread = _ThreadKeys()
 
 
 def seed_blocks(model: Model) -> Model:
@@ -94,6 +94,8 @@ class _EnterBlock:
 
 
 def _enter(key: int | None, number: int) -> None:
+    # Number 0 is the model, whose generator serves everything between blocks; blocks have 1, 2, ... The states from outside are
+    # saved here and restored in _leave(), so blocks draw nothing from them. Without a key (evaluation), generators are left alone.
     _thread.entered.append((key, [] if key is None else _states()))
     if key is not None:
         seed = _mixed(key, number)

@@ -52,13 +52,13 @@ class pop:  # named as in torchgpipe
         self.name = name
 
 
-class _Thread(threading.local):
+class _ThreadSkips(threading.local):
     def __init__(self) -> None:
         self.outside: dict[Key, Tensor | None] = {}  # tensors of models that run without a pipeline
         self.inside: list[dict[Key, Tensor | None]] = []  # tensors of chunks that run in a pipeline
 
 
-_thread = _Thread()
+_thread = _ThreadSkips()
 
 
 @contextlib.contextmanager

@@ -83,6 +83,12 @@ class BlockRunner:
                 _backward(self._forward(policy, args, kwargs, marks.mark))
                 marks.mark("end")
                 del args, kwargs
+        # Marks of one policy, and the bytes that they measure:
+        #
+        #     start -- forward pass -- ran -- autocast ends -- kept -- backward pass -- end
+        #
+        # forward_peak is the peak up to "ran", kept the bytes at "kept", casts what autocast's end frees, backward_peak the peak
+        # up to "end"; all above the bytes at "start".
         for number in range(len(policies)):
             start, ran, kept, end = marks.marks[4 * number : 4 * number + 4]
             costs.append(

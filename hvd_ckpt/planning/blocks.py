@@ -156,6 +156,12 @@ def _check_skips(block: FoundBlock) -> None:
 
 def proposed_blocks(model: nn.Module) -> list[FoundBlock]:
     """The possible blocks of a model, in the order of its modules. A forward pass may call only some of them."""
+    # Which modules become blocks:
+    #
+    #     children of an nn.Sequential or an nn.ModuleList that are composite modules, one block each (transformer layers)
+    #     leaf children of an nn.Sequential, joined until a block has two leaves with weights (convolution and norm)
+    #     a child that is itself a container of several composite modules is opened (the stages of a ResNet)
+    #     any other module is searched for containers (a model that has an encoder)
     blocks: list[FoundBlock] = []
 
     def visit(name: str, module: nn.Module) -> None:

@@ -206,6 +206,9 @@ def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
             pool[dropped] = estimate(trace, dropped)
         return pool[dropped]
 
+    # Kept bytes have a price in seconds. At a low price, keeping everything is best, and at a high one, dropping everything. From
+    # both ends, the price moves towards the other end in steps of a factor of sqrt(2), and each descent starts where the last one
+    # ended. So the optimum changes by a few nodes at a time. All sets that were estimated on the way are candidates.
     everything = frozenset[int]().union(*parts)
     moves = [*parts, *(first | second for first, second in itertools.pairwise(parts))]
     keep, drop = look(frozenset()), look(everything)

@@ -176,6 +176,7 @@ def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
 @functools.cache
 def _chained(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, input: Any) -> Any:
+        # Items are known by the name of their first child. Children in no item run as they are, each under its own policy.
         items: dict[str, Any] = self.__dict__[_ITEMS]
         _check_autocast(self)
         children = {name: child for name, child in self._modules.items() if child is not None}

@@ -317,6 +317,8 @@ class Profile:
         """For each block, bytes of the gradients of tied parameters. Such a gradient waits from the last use of the parameter to
         its
         first before it accumulates."""
+        # The gradient of a tied parameter exists from the backward pass of its last user (the head, say) to that of its first (the
+        # embedding), where both are added and accumulated. It waits during the backward passes of all blocks in between.
         waiting = [0] * len(self.found)
         users: dict[nn.Parameter, set[int]] = {}
         inside: set[nn.Module] = set()

@@ -188,7 +188,7 @@ def _ratio(value: float, whole: float) -> str:
 # ------------------------------------------------------------------------------------ pictures
 
 
-class _Unit(NamedTuple):
+class _ByteUnit(NamedTuple):
     """Unit of an axis of bytes."""
 
     size: int
@@ -343,14 +343,14 @@ def _save(figure: Any, axes: Any, path: str | os.PathLike[str], columns: int) ->
     figure.savefig(os.fspath(path), dpi=120)
 
 
-def _unit(counts: Iterable[int]) -> _Unit:
+def _unit(counts: Iterable[int]) -> _ByteUnit:
     most = max(counts, default=0)
     return (
-        _Unit(GIB, "GiB")
+        _ByteUnit(GIB, "GiB")
         if most >= 16 * GIB
-        else _Unit(MIB, "MiB")
+        else _ByteUnit(MIB, "MiB")
         if most >= MIB // 2
-        else _Unit(1024, "KiB")
+        else _ByteUnit(1024, "KiB")
     )
 
 

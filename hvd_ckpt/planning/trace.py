@@ -100,6 +100,8 @@ class _RecordingTape(Tape):
         self._compressible: dict[int, int] = {}
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A result in the memory of an earlier dropped result (a view, or a change in place) gets the place of that result, so that
+        # the two are dropped together. Any other result or inner tensor gets a new place with the bytes of its memory.
         number = self._count
         self._pending = []
         sources = {

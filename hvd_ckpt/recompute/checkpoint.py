@@ -169,6 +169,8 @@ class _FlatRun:
         self.tensors = self._arguments.tensors = []
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        # PyTorch calls this for the first pass and for each recomputation. In the reentrant variant, results are flat tuples of
+        # leaves too, since its autograd function takes and returns tensors only; result_structure puts them together again.
         first = self._first_pass
         if first is not None and not self.region.started:
             result = self.region(*first[0], **first[1])

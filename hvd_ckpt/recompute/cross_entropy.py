@@ -251,6 +251,12 @@ def _chunk_by_chunk(
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The losses of the rows, and the wanted gradients of their sum weighted by ``factors``."""
+    # For a row with factor f, p = softmax(logits), smoothing s and c classes:
+    #
+    #     loss   = -(1 - s) * log p[target] - s * mean(log p)
+    #     slope  = f * (p - s / c), and at the target less f * (1 - s): the gradient of f * loss by the logits
+    #
+    # Summed over rows, the gradients are slope @ weight by hidden, slope.T @ hidden by weight, and slope by bias.
     classes = len(weight)
     losses = torch.empty(len(targets), dtype=options.softmax, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None

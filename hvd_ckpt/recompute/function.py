@@ -72,6 +72,9 @@ class CheckpointFunction(torch.autograd.Function):
                 "CheckpointFunction gives no gradients of gradients (create_graph=True): use checkpoint(function, "
                 "*args, use_reentrant=False), which does."
             )
+        # Detached inputs and the parameters themselves are the ends of the recomputed graph. autograd.grad() returns their
+        # gradients and accumulates nothing. The outer graph adds the contributions of all regions, and then accumulates each sum
+        # once.
         args = ctx.with_tensors(ctx.saved_tensors)
         needed = ctx.needs_input_grad[2:]
         inputs = [

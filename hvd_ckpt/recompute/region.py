@@ -225,6 +225,8 @@ class Region:
         return result
 
     def _recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # In the middle of the first pass (a function that computes gradients inside itself), the tensors watched so far are handed
+        # on, and what is recomputed is compared with the beginning of the first pass. That proves nothing about its rest.
         is_middle = self._state.note_written()
         if self._watched is not None:
             self._watched.finish()

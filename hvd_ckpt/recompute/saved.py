@@ -33,7 +33,7 @@ _NARROWED = (torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _ElementOrder:
     """Order of the elements in memory.
 
     A tensor that is dense in some order of its dimensions (channels-last, a transpose) is restored in that order, so that the next
@@ -44,7 +44,7 @@ class _Layout:
     order: tuple[int, ...]  # of the original dimensions, by memory
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, _Layout]:
+    def of(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, _ElementOrder]:
         """The elements in one dimension and their layout. Dense elements are not copied."""
         strides = tensor.stride()
         order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
@@ -70,7 +70,7 @@ class Compressed:
 
     payload: torch.Tensor
     dtype: torch.dtype
-    _layout: _Layout
+    _layout: _ElementOrder
     _pattern: int | None = None  # of the elements other than zero, if each element is one bit of the payload
 
     @property
@@ -115,7 +115,7 @@ def compress(tensor: torch.Tensor, lossy: torch.dtype | None = None) -> Compress
     held = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride()):
         held *= size if stride else 1  # an expanded dimension takes no memory
-    flat, layout = _Layout.of(tensor.detach())
+    flat, layout = _ElementOrder.of(tensor.detach())
     packed = _pack(flat, held)
     if packed is not None:
         return Compressed(packed[0], tensor.dtype, layout, packed[1])
@@ -143,6 +143,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
     """One bit per element, and the bit pattern of a set bit as an integer; None for other patterns, or if this saves nothing of
     ``held`` bytes."""
+    # Elements are compared as integers of their size, so that signs of zero and payloads of nan count. A sample of the elements
+    # refuses most tensors: two patterns other than zero are one too many.
     if -(-flat.numel() // 8) >= held:
         return None
     if flat.dtype is torch.bool:

@@ -99,6 +99,7 @@ class Written:
         tensor = self.old
         if is_absent(tensor):  # stage 3: the unit gathers the values
             return lambda: None
+        # The version counter must not move: graphs that have saved the parameter would refuse to go backward.
         now = tensor.detach().clone()
         if self.copy is not None:
             with unsafe_preserve_version_counter(tensor):

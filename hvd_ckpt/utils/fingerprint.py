@@ -106,6 +106,13 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum of integers, level by level."""
+    # Level 0 multiplies each row of ROW words by the same weights a, level 1 each row of these sums by weights b, and so on:
+    #
+    #     words      w00 w01 w02 ...    w10 w11 w12 ...    w20 ...
+    #     level 0    s0 = sum of w0j * aj    s1 = sum of w1j * aj    s2 ...
+    #     level 1    sum of si * bi
+    #
+    # So word w_ij has the weight aj * bi, which is odd and depends on both places.
     at_a_time = _CPU_ROWS if words.device.type == "cpu" else _DEVICE_ROWS
     level = 0
     while words.numel() > ROW:

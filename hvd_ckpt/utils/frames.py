@@ -32,7 +32,7 @@ class Frame:
     @contextlib.contextmanager
     def enter(self, recomputing: bool) -> Iterator[None]:
         """A context in which this frame is the innermost frame of the calling thread."""
-        _thread.stack.append(_Entry(self, recomputing))
+        _thread.stack.append(_FrameRun(self, recomputing))
         try:
             yield
         finally:
@@ -40,7 +40,7 @@ class Frame:
 
 
 @dataclass
-class _Entry:
+class _FrameRun:
     """One run of the function of a frame. A recomputation reads the stash from its start."""
 
     frame: Frame
@@ -60,7 +60,7 @@ class _Entry:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[_Entry] = []
+        self.stack: list[_FrameRun] = []
         self.keeping: list[int] = []  # depths at which without_recomputation() was entered
 
 

@@ -55,6 +55,8 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     that :func:`noting_written` has found, buffers, attributes of modules, and the random states of PyTorch, Python, NumPy and
     generators of modules. Synchronized batch norms do not communicate.
     """
+    # Gradient hooks belong to the node that accumulates the gradient of one tensor. A new nn.Parameter over the same memory has a
+    # node of its own, without hooks. A tied parameter gets one stand-in, which replaces it in all its modules.
     twins: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     devices = [device] if device.type == "cuda" else []

@@ -123,6 +123,8 @@ class Marks:
         self._read(profiler)
 
     def _read(self, profiler: profile) -> None:
+        # Events are changes of the allocated bytes (negative for frees) and marks, in order of time. A mark has the bytes at it,
+        # and the peak since the previous mark, which starts from the bytes there.
         allocated = peak = 0
         start: int | None = None
         for event in _events(profiler):

@@ -86,7 +86,7 @@ def recording(times: SpanTimes | None) -> Iterator[None]:
         _active = before
 
 
-class _Span:
+class _OpenSpan:
     def __init__(self, times: SpanTimes | None, kind: str | None, name: str | None) -> None:
         self._times, self._kind = times, kind
         self._region: Any = None if name is None else torch.profiler.record_function(f"hvd_ckpt: {name}")
@@ -128,4 +128,4 @@ def span(
     label = None
     if profiling:
         label = name() if callable(name) else name or kind
-    return _Span(_active, kind, label)
+    return _OpenSpan(_active, kind, label)
