@@ -199,6 +199,7 @@ def channel_statistics(
 
     A constant channel has the deviation 1.
     """
+    # Sums in float64 over one stretch of samples at a time, so that no copy of all samples is made.
     axes = (0, *range(2, values.ndim))
     total = squares = numpy.zeros(values.shape[1])
     for first in range(0, len(which), STRETCH):

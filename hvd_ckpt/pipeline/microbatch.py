@@ -261,6 +261,7 @@ def silence(loss: Tensor) -> None:
     The backward pass must run all the same: it takes part in collectives of the other ranks' backward passes, and the gradients
     that a synchronized batch norm receives from their losses are not zero.
     """
+    # Each node between the loss and the leaves gets a hook that replaces nan by 0 in the gradients that it passes on.
     pending, seen = [loss.grad_fn], set()
     while pending:
         node = pending.pop()

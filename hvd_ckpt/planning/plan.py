@@ -275,6 +275,8 @@ class Plan:
         Raises:
             PlanError: a block is missing in the model or differs from the planned one.
         """
+        # Blocks of one module get their policy themselves. Blocks of several modules, and segments, are run by their nn.Sequential,
+        # inside which a block of one module still has its own policy.
         self.check(model)
         self.remove(model)
         modules = dict(model.named_modules())

@@ -274,6 +274,8 @@ def _merged(parts: Sequence[Frontier], size: int) -> Frontier:
     need = need[order]
     seconds = np.concatenate([part.seconds for part in parts])[order]
     best = np.minimum.accumulate(seconds)
+    # In order of need, a point stays if it is faster than all before it; of several points with one need, the last one, which is
+    # the fastest.
     chosen = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
     chosen = chosen[np.append(need[chosen][1:] > need[chosen][:-1], True)]
     if len(chosen) > size:

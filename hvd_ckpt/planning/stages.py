@@ -319,6 +319,7 @@ class StagePlanner:
 
     def _min(self) -> int:
         longest = MIN_SLOWDOWN * self._fastest(math.inf)[1]
+        # Bisection: time falls as the budget grows. ``high`` always satisfies the limit of time.
         low, high = self.smallest, max(self.smallest, self.cost(self.pipeline(math.inf)[0]).peak_bytes)
         if self._fastest(low)[1] <= longest:
             return low

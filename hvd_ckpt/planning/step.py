@@ -50,6 +50,7 @@ class Step:
         Leaves that require gradients are the caller's own tensors, since a loss may use their gradients. Their gradients are
         restored.
         """
+        # A copy of a leaf would be another leaf, and a loss that asks for the gradient of the caller's tensor would not find it.
         leaves: list[tuple[Tensor, Tensor | None]] = []
 
         def own(tensor: Tensor) -> Tensor:

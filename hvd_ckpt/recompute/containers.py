@@ -36,6 +36,7 @@ class Structure:
         return self._root(leaves, {})
 
     def _describe(self, value: Any, known: dict[int, _Node | None]) -> _Node:
+        # ``known`` has None for a container whose description has begun and not ended: a reference to it is a cycle.
         if id(value) in known:
             node = known[id(value)]
             return (

@@ -270,6 +270,9 @@ class DeferredLogits(Tensor):
     def without_logits(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """The result of a function that needs no logits, or those of one chunk at a time; None for any other function."""
         state, call = self.state, self.state.call
+        # Three kinds of functions: those that end the chain (cross entropy, argmax), which run chunk by chunk; conversions to the
+        # same dtype or to float32; and views and selections of rows, which apply to the hidden states as well. ``like`` follows the
+        # views, so that shapes and strides come from PyTorch itself.
         with DisableTorchFunctionSubclass():
             shape, dtype = self.shape, self.dtype
         if func is functional.cross_entropy:

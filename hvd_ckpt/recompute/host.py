@@ -85,6 +85,7 @@ class HostTensor:
         """The tensor, which the current stream may use."""
         self._others.bring_back()
         self.bring_back()
+        # The tensor is handed out once. A second backward pass through the graph copies it again.
         assert self._back is not None
         (tensor, ready), self._back = self._back, None
         current = torch.cuda.current_stream(self._device)

@@ -100,6 +100,7 @@ def in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """The tensor with these strides. Hooks may return others, and the strides decide which tensors a call saves."""
     if stride is None or tensor.stride() == stride:
         return tensor
+    # An expanded dimension has the stride 0 and one element in memory: lay out one of its elements, and expand again.
     once = tensor[tuple(slice(None) if step else slice(1) for step in stride)]
     laid_out = torch.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return laid_out.copy_(once).expand(tensor.shape)

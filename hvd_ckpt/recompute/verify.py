@@ -244,6 +244,8 @@ def sample(tensor: Tensor) -> Tensor:
 
 def running_module() -> nn.Module | None:
     """The innermost module whose code is running on this thread."""
+    # Read from the stack, since hooks on all modules would cost more, and a verified pass is rare. A method's first argument is the
+    # module, whatever calls lie between it and the operation.
     frame: Any = sys._getframe(1)
     while frame is not None:
         if "self" in frame.f_code.co_varnames[:1] and isinstance(module := frame.f_locals["self"], nn.Module):
@@ -335,6 +337,9 @@ def _difference(first: Observation, again: Observation) -> tuple[str, bool]:
     assert first.sample is not None and again.sample is not None
     dtype, device = first.facts[1:]
     strict = torch.are_deterministic_algorithms_enabled() or not (dtype.is_floating_point or dtype.is_complex)
+    # A rounding may explain a difference of floating point numbers, relative to the largest sampled element: sums in another order
+    # differ by their terms, not by their result. Equal samples with different fingerprints mean few different elements, which
+    # nondeterministic kernels of a GPU (atomic additions) leave.
     ours, theirs = first.sample.cpu(), again.sample.cpu()
     different = int((ours != theirs).sum())
     if not different:

@@ -113,6 +113,7 @@ def keeps_everything() -> bool:
 
     A recomputation that has begun inside the context belongs to another forward pass, to which the context does not apply.
     """
+    # Only the entries above the depth at which the innermost context was entered are newer than the context.
     if not _thread.keeping:
         return False
     return not any(entry.recomputing for entry in _thread.stack[_thread.keeping[-1] :])

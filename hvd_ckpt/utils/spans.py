@@ -70,6 +70,7 @@ class SpanTimes:
         self._count(kind, outer, start.elapsed_time(end) / 1000)
 
     def _count(self, kind: str, outer: str | None, seconds: float) -> None:
+        # An inner span takes its time away from the span around it, which adds all of its own time when it ends.
         self._seconds[kind] += seconds
         if outer is not None:
             self._seconds[outer] -= seconds

@@ -45,6 +45,8 @@ class Absent:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Allowed are functions that need no values, attributes that share no memory with the tensor, and conversions that change
+        # nothing. Everything else would read or write the one expanded nan that stands for the values.
         name = getattr(func, "__name__", str(func))
         with DisableTorchFunctionSubclass():
             if name in _NEEDS_NO_VALUES:

@@ -140,6 +140,7 @@ class Tokens:
     def _encode(
         self, files: Sequence[Path], tokenizer: Tokenizer | None, documents: str | None
     ) -> Iterator[NDArray[Any]]:
+        # A separator between two files, or after each document: never both.
         for at, file in enumerate(files):
             if documents is not None:
                 yield from self._encode_documents(_documents(file, documents), tokenizer)
