@@ -1,10 +1,8 @@
 """Order of samples, which depends on seed and epoch only, and loaders of the batches of one rank.
 
 The permutations of the epochs follow one another and form one sequence. A global batch is the next samples of this sequence, and
-rank
-r of n gets every n-th of them, from the r-th on. So each sample goes to one rank, once per epoch, with any number of ranks. The
-position
-in the data is one integer, the number of samples consumed, from which any number of ranks can resume.
+rank r of n gets every n-th of them, from the r-th on. So each sample goes to one rank, once per epoch, with any number of ranks.
+The position in the data is one integer, the number of samples consumed, from which any number of ranks can resume.
 """
 
 from __future__ import annotations

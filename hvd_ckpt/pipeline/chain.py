@@ -5,8 +5,8 @@ from block to block. Blocks store nothing of a batch, so a recomputation uses th
 forward passes have run in between.
 
 A model of Hugging Face's ``transformers`` becomes a chain of blocks that hold the model's own modules. Its weights, configuration
-and
-file format stay the same, and only the loop over the layers is replaced. :meth:`Chain.prepare` computes the masks of that loop.
+and file format stay the same, and only the loop over the layers is replaced. :meth:`Chain.prepare` computes the masks of that
+loop.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class Chain(nn.Sequential):
     """A chain whose blocks share keyword arguments, recomputed in segments of ``checkpoint_interval`` blocks.
 
-    A block takes the result of the previous block (the parts of a plain tuple as positional arguments, or the tuple itself, see
-    :func:`hvd_ckpt.checkpoint_sequential`) and the shared keyword arguments that its ``forward`` names. Each block is a module with
-    children, so that a planner sees it as one block.
+    A block takes the result of the previous block and the shared keyword arguments that its ``forward`` names. The parts of a
+    plain tuple are positional arguments, as in :func:`hvd_ckpt.checkpoint_sequential`. Each block is a module with children, so
+    that a planner sees it as one block.
 
     Args:
         blocks: modules, or one ``OrderedDict`` of names and modules, as in ``nn.Sequential``.

@@ -2,8 +2,7 @@
 
 A mini-batch is split into micro-batches, and each of them runs forward and backward before the next begins. Gradients add up as
 over several backward passes. The difficulty is their weights: the loss of a mini-batch is a mean over terms (samples, or tokens
-that
-are predicted), and micro-batches and ranks may have different numbers of terms.
+that are predicted), and micro-batches and ranks may have different numbers of terms.
 """
 
 from __future__ import annotations

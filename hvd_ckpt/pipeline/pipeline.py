@@ -74,9 +74,9 @@ class Pipeline(nn.Module):
             optimizer.step()
 
     The weights after a step equal those of ``hc.accumulate`` with the whole model on each rank, bit for bit, for any number of
-    stages, schedule and ``checkpoint``, if that model was given to :func:`hvd_ckpt.seed_blocks` or draws no random numbers. In two
-    cases, they are equal up to rounding: if blocks on several stages share a parameter, and with more than two replicas, since
-    Horovod's order of additions depends on the place in a bucket.
+    stages, schedule and ``checkpoint``. If the model draws random numbers, the whole model must be given to
+    :func:`hvd_ckpt.seed_blocks`. In two cases, they are equal up to rounding: if blocks on several stages share a parameter, and
+    with more than two replicas, since Horovod's order of additions depends on the place in a bucket.
 
     Parameters and buffers have the names of the whole model. After construction, only the blocks on this rank have weights; the
     other blocks of the model are on the meta device.

@@ -1,9 +1,8 @@
 """Tied parameters: parameters that blocks on several stages share, such as token embeddings that are also the weights of the head.
 
 Each of these stages has a copy. After the backward passes of a step, each stage adds the gradients of all copies in the order of
-the
-stages, so that the copies stay equal bit for bit. The sum equals that of an unstaged model up to rounding: there, the gradients of
-all uses are added micro-batch by micro-batch.
+the stages, so that the copies stay equal bit for bit. The sum equals that of an unstaged model up to rounding: there, the
+gradients of all uses are added micro-batch by micro-batch.
 """
 
 from __future__ import annotations

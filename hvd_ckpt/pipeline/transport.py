@@ -1,9 +1,8 @@
 """Messages between processes of a grid: nested values with tensors, sent and received during computation.
 
-Every message has a tag, by which a receiver finds it among all messages of its sender. It consists of the length of its header, the
-header, and the memory of each tensor. On a CPU, tensors are sent without a copy; tensors of a GPU go through pinned memory. A
-header
-is only sent if it differs from that of the last message with the same tag.
+Every message has a tag, by which a receiver finds it among all messages of its sender. It consists of the length of its header,
+the header, and the memory of each tensor. On a CPU, tensors are sent without a copy; tensors of a GPU go through pinned memory. A
+header is only sent if it differs from that of the last message with the same tag.
 
 The watchdog watches every wait (``hvd_ckpt.init(stall_timeout=...)``) and names the stage, rank and host that it is for.
 """

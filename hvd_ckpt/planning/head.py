@@ -1,8 +1,8 @@
 """Head of a language model, and the cost of its cross entropy in chunks.
 
 Dropping the logits would save nothing, since the loss needs them at once. So a plan has a number of chunks for the linear layer
-that
-computes them (:mod:`hvd_ckpt.recompute.deferred`). Head and loss, which run behind the last block, have one choice for each number.
+that computes them (:mod:`hvd_ckpt.recompute.deferred`). Head and loss, which run behind the last block, have one choice for each
+number.
 """
 
 from __future__ import annotations

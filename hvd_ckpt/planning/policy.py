@@ -1,8 +1,7 @@
 """Checkpoint policies, which decide what the forward pass of a block keeps, and their application to modules.
 
 A module gets a subclass of its own class whose ``forward`` runs the original ``forward`` under the policy. So it keeps its
-identity,
-parameters, hooks and ``state_dict``, remains an instance of its class, and can be copied and pickled.
+identity, parameters, hooks and ``state_dict``, remains an instance of its class, and can be copied and pickled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Profile of a model: the cost of each block under each candidate policy, measured on this device with the user's own batch.
 
-The chain for the solver begins with a pseudo-block for what runs before the first block (embeddings) and ends with a pseudo-block
-for what runs behind the last one (head and loss). Their cost is the cost of a step of the whole model less that of its blocks.
+The chain for the solver has a pseudo-block at each end: one for what runs before the first block (embeddings), and one for what
+runs behind the last block (head and loss). Their cost is the cost of a step of the whole model less that of its blocks.
 """
 
 from __future__ import annotations
@@ -315,8 +315,7 @@ class Profile:
 
     def _waiting_gradients(self) -> list[int]:
         """For each block, bytes of the gradients of tied parameters. Such a gradient waits from the last use of the parameter to
-        its
-        first before it accumulates."""
+        its first before it accumulates."""
         # The gradient of a tied parameter exists from the backward pass of its last user (the head, say) to that of its first (the
         # embedding), where both are added and accumulated. It waits during the backward passes of all blocks in between.
         waiting = [0] * len(self.found)

@@ -196,8 +196,7 @@ class StagePlanner:
 
     def _solver(self, count: int, end: int) -> Solver:
         """The solver for the blocks before ``end`` with ``count`` micro-batches in flight; 0 for a recomputation of one
-        micro-batch,
-        during which the gradient of the output waits."""
+        micro-batch, during which the gradient of the output waits."""
         if (count, end) not in self._solvers:
             blocks = self._blocks[:end]
             if count == 0:

@@ -86,8 +86,8 @@ def checkpoint(
         context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.
 
     In the non-reentrant variant, results equal those without recomputation bit for bit. In the reentrant variant, they do in
-    float32 under three conditions: no parameter is used twice, no tensor is an argument of several calls (gradients are then added
-    in another order), and every operation uses the same kernel with and without gradients (``nn.LSTM`` on CPU does not).
+    float32 under three conditions. No parameter is used twice. No tensor is an argument of several calls, as gradients are then
+    added in another order. Every operation uses the same kernel with and without gradients, which ``nn.LSTM`` on CPU does not.
 
     Raises:
         TypeError: ``function`` cannot be called, or ``use_reentrant`` is not a bool.

@@ -66,10 +66,10 @@ def chunked_cross_entropy(
     Under autocast, the product is computed in the dtype of autocast and the rest in float32, as without chunks.
 
     Results equal those of :func:`torch.nn.functional.cross_entropy` up to rounding: PyTorch rounds the exponentials of a gradient
-    differently, and sums over rows are computed chunk by chunk. Relative to their norms, the loss and each gradient are within 1e-6
-    in float32. Under bfloat16 autocast, the gradients are within 1e-2 (sums over chunks are in float32). The loss of each row
-    (``reduction="none"``) has the same bits if the number of rows does not change the bits of a row of a matrix product, as in
-    float32 on CPU. The same call gives the same bits each time.
+    differently, and sums over rows are computed chunk by chunk. Relative to their norms, the loss and each gradient are within
+    1e-6 in float32. Under bfloat16 autocast, the gradients are within 1e-2 (sums over chunks are in float32). Without a reduction,
+    each row has the same bits if the bits of a row of a matrix product do not depend on the number of rows, as in float32 on CPU.
+    The same call gives the same bits each time.
 
     Raises:
         TypeError: the head is not linear.

@@ -1,8 +1,7 @@
 """Missing packages, and the line that says how to install each of them.
 
 ``setup.cfg`` lists the packages of each extra, and pip's record of the installation has the origin of this package. No package
-index
-has this package, so the command that installs an extra names that folder or address.
+index has this package, so the command that installs an extra names that folder or address.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The bits are read as 32-bit integers and added, modulo 2**64, with odd pseudo-random weights that depend on the position. Rows of
 :data:`ROW` integers are added first, and then the sums of the rows in the same way. So a fingerprint takes one pass over the
-tensor,
-without a copy and without a synchronization with a GPU. (A XOR or a plain sum would not see equal changes in two places, or swapped
-elements.)
+tensor, without a copy and without a synchronization with a GPU. (A XOR or a plain sum would not see equal changes in two places,
+or swapped elements.)
 
 64-bit words would be faster, but a flipped sign in the upper half of a word adds 2**63 times any odd weight, which is 2**63: two
 flipped signs would cancel. A change of 32 bits times an odd weight keeps at least 33 bits that depend on the position.

@@ -1,10 +1,9 @@
 """Frames: which checkpointed region runs on this thread, and whether it is the first pass or a recomputation.
 
 A module with a side effect (counting a batch, communicating with other ranks, printing) must know whether it runs for the first
-time.
-Each checkpointed call owns a :class:`Frame`. While its function runs, an entry for the frame lies on a stack of this thread. Each
-thread has its own stack, since autograd runs recomputations on its own threads. It is a stack because regions nest: an inner region
-runs its first pass inside the recomputation of an outer one.
+time. Each checkpointed call owns a :class:`Frame`. While its function runs, an entry for the frame lies on a stack of this thread.
+Each thread has its own stack, since autograd runs recomputations on its own threads. It is a stack because regions nest: an inner
+region runs its first pass inside the recomputation of an outer one.
 """
 
 from __future__ import annotations

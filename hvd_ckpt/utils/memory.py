@@ -1,9 +1,8 @@
 """Peak memory of a piece of work, in exact bytes.
 
-The resident set of a process also counts the interpreter, caches, and pages that the allocator has not returned. This module counts
-what PyTorch's own allocators allocate. On CUDA, the caching allocator has statistics. On CPU, the allocator has none, but it
-reports
-each block that it allocates or frees to the profiler. The same work gives the same number in each run.
+The resident set of a process also counts the interpreter, caches, and pages that the allocator has not returned. This module
+counts what PyTorch's own allocators allocate. On CUDA, the caching allocator has statistics. On CPU, the allocator has none, but
+it reports each block that it allocates or frees to the profiler. The same work gives the same number in each run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Images and their classes: scikit-learn's digits, folders, arrays.
 
 Images are standardised by channel. Digits and arrays use the mean and deviation of the training samples. Images of a folder, which
-are
-decoded on request, use the usual constants for photographs.
+are decoded on request, use the usual constants for photographs.
 """
 
 from __future__ import annotations

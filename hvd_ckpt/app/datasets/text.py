@@ -2,8 +2,7 @@
 
 A sample is a window of the text. Windows do not overlap, and each token is in one, except for a short end of the text. NumPy draws
 masks and orders for each sample from seed, epoch and sample. The collators of transformers draw from one generator for a whole
-batch,
-and the one for permutations from PyTorch's global generator, so that a sample would depend on earlier ones.
+batch, and the one for permutations from PyTorch's global generator, so that a sample would depend on earlier ones.
 """
 
 from __future__ import annotations

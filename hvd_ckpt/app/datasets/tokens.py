@@ -50,11 +50,11 @@ READ = 1 << 20  # bytes that are read at a time
 class Tokens:
     """The tokens of concatenated text files, with a separator between two files.
 
-    A token is a byte (the default) or a token of a tokenizer, which encodes UTF-8 text in pieces of about 64 thousand characters
-    up to the end of a line. A single file as bytes is mapped as it is. Otherwise, the text is encoded once into a file in
-    ``cache``. The file is reused while the paths, sizes and modification times of the files and the content of the tokenizer are
-    unchanged. Several processes may encode at once, but then each of them does all the work. On one machine, let one process go
-    first.
+    A token is a byte (the default) or a token of a tokenizer. A tokenizer encodes UTF-8 text in pieces of about 64 thousand
+    characters up to the end of a line. A single file as bytes is mapped as it is. Otherwise, the text is encoded once into a file
+    in ``cache``. The file is reused while the paths, sizes and modification times of the files and the content of the tokenizer
+    are unchanged. Several processes may encode at once, but then each of them does all the work. On one machine, let one process
+    go first.
 
     Args:
         text: a text file or a folder of text files (see :func:`find_text_files`); by default the source text of the Python standard

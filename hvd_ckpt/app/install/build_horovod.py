@@ -1,15 +1,13 @@
 """Build of Horovod for the PyTorch of this Python environment, once per machine, and its installation.
 
 There is no wheel of Horovod for a current PyTorch: Horovod compiles against the C++ headers of PyTorch, and its last release sets
-C++14 where these headers need C++20. This script takes the source of that release, checks its sha256, raises the standard and
-builds a
-wheel with MPI and Gloo (and NCCL, for a CUDA PyTorch on a machine with GPUs). It keeps the wheel in the user's cache folder under a
-key with everything that the build depends on. The wheel finds MPI and PyTorch relative to itself, so it works in each environment
-with that key.
+C++14 where these headers need C++20. This script takes the source of that release, checks its sha256 and raises the standard. It
+builds a wheel with MPI and Gloo, and with NCCL for a CUDA PyTorch on a machine with GPUs. It keeps the wheel in the user's cache
+folder under a key with everything that the build depends on. The wheel finds MPI and PyTorch relative to itself, so it works in
+each environment with that key.
 
 A build runs in a folder with a temporary name, which is renamed when the wheel is complete. A build that fails or is interrupted
-leaves
-only its log. ``main.sh`` runs this module, and ``hvd-ckpt build-horovod`` runs its command.
+leaves only its log. ``main.sh`` runs this module, and ``hvd-ckpt build-horovod`` runs its command.
 """
 
 from __future__ import annotations

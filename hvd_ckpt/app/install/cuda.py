@@ -1,9 +1,8 @@
 """CUDA for Horovod's build: whether its operations run on GPUs, the toolkit that compiles them, and NCCL.
 
-For a CUDA PyTorch, operations on GPUs are built if the machine has a GPU, for its architecture only: all architectures of nvcc take
-ten times as long. Two variables of Horovod request a build on any machine: ``HOROVOD_GPU_OPERATIONS``, with one of
-:data:`OPERATIONS`,
-for all architectures of nvcc, and ``HOROVOD_BUILD_CUDA_CC_LIST`` for the architectures in it.
+For a CUDA PyTorch, operations on GPUs are built if the machine has a GPU, for its architecture only: all architectures of nvcc
+take ten times as long. Two variables of Horovod request a build on any machine: ``HOROVOD_GPU_OPERATIONS``, with one of
+:data:`OPERATIONS`, for all architectures of nvcc, and ``HOROVOD_BUILD_CUDA_CC_LIST`` for the architectures in it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Prerequisites of a build of Horovod, which are checked before the build takes minutes.
 
 All missing prerequisites are listed at once. ``main.sh`` runs this file with the Python that it has found, before there is a
-virtual
-environment, so it only needs the standard library.
+virtual environment, so it only needs the standard library.
 """
 
 from __future__ import annotations

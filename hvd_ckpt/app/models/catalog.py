@@ -1,9 +1,9 @@
 """Catalog of the models that the commands know by name, with their published sizes.
 
 An entry has the kind of data of a model and its builder. Arguments that follow from the data (vocabulary, length, channels,
-classes)
-are filled in. All other keyword arguments of the builder are options of the model. A folder of a Hugging Face model is also an
-entry. The module of a model is imported when its builder is needed, so listing names is fast and does not need ``transformers``.
+classes) are filled in. All other keyword arguments of the builder are options of the model. A folder of a Hugging Face model is
+also an entry. The module of a model is imported when its builder is needed, so listing names is fast and does not need
+``transformers``.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 DenseNet (Huang, Liu, van der Maaten, Weinberger, "Densely Connected Convolutional Networks", 2017) is the classic case for
 recomputation. The input of each layer is the concatenation of all features before it. So the memory of a block grows with the
-square
-of its depth (Pleiss et al., "Memory-Efficient Implementation of DenseNets", 2017), and each batch norm has running statistics that
-a
-recomputation must not update.
+square of its depth (Pleiss et al., "Memory-Efficient Implementation of DenseNets", 2017). Each batch norm has running statistics
+that a recomputation must not update.
 
 A dense layer here returns the concatenation of its input and its new features. So one tensor flows through the chain, and the model
 can be cut before any layer.
@@ -13,8 +11,7 @@ can be cut before any layer.
 The efficient variant of Pleiss et al. is an example of regions. Inside each layer, concatenation, norm and activation are a
 checkpointed region, and the expensive convolution after them is not recomputed. The dense layers of a block pass on a tuple of all
 features, each held once, in place of their concatenation. So nothing that grows with the square of the depth is kept. Weights,
-their
-names and the bits of the results are the same.
+their names and the bits of the results are the same.
 """
 
 from __future__ import annotations

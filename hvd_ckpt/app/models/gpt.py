@@ -2,8 +2,8 @@
 
 It is a decoder with a norm in front of each half of a block, and with learned positions (Radford et al., "Language models are
 unsupervised multitask learners", 2019). Its default size is GPT-3 Small (Brown et al., "Language models are few-shot learners",
-2020,
-table 2.1). The attention, the expensive call of a block, is a module of its own, so that it can be excluded from recomputation.
+2020, table 2.1). The attention, the expensive call of a block, is a module of its own, so that it can be excluded from
+recomputation.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def lstm_language_model(
         width: width of the embeddings and of each LSTM layer.
         layers: number of LSTM layers.
         dropout: dropout probability of the embeddings and of the outputs of each LSTM layer.
-        tied: whether the weights of the decoder are the embeddings (Press and Wolf, "Using the Output Embedding to Improve Language
-            Models", 2017), so that the first and the last block use one parameter.
+        tied: whether the weights of the decoder are the embeddings, so that the first and the last block share a parameter (Press
+            and Wolf, "Using the Output Embedding to Improve Language Models", 2017).
 
     Weights, including embeddings, are initialized in [-1 / sqrt(width), 1 / sqrt(width)], close to the ranges of the paper.
 

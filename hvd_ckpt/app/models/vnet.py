@@ -5,9 +5,8 @@ Segmentation" (2016). Four stages lead down to a sixteenth of the resolution, an
 gets the features of the same resolution from the way down.
 
 These skip connections span most of the network. To form a chain, a stage takes and returns a tuple of the current features and of
-all
-features that later stages need, the newest first. A cut between two stages then cuts all skip connections across it, and nothing is
-kept outside of the chain.
+all features that later stages need, the newest first. A cut between two stages then cuts all skip connections across it, and
+nothing is kept outside of the chain.
 """
 
 from __future__ import annotations

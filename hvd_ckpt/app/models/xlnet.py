@@ -1,10 +1,8 @@
 """Hugging Face's XLNet with its language-model head, as a chain of blocks with two streams.
 
 XLNet (Yang et al., 2019) predicts tokens in a random order. The content stream ``h`` sees a token itself. The query stream ``g``,
-which
-only exists for the predicted tokens, sees the position of a token and not the token. Both streams flow through the chain as a
-tuple.
-All layers share the masks and the relative positions.
+which only exists for the predicted tokens, sees the position of a token and not the token. Both streams flow through the chain as
+a tuple. All layers share the masks and the relative positions.
 
 Tensors are batch-first at the ends of the chain and (length, batch, ...) inside, as in ``transformers``. There is no memory of
 earlier segments (``mems``).
