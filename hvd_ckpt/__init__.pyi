@@ -95,6 +95,8 @@ from hvd_ckpt.distributed.precision import (
 )
 from hvd_ckpt.local_sgd.construction import (
     LocalSGD as LocalSGD,
+)
+from hvd_ckpt.local_sgd.options import (
     Nesterov as Nesterov,
 )
 from hvd_ckpt.pipeline.microbatch import (

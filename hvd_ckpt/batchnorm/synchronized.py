@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -105,19 +104,6 @@ class SyncBatchNorm(ForAnyShape):
             use_batch,
             average_factor(self) if tracking else 0.0,
             self.eps,
-        )
-
-
-def warn_of_unsynchronized(model: nn.Module) -> None:
-    """Warns of PyTorch's ``SyncBatchNorm``, which is a plain batch norm unless ``torch.distributed`` is initialized."""
-    if hvd.size() == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if names:
-        warnings.warn(
-            f"module '{names[0]}' is a torch.nn.SyncBatchNorm ({len(names)} in all), which does not synchronize over Horovod's "
-            f"ranks: call hc.SyncBatchNorm.convert(model), or use torch.nn.BatchNorm",
-            stacklevel=3,
         )
 
 

@@ -50,6 +50,7 @@ from hvd_ckpt.planning.schedule import (
     virtual_stages_of,
 )
 from hvd_ckpt.processes import grid as grids
+from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.recompute.sequential import CheckpointSequential
 from hvd_ckpt.reduction.agreement import agree_on_options, described, errors_on_all
 from hvd_ckpt.utils.text import CHECKPOINTS
@@ -233,7 +234,7 @@ class Pipeline(nn.Module):
             Loss and weight of the mini-batch, on all stages.
 
         Raises:
-            hvd_ckpt.processes.grid.StageFailed: another stage has failed.
+            hvd_ckpt.processes.links.StageFailed: another stage has failed.
         """
         with self._failing_together():
             parts = split_batch(batch, self.micro_batches)
@@ -403,7 +404,7 @@ class Pipeline(nn.Module):
             yield
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
-            if self._transport is not None and not isinstance(error, grids.StageFailed):
+            if self._transport is not None and not isinstance(error, StageFailed):
                 self._transport.fail(error)
             raise
 

@@ -27,6 +27,8 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3"
 DOCUMENTS = ("lines", "jsonl")
 """Formats of a text with one document per line: the document itself, or a JSON object with the document as "text"."""
 
+BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
+
 LONGEST = 900  # most characters of a message
 SECONDS = 25.0  # of silence before a line is printed, so that a line is out within 30 seconds
 
