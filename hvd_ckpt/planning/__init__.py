@@ -15,6 +15,7 @@ One file per step:
     solver        the fastest schedule within a budget
     plan          the decision, as data and as a JSON file, and its application to a model
     planner       predict, measure, correct: from a model to a plan
+    request       plans on request, with options, cache and stages
     ranks         one plan for all ranks
     show          a plan as tables and pictures
 

@@ -78,7 +78,7 @@ class Budget:
 
 
 Given = int | float | str | Budget | None
-"""A budget as users give it."""
+"""The forms of a budget that a user may give."""
 
 
 def parse_budget(budget: Given) -> Budget:

@@ -40,7 +40,7 @@ _MATMULS = frozenset(
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan may choose, as in :func:`hvd_ckpt.plan`."""
+    """Options of the choices of a plan, as in :func:`hvd_ckpt.plan`."""
 
     blocks: Sequence[str] | None = None
     autocast: torch.dtype | None = None
@@ -53,7 +53,7 @@ class PlanOptions:
         """The name of the dtype.
 
         Raises:
-            ValueError: it is not one of 16 bits.
+            ValueError: the dtype is neither float16 nor bfloat16.
         """
         if self.lossy not in (None, torch.float16, torch.bfloat16):
             raise ValueError(f"lossy must be torch.float16 or torch.bfloat16, got {self.lossy!r}")

@@ -39,9 +39,9 @@ class Profile:
     """The measured chain of a model.
 
     Attributes:
-        found: the blocks.
+        blocks: the blocks of the chain.
         policies: for each block, the measured policies.
-        head: the head whose cross entropy may be computed in chunks, or None. The block that it is in is not in ``found``.
+        head: the head whose cross entropy may be computed in chunks, or None. The block that it is in is not in ``blocks``.
         head_costs: costs of head and loss for each choice of the last block of ``chain``. The first is without chunks, the last has
             the smallest peak.
         chain: the chain for the solver, with a pseudo-block at each end.
@@ -72,28 +72,28 @@ class Profile:
         # By the number of chunks of the head: whether two steps from the same state give equal results.
         self._repeats: dict[int | None, bool] = {}
         self._lossy, self._offload = options.lossy_name, options.offload
-        self.found = find_blocks(step.model, step.forward, options.blocks)
+        self.blocks = find_blocks(step.model, step.forward, options.blocks)
         self.head: Head | None = None
         self.head_costs = [HeadCost(None, 0, 0.0)]
         if options.chunk_head and options.blocks is None:
             self._look_for_head(say)
-        kinds = [index for index, block in enumerate(self.found) if block.like == index]
-        say(f"found {len(self.found)} blocks of {len(kinds)} kinds")
+        kinds = [index for index, block in enumerate(self.blocks) if block.like == index]
+        say(f"found {len(self.blocks)} blocks of {len(kinds)} kinds")
         if limit is not None:
             say("measuring what runs around the blocks")
             self._check_floor(limit)
         costs: dict[int, Block] = {}
         policies: dict[int, list[CheckpointPolicy]] = {}
         for done, index in enumerate(kinds):
-            block = self.found[index]
+            block = self.blocks[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
             policies[index], costs[index] = self._measure(block, 4 if len(kinds) > _MANY_KINDS else 8)
         say("checking that recomputation changes nothing")
         self._check_in_place(kinds, policies, costs)
-        self.policies = [policies[block.like] for block in self.found]
+        self.policies = [policies[block.like] for block in self.blocks]
         inner = [
             dataclasses.replace(costs[block.like], joins_next=self._joins(index))
-            for index, block in enumerate(self.found)
+            for index, block in enumerate(self.blocks)
         ]
         say("measuring a step of the whole model")
         self.waiting = self._waiting_gradients()
@@ -105,13 +105,13 @@ class Profile:
 
     def _look_for_head(self, say: Callable[[str], None]) -> None:
         head = find_head(self.step)
-        others = None if head is None else without_head(self.found, head)
+        others = None if head is None else without_head(self.blocks, head)
         if head is None or others is None:
             return
         say(f"measuring the head '{head.name}' in chunks")
         costs = head.costs(self.step)
         if len(costs) > 1:
-            self.head, self.head_costs, self.found = head, costs, others
+            self.head, self.head_costs, self.blocks = head, costs, others
 
     def _check_floor(self, limit: int) -> None:
         """Refuses a budget that the code around the blocks exceeds under all policies, before minutes of measurements.
@@ -119,10 +119,10 @@ class Profile:
         Raises:
             BudgetError: the budget is too small.
         """
-        self.policies = [[_RECOMPUTE]] * len(self.found)
-        items, chunks = tuple(range(len(self.found))), self.head_costs[-1].chunks
+        self.policies = [[_RECOMPUTE]] * len(self.blocks)
+        items, chunks = tuple(range(len(self.blocks))), self.head_costs[-1].chunks
         try:
-            with applied(self.step.model, self.plan_of(items, [0] * len(self.found), chunks)):
+            with applied(self.step.model, self.plan_of(items, [0] * len(self.blocks), chunks)):
                 self.step.run()
                 begin, _, forward, backward = self._measure_ends()
         except RuntimeError as error:
@@ -214,13 +214,13 @@ class Profile:
             kind: min(range(len(policies[kind])), key=lambda number: costs[kind].choices[number].kept)
             for kind in kinds
         }
-        self.policies = [policies[block.like] for block in self.found]
-        kept = sum(costs[block.like].choices[0].kept for block in self.found)
+        self.policies = [policies[block.like] for block in self.blocks]
+        kept = sum(costs[block.like].choices[0].kept for block in self.blocks)
         fits = kept <= FITS * free_memory(self.step.device)
 
         def problem(those: Sequence[int]) -> str | None:
-            choices = [lean[block.like] if block.like in those else 0 for block in self.found]
-            return self.problem(self.plan_of(tuple(range(len(self.found))), choices), fits)
+            choices = [lean[block.like] if block.like in those else 0 for block in self.blocks]
+            return self.problem(self.plan_of(tuple(range(len(self.blocks))), choices), fits)
 
         if problem(kinds) is None:
             return
@@ -229,7 +229,7 @@ class Profile:
             if reason is not None:
                 policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
                 lean[kind] = 0
-                self.policies = [policies[block.like] for block in self.found]
+                self.policies = [policies[block.like] for block in self.blocks]
                 self._alone.add(kind)
                 self.notes[kind] = f"kept whole, and in no segment: in the model, recomputing it {reason}"
         reason = problem(kinds)
@@ -250,7 +250,7 @@ class Profile:
         chunks = next((block.policy.chunks for block in plan.blocks if block.policy.chunks), None)
         expected = None
         if compare and self._repeats.get(chunks, self._lossy is None):
-            kept = self.plan_of(tuple(range(len(self.found))), [0] * len(self.found), chunks)
+            kept = self.plan_of(tuple(range(len(self.blocks))), [0] * len(self.blocks), chunks)
             with applied(self.step.model, kept):
                 expected = self.step.outcome()  # from the current state, which measurements have changed
                 if chunks not in self._repeats:
@@ -269,7 +269,7 @@ class Profile:
         """The notes, one line each, with the names of their blocks."""
         lines = []
         for kind, note in self.notes.items():
-            names = [block.members[0] for block in self.found if block.like == kind]
+            names = [block.members[0] for block in self.blocks if block.like == kind]
             several = f"{names[0]} .. {names[-1]} ({len(names)} blocks)" if len(names) > 1 else names[0]
             lines.append(f"{several}: {note}.")
         return lines
@@ -297,9 +297,9 @@ class Profile:
 
     def _joins(self, index: int) -> bool:
         """Whether a block and the next one are neighbouring children of one plain ``nn.Sequential``."""
-        if index + 1 >= len(self.found):
+        if index + 1 >= len(self.blocks):
             return False
-        this, following = self.found[index], self.found[index + 1]
+        this, following = self.blocks[index], self.blocks[index + 1]
         if this.container is None or this.container != following.container:
             return False
         if this.like in self._alone or following.like in self._alone:
@@ -315,10 +315,10 @@ class Profile:
         its first before it accumulates."""
         # The gradient of a tied parameter exists from the backward pass of its last user (the head, say) to that of its first (the
         # embedding), where both are added and accumulated. It waits during the backward passes of all blocks in between.
-        waiting = [0] * len(self.found)
+        waiting = [0] * len(self.blocks)
         users: dict[nn.Parameter, set[int]] = {}
         inside: set[nn.Module] = set()
-        for index, block in enumerate(self.found):
+        for index, block in enumerate(self.blocks):
             for module in block.modules:
                 inside.update(module.modules())
                 for parameter in module.parameters():
@@ -337,7 +337,7 @@ class Profile:
         return waiting
 
     def _measure_ends(self) -> Ends:
-        return measure_ends(self.step, self.found[0].modules[0], self.found[-1].modules[-1])
+        return measure_ends(self.step, self.blocks[0].modules[0], self.blocks[-1].modules[-1])
 
     def _with_ends(self, inner: list[Block]) -> list[Block]:
         """The chain with pseudo-blocks at its ends, measured in a step that keeps as little as possible."""
@@ -383,7 +383,7 @@ class Profile:
         """A plan with these items (numbers of blocks, nested for segments), a choice for each block, and a number of chunks."""
         blocks = []
         depths = _depths(items)
-        for index, (block, choice) in enumerate(zip(self.found, choices)):
+        for index, (block, choice) in enumerate(zip(self.blocks, choices)):
             kept, added = 0, 0.0
             if self.chain:
                 measured = self.chain[index + 1]

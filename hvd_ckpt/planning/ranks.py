@@ -19,7 +19,7 @@ T = TypeVar("T")
 def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) -> T:
     """Calls ``make(budget)`` on rank 0 and returns its result on every rank.
 
-    The budget is read here, since a rank whose budget is invalid must tell the others.
+    The budget is parsed here, since a rank with an invalid budget must tell the others.
 
     Raises:
         ValueError, BudgetError: one rank raised it; raised on every rank.

@@ -250,7 +250,7 @@ def test_planning_prints_progress_if_verbose_or_slow(monkeypatch, capsys):
 
     assert told(verbose=True) == kinds
     assert told() == []
-    monkeypatch.setattr("hvd_ckpt.planning.planner._SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("hvd_ckpt.planning.request._SILENT_SECONDS", 0.0)
     assert told(verbose=False) == []
     assert told() == kinds
 
