@@ -1,4 +1,4 @@
-"""The public names of hvd_ckpt and where they are defined. ``__init__.py`` reads this file, and so do type checkers."""
+"""The public names of hvd_ckpt and the modules that define them. ``__init__.py`` and type checkers read this file."""
 
 from horovod.torch import (
     Adasum as Adasum,
