@@ -153,7 +153,7 @@ def remembered(compute: Callable[[], T]) -> T:
     #
     #     first pass, first pass, first pass       compute, and remember in all three: each may be recomputed on its own
     #     recomputing, first pass, first pass      read from the first, and remember in the other two
-    #     recomputing, first pass, recomputing     read from the last, which has all that the others would need
+    #     recomputing, first pass, recomputing     read from the last; nothing is remembered
     first_passes: list[Frame] = []
     for entry in reversed(_thread.stack):
         if entry.recomputing:
