@@ -82,7 +82,7 @@ class LocalOptimizer(_Base):
     def begin_group_mean(self, number: float) -> Callable[[], float]:
         """Begins the mean of a number that each rank of this rank's group has, and returns a function that waits for it. To be
         called before the next one begins."""
-        members = self._process_set
+        members = self.process_set
         if members.size() == 1:
             return lambda: number
         numbers = torch.tensor([number], dtype=torch.float64)
