@@ -282,9 +282,11 @@ class _Course:
         ) as job:
             was_killed = self._watch(job, size, view)
             status = job.status
+            # Where the time is over the launcher still runs, and so may the others.
             if status is not None:
                 killed.left += job.left(LIMIT)
         killed.unreadable += unreadable(self.path, size)
+        # Looked at from both sides: where the launch has resumed, and what the next one would resume from.
         first, newest = job.first_step(), newest_good(self.path)
         went_back = first is not None and first - 1 < before
         killed.lost += went_back or newest < self._newest

@@ -152,6 +152,7 @@ def _watch(job: TrainJob, seconds: float, show: Callable[[float], object]) -> tu
                     (memory.rss / 2**20, memory.uss / 2**20, process.num_fds(), process.num_threads())
                 )
         show(passed)
+        # Until the next multiple of the interval, so that the time of reading does not add up.
         time.sleep(max(len(times) * min(INTERVAL, seconds / SAMPLES) - (time.monotonic() - start), 0))
     grown = [
         growth(name, measure, times, list(values))
