@@ -344,7 +344,9 @@ def kill_report(runs: Sequence[Killed], recorded: Sequence[Killed] = ()) -> Repo
     for run in runs:
         faults = [*run.unreadable, *(f"differs: {name}" for name in run.differences or ()), run.failure]
         remarks += [f"seed {run.seed}: {fault}" for fault in faults if fault]
-    return Report("Kill test", {}, [table], runs, remarks, NOTES, success=all(run.sound for run in runs))
+    return Report(
+        "Kill test", {}, [table], runs, remarks=remarks, notes=NOTES, success=all(run.sound for run in runs)
+    )
 
 
 def _row(run: Killed) -> tuple[str, ...]:
