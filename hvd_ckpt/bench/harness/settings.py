@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.utils.extras import BUILD_HOROVOD
+from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
 
