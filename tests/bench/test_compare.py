@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_ckpt.bench.compare.catalog import make_workload
 from hvd_ckpt.bench.compare.cells import KEEP, Cell, Settings, find_variant, make_cells
 from hvd_ckpt.bench.compare.launch import EventReader, Failure
 from hvd_ckpt.bench.compare.recording import Recording, executed
 from hvd_ckpt.bench.compare.reference import largest_difference, make_reference
 from hvd_ckpt.bench.compare.report import make_report
-from hvd_ckpt.bench.compare.scenarios import SCENARIOS, make_workload
+from hvd_ckpt.bench.compare.scenarios import SCENARIOS
 from hvd_ckpt.bench.compare.training import fingerprint, step_seed, train
 from hvd_ckpt.bench.compare.verdict import Result, add_ratios, judge
 from hvd_ckpt.bench.compare.worker import EventWriter

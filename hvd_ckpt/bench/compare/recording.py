@@ -61,6 +61,7 @@ class Recording:
         if number:
             self.note([list(self._parameters)[int(number[1])]])
             return
+        # A bucket is one tensor with many gradients in it as views, so addresses tell which of them leave.
         spans = [(first, first + _nbytes(tensor)) for tensor in tensors for first in _address(tensor)]
         inside = [
             parameter_name

@@ -58,6 +58,7 @@ class Workload(harness.Workload):
         parts: batches of a rank in a step.
         passes: most backward passes in a step, for engines that need the number.
         small: a step takes milliseconds.
+        staged: ranks have a pipeline stage each, instead of batches of their own.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
     """
@@ -71,6 +72,7 @@ class Workload(harness.Workload):
     parts: ClassVar[int] = 1
     passes: ClassVar[int] = 1
     small: ClassVar[bool] = False
+    staged: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
 

@@ -46,8 +46,10 @@ class Engine(ABC):
             empty where no gradient is reduced as a whole.
         defaults: of the options.
         device: of this process; set before :meth:`start`.
+        schedules: of the pipeline stages that it makes of a model.
         rank: number of this process, from 0; set by :meth:`start`.
-        size: number of processes; set by :meth:`start`.
+        size: number of processes; set by :meth:`start`. With pipeline stages, rank and size count replicas.
+        stages: number of pipeline stages; set by :meth:`start`.
     """
 
     title: ClassVar[str]
@@ -56,6 +58,8 @@ class Engine(ABC):
     plans: ClassVar[bool] = False
     reduces_by: ClassVar[str] = ""
     defaults: ClassVar[dict[str, Any]] = {}
+    schedules: ClassVar[tuple[str, ...]] = ()
+    stages = 1
     device = torch.device("cpu")
     rank: int
     size: int

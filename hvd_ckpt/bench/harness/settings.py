@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.utils.extras import BUILD_HOROVOD
+from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
 
@@ -50,7 +50,7 @@ def setting(
     flag: str = "",
     type: click.ParamType[Any] | Parse | None = None,
     note: str = "",
-    metavar: str | None = None,
+    **more: Any,
 ) -> Any:
     """A field of a settings class.
 
@@ -61,7 +61,7 @@ def setting(
         flag: the option's name without dashes, where it is not the field's.
         type: click's type of the value, or what reads the text; without one a whole number as default makes it a number from 1.
         note: the default in words, where it is not a value.
-        metavar: the word for the value in the help.
+        **more: further arguments of click's option, such as ``metavar``, the word for the value in the help, and ``envvar``.
     """
     words = {
         "help": help,
@@ -70,7 +70,7 @@ def setting(
         "flag": flag,
         "type": type,
         "note": note,
-        "metavar": metavar,
+        "more": more,
     }
     return dataclasses.field(metadata={"option": words})
 
@@ -107,7 +107,7 @@ def _option(name: str, words: Mapping[str, Any]) -> click.Option:
         callback=read,
         default=default if quick is None else by_size,
         help=help,
-        metavar=words["metavar"],
+        **words["more"],
     )
 
 

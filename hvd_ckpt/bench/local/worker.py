@@ -12,7 +12,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.evaluation import evaluate
+from hvd_ckpt.app.training.evaluation import EvaluationOptions, evaluate
 from hvd_ckpt.app.training.optim import Schedule, build_optimizer
 from hvd_ckpt.bench.harness.engine import Engine
 from hvd_ckpt.bench.harness.engines import HvdCkpt, Local
@@ -115,10 +115,11 @@ def _loss_of_mean(model: nn.Module, test: Dataset, objective: Objective) -> floa
             model,
             test,
             objective,
-            batch=EVALUATION_BATCH,
-            batches=SAMPLES // (EVALUATION_BATCH * hc.size()),
-            device=torch.device("cpu"),
-            autocast=contextlib.nullcontext,
+            EvaluationOptions(
+                batch=EVALUATION_BATCH,
+                batches=SAMPLES // (EVALUATION_BATCH * hc.size()),
+                device=torch.device("cpu"),
+            ),
         )
     return evaluation["loss"]
 

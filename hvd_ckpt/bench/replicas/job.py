@@ -18,7 +18,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.report import TIMES
+from hvd_ckpt.app.training.logs import TIMES
 from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
 

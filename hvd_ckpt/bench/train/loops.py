@@ -19,8 +19,8 @@ from torch import nn
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.build import Assembly, assemble
 from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.modes import Parts
 from hvd_ckpt.app.training.optim import Schedule, build_optimizer
-from hvd_ckpt.app.training.passes import Parts
 from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.train.command import Job, RankResult
