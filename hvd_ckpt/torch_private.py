@@ -156,7 +156,8 @@ def in_functorch() -> bool:
 
 def identity_of(storage: torch.UntypedStorage) -> int:
     """A number that no other storage has while this one is there."""
-    return storage._cdata
+    number: int = storage._cdata
+    return number
 
 
 def dual_level() -> int:
