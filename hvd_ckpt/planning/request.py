@@ -229,7 +229,7 @@ def _explained_by_devices(model: nn.Module, sample: Any) -> Iterator[None]:
     """Raises a ValueError in place of an error of a model that has no values, or is on other devices than the sample."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
         given = sorted({str(tensor.device) for tensor in tensors_of(sample)})
         if "meta" in (*places, *given):
