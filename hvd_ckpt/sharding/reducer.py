@@ -238,11 +238,16 @@ class ShardReducer(OwningReducer):
 
     def before_accumulation(self, index: int) -> None:
         """Makes room for a gradient, and keeps what is summed already."""
-        if self._sent.make_room(index):
-            self._in_flight.take_out(self._layout.group_of[index], index)
+        self._sent.make_room(index)
+        self._begin_anew(self._layout.group_of[index], index)
         gradient = self._layout.parameters[index].grad
         if gradient is not None and self._keeps_sums:
             keep_sum(gradient)
+
+    def _begin_anew(self, group: Group, index: int) -> None:
+        """Takes out what has left of a gradient that was dropped since."""
+        if self._sent.begin_anew(index):
+            self._in_flight.take_out(group, index)
 
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become complete."""
@@ -273,6 +278,9 @@ class ShardReducer(OwningReducer):
                 gradient = self._layout.parameters[index].grad
                 if has_values(gradient):
                     leave_own_part(gradient, self._exchange.process_set, self._exchange.rank == 0)
+        # This round has what other ranks have added up since all dropped a gradient, so what left before is taken out first.
+        for index in group.indices:
+            self._begin_anew(group, index)
         flat, used = pack(self._layout, group, self._prescale)
         number = self._schedule.launched[group.position]
         for index in used:
@@ -294,6 +302,8 @@ class ShardReducer(OwningReducer):
         # 3. up to the furthest rank   4. further rounds of the groups that need them   5. wait for everything
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
+        for index, _ in enumerate(parameters):
+            self._begin_anew(self._layout.group_of[index], index)
         pending = any(has_values(parameter.grad) for parameter in parameters)
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
@@ -302,9 +312,9 @@ class ShardReducer(OwningReducer):
         if flags.failed:
             raise_gathered(allgather_objects(self._mismatch, self.process_set, "recomputation"))
         self._check_converted(round(flags.converted))
-        check_by_hand(self._layout.names, flags.states, flags.by_hand)
+        check_by_hand(self._layout.names, flags.by_hand)
         if flags.anew != -flags.not_anew:
-            self._check_begun_anew()
+            self._check_begun_anew(flags.states)
         if self._store is not None:
             if flags.written != -flags.unwritten:
                 self._store.check_written()
@@ -328,19 +338,19 @@ class ShardReducer(OwningReducer):
         self._compare(used)
 
     def _keep(self, used: Sequence[bool], by_hand: Sequence[float]) -> None:
-        """Notes which gradients the shards have now; those that were dropped are taken out."""
+        """Notes which gradients the shards have now; those that were dropped, and came on no rank again, are taken out."""
         for index, (now, dropped) in enumerate(zip(used, by_hand)):
-            if dropped:
+            if dropped and not now:
                 self._in_flight.take_out(self._layout.group_of[index], index)
             self.used[index] = now or (self.used[index] and not dropped)
             if self.used[index]:
                 self._sent.note(index)
 
-    def _check_begun_anew(self) -> None:
+    def _check_begun_anew(self, states: Sequence[float]) -> None:
         """Raises RuntimeError for the first gradient that was dropped on some ranks only, or between other passes."""
         tables = allgather_objects(self._sent.begun_anew, self.process_set, "gradients begun anew")
-        for index, name in enumerate(self._layout.names):
-            if any(table.get(index) != tables[0].get(index) for table in tables):
+        for index, (name, state) in enumerate(zip(self._layout.names, states)):
+            if state and any(table.get(index) != tables[0].get(index) for table in tables):
                 raise changed_by_hand(name, "dropped on some rank but not on all")
 
     def _compare(self, used: Sequence[bool]) -> None:
@@ -367,6 +377,8 @@ class ShardReducer(OwningReducer):
             position = layout.group_of[index].position
             last = self._sent.rounds.get(index, -1)
             by_hand[index] = self._sent.done_by_hand(index)
+            if index in self._sent.begun_anew and parameter.grad is None:
+                by_hand[index] = DROPPED
             if has_values(parameter.grad):
                 last = schedule.launched[position]
                 needs[position] = last + 1.0
