@@ -13,10 +13,11 @@ Importing this module loads ``horovod.torch`` but neither initializes MPI nor im
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -291,9 +292,9 @@ def controller() -> str:
     """The controller of this job: ``"mpi"`` or ``"gloo"``.
 
     Raises:
-        RuntimeError: Horovod is not initialized.
+        ValueError: Horovod is not initialized.
     """
-    _require_initialized("controller")
+    require_initialized("controller()")
     return "mpi" if hvd.mpi_enabled() else "gloo"
 
 
@@ -305,9 +306,10 @@ def mpi_communicator() -> MPI.Comm:
     Horovod talks over a duplicate of its own, so messages sent here never mix with its messages.
 
     Raises:
-        RuntimeError: Horovod is not initialized or runs over Gloo, or mpi4py is missing or uses another MPI.
+        ValueError: Horovod is not initialized.
+        RuntimeError: this job runs over Gloo, or mpi4py is missing or uses another MPI.
     """
-    _require_initialized("mpi_communicator")
+    require_initialized("mpi_communicator()")
     if controller() != "mpi":
         raise RuntimeError(
             "mpi_communicator(): this job runs over Gloo and has no MPI communicator; "
@@ -348,9 +350,27 @@ def _import_mpi() -> Any:
     return MPI
 
 
-def _require_initialized(name: str) -> None:
+def require_initialized(call: str) -> None:
+    """Raises the error of ``call`` if Horovod does not run: a ``ValueError``, as Horovod's own, that names the ``init`` to call."""
     if not hvd.is_initialized():
-        raise RuntimeError(f"{name}(): Horovod is not initialized; call hvd_ckpt.init() first.")
+        raise ValueError(f"{call}: Horovod is not initialized; call hc.init() first (import hvd_ckpt as hc)")
+
+
+def _fact(name: str) -> Callable[[], int]:
+    function = getattr(hvd, name)
+
+    @functools.wraps(function)
+    def fact() -> int:
+        require_initialized(f"{name}()")
+        return int(function())
+
+    return fact
+
+
+rank, size, local_rank, local_size, cross_rank, cross_size = map(
+    _fact, ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+)
+"""Horovod's functions, whose error names the ``init`` of this library. They are asked first in most scripts."""
 
 
 def horovod_build() -> dict[str, str | bool]:
