@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import grid, links, rendezvous, uncaught, watchdog
+from hvd_ckpt.processes import grid, links, rendezvous, single_copy, uncaught, watchdog
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -39,7 +39,8 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
 CYCLE_VARIABLE = "HOROVOD_CYCLE_TIME"
 MPI_YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
-LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+MPI_LOCAL_SIZE_VARIABLE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", MPI_LOCAL_SIZE_VARIABLE, "MPI_LOCALNRANKS")
 
 CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
 RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/app/install/recipe.py
@@ -76,6 +77,8 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
       ``OMPI_MCA_mpi_yield_when_idle=1``, so that Open MPI gives its CPU away while it waits. A collective of your own that is
       waited for takes up to that many milliseconds longer. The cycle time is left alone with Horovod's autotuning, and over Gloo
       with a Horovod that `hvd-ckpt build-horovod` has not built: it cannot start twice with both variables set.
+    * ``OMPI_MCA_btl_vader_single_copy_mechanism=none``, where ranks over Open MPI cannot read each other's memory, as in most
+      containers: Open MPI would say so at every large message.
     * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
       started looks for Open MPI's helpers in the folder where the library was compiled.
 
@@ -138,6 +141,8 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     _set_fusion_default()
     os.environ.setdefault(NVLS_VARIABLE, "0")
     _set_crowded_defaults()
+    if MPI_LOCAL_SIZE_VARIABLE in os.environ and _launched_local_size() > 1:
+        single_copy.set_default(os.environ)
     _check_restart()
     _set_mpi_prefix()
     _watch(stall_timeout)
