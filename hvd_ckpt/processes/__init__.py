@@ -6,6 +6,7 @@ rendezvous    the first exchange, before Horovod runs
 grid          stages and replicas: the place of each rank
 links         messages between all processes of a grid, and how it is formed
 runtime       init, shutdown and what Horovod needs set before it starts
+single_copy   messages within a host, where ranks cannot read each other's memory
 devices       the device of each process
 watchdog      ranks that die or stand still, named
 uncaught      an exception on one rank ends the job on all

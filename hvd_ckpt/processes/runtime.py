@@ -13,10 +13,11 @@ Importing this module loads ``horovod.torch`` but neither initializes MPI nor im
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import grid, links, rendezvous, uncaught, watchdog
+from hvd_ckpt.processes import grid, links, rendezvous, single_copy, uncaught, watchdog
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -38,7 +39,8 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
 CYCLE_VARIABLE = "HOROVOD_CYCLE_TIME"
 MPI_YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
-LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+MPI_LOCAL_SIZE_VARIABLE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", MPI_LOCAL_SIZE_VARIABLE, "MPI_LOCALNRANKS")
 
 CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
 RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/app/install/recipe.py
@@ -75,6 +77,8 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
       ``OMPI_MCA_mpi_yield_when_idle=1``, so that Open MPI gives its CPU away while it waits. A collective of your own that is
       waited for takes up to that many milliseconds longer. The cycle time is left alone with Horovod's autotuning, and over Gloo
       with a Horovod that `hvd-ckpt build-horovod` has not built: it cannot start twice with both variables set.
+    * ``OMPI_MCA_btl_vader_single_copy_mechanism=none``, where ranks over Open MPI cannot read each other's memory, as in most
+      containers: Open MPI would say so at every large message.
     * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
       started looks for Open MPI's helpers in the folder where the library was compiled.
 
@@ -137,6 +141,8 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     _set_fusion_default()
     os.environ.setdefault(NVLS_VARIABLE, "0")
     _set_crowded_defaults()
+    if MPI_LOCAL_SIZE_VARIABLE in os.environ and _launched_local_size() > 1:
+        single_copy.set_default(os.environ)
     _check_restart()
     _set_mpi_prefix()
     _watch(stall_timeout)
@@ -291,9 +297,9 @@ def controller() -> str:
     """The controller of this job: ``"mpi"`` or ``"gloo"``.
 
     Raises:
-        RuntimeError: Horovod is not initialized.
+        ValueError: Horovod is not initialized.
     """
-    _require_initialized("controller")
+    require_initialized("controller()")
     return "mpi" if hvd.mpi_enabled() else "gloo"
 
 
@@ -305,9 +311,10 @@ def mpi_communicator() -> MPI.Comm:
     Horovod talks over a duplicate of its own, so messages sent here never mix with its messages.
 
     Raises:
-        RuntimeError: Horovod is not initialized or runs over Gloo, or mpi4py is missing or uses another MPI.
+        ValueError: Horovod is not initialized.
+        RuntimeError: this job runs over Gloo, or mpi4py is missing or uses another MPI.
     """
-    _require_initialized("mpi_communicator")
+    require_initialized("mpi_communicator()")
     if controller() != "mpi":
         raise RuntimeError(
             "mpi_communicator(): this job runs over Gloo and has no MPI communicator; "
@@ -348,9 +355,27 @@ def _import_mpi() -> Any:
     return MPI
 
 
-def _require_initialized(name: str) -> None:
+def require_initialized(call: str) -> None:
+    """Raises the error of ``call`` if Horovod does not run: a ``ValueError``, as Horovod's own, that names the ``init`` to call."""
     if not hvd.is_initialized():
-        raise RuntimeError(f"{name}(): Horovod is not initialized; call hvd_ckpt.init() first.")
+        raise ValueError(f"{call}: Horovod is not initialized; call hc.init() first (import hvd_ckpt as hc)")
+
+
+def _fact(name: str) -> Callable[[], int]:
+    function = getattr(hvd, name)
+
+    @functools.wraps(function)
+    def fact() -> int:
+        require_initialized(f"{name}()")
+        return int(function())
+
+    return fact
+
+
+rank, size, local_rank, local_size, cross_rank, cross_size = map(
+    _fact, ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+)
+"""Horovod's functions, whose error names the ``init`` of this library. They are asked first in most scripts."""
 
 
 def horovod_build() -> dict[str, str | bool]:

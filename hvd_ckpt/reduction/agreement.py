@@ -27,6 +27,7 @@ from horovod.torch.mpi_ops import Sum, global_process_set
 
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.hosts import ranks_text
+from hvd_ckpt.processes.runtime import require_initialized
 
 MESSAGE = "hvd_ckpt.objects"
 
@@ -115,8 +116,10 @@ def allgather_objects(value: Any, process_set: Any, name: str, message: str = ME
 
     Raises:
         Exception: the value of a rank cannot be pickled; on every rank.
+        ValueError: Horovod is not initialized.
         RuntimeError: the ranks are in different calls; on every rank.
     """
+    require_initialized(name)
     payload, error = _pickled((name, value))
     sizes = torch.zeros(process_set.size(), dtype=torch.int64)
     sizes[process_set.rank()] = payload.numel()
@@ -141,7 +144,9 @@ def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
 
     Raises:
         Exception: the value of that rank cannot be pickled; on every rank.
+        ValueError: Horovod is not initialized.
     """
+    require_initialized(name)
     is_root = mpi_ops.rank() == root
     payload, error = _pickled(value if is_root else None)
     size, present = _sum(

@@ -196,7 +196,10 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
         if not error.passing:
             _write_failure_file(folder, error)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if current().number == 0:
+            with contextlib.suppress(OSError, ValueError):
+                print(str(error) or "interrupted", file=sys.stderr, flush=True)
         exit_now(130)
     # Everything else ends the process here. Python's own end would wait for Horovod, which waits for the other ranks.
     except BaseException as error:
