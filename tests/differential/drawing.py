@@ -141,7 +141,8 @@ class _Draw:
             self.kinds.append("penalty")  # the others give no gradients of gradients
         self.closures = self.lbfgs or (not (self.scaler or self.several or self.shared) and self.chance(0.15))
         # At stage 3 all ranks must run through the same units; what a forward pass writes to weights must be the same on all.
-        self.alike = self.stage == 3 or "max_norm" in kinds
+        self.writes = "max_norm" in kinds
+        self.alike = self.stage == 3 or self.writes
         # Where gradients do not come from hooks, stages 2 and 3 have none; reentrant regions refuse torch.autograd.grad.
         self.by_hand = not reentrant and self.stage < 2 and self.embedding != "sparse" and self.chance(0.3)
         self.drops = not (self.scaler or self.shared) and self.chance(0.25)
@@ -274,6 +275,8 @@ class _Draw:
             options["wire"] = self.choose(
                 ["fp16", "bf16", "int8", {"parameters": "bf16"}, {"gradients": "int8"}]
             )
+            if stage == 3 and self.writes and options["wire"] != {"gradients": "int8"}:
+                del options["wire"]  # a recomputation reads what was written after its rounding, and is an error
         if stage and self.half and self.chance(0.5):
             options["master_weights"] = False
         if stage and self.chance(0.06):

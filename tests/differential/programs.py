@@ -162,6 +162,8 @@ class Program:
         again = any(block.kind in ("again", "tied") for block in self.blocks)
         again |= any(segment.carrier != "tensor" for segment in self.segments)  # blocks share an activation
         again |= any(len(set(one.path)) < len(one.path) or one.kind == "two_forwards" for one in self.passes)
+        # Which gradients leave between the two backward passes through one graph depends on its regions.
+        again |= any(one.kind == "twice" for one in self.passes)
         return again and self.recomputed_as("function", *REENTRANT)
 
     @property
