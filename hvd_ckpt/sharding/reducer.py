@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Average, Sum
@@ -29,6 +29,7 @@ from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.flags import LATE, USED, ShardFlags
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, changed_by_hand, check_by_hand, has_values
 from hvd_ckpt.sharding.in_flight import InFlight, pack
@@ -36,52 +37,6 @@ from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
-
-USED, LATE = 1.0, 2.0
-
-
-class ShardFlags(NamedTuple):
-    """What a rank tells the others in each synchronization, and the greatest of each over the ranks.
-
-    Attributes:
-        states: of each parameter, 0, USED or LATE.
-        by_hand: of each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
-        needs: of each group, how many launches it needs.
-        last_arrivals: of each group, where it was completed on rank 0.
-        notice: a rank has a notice for the caller.
-        converted: 1 + the number of a parameter that was converted, or 0.
-        position: in the schedule.
-        unsteady: a rank had to launch in ``synchronize``.
-        failed: a rank has recomputed other values.
-        anew, not_anew: stand for the gradients that were dropped before others came; one is the other times -1.
-        written, unwritten: stand for what the rank has written to weights; one is the other times -1.
-    """
-
-    states: Sequence[float]
-    by_hand: Sequence[float]
-    needs: Sequence[float]
-    last_arrivals: Sequence[float]
-    notice: float
-    converted: float
-    position: float
-    unsteady: float
-    failed: float
-    anew: float
-    not_anew: float
-    written: float
-    unwritten: float
-
-    def tensor(self) -> torch.Tensor:
-        """The flags, float32 [2 * parameters + 2 * groups + 9]."""
-        values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
-        return torch.tensor(values, dtype=torch.float32)
-
-    @classmethod
-    def of(cls, values: Sequence[float], parameters: int, groups: int) -> ShardFlags:
-        """From the values of :meth:`tensor`."""
-        ends = [parameters, 2 * parameters, 2 * parameters + groups, 2 * (parameters + groups)]
-        vectors = [values[start:end] for start, end in zip([0, *ends], ends)]
-        return cls(*vectors, *values[ends[-1] :])  # type: ignore[arg-type]
 
 
 def whole_gradients(

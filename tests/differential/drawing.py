@@ -275,8 +275,9 @@ class _Draw:
             options["wire"] = self.choose(
                 ["fp16", "bf16", "int8", {"parameters": "bf16"}, {"gradients": "int8"}]
             )
+            # A recomputation would read what was written after its rounding, which is an error.
             if stage == 3 and self.writes and options["wire"] != {"gradients": "int8"}:
-                del options["wire"]  # a recomputation reads what was written after its rounding, and is an error
+                del options["wire"]
         if stage and self.half and self.chance(0.5):
             options["master_weights"] = False
         if stage and self.chance(0.06):
