@@ -1,4 +1,4 @@
-"""What the ranks tell each other in each synchronization of sharded gradients: one message, of which all get the greatest values."""
+"""What ranks tell each other in each synchronization of sharded gradients: one message, and all get the greatest values."""
 
 from __future__ import annotations
 
