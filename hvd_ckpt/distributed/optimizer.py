@@ -264,6 +264,11 @@ def check_replica_options(
             f"replicas cannot be used in {current().stages} pipeline stages, whose micro-batches are not those of replicas; leave "
             f"replicas out, or use init(stages=1)"
         )
+    if current().tensor > 1:
+        raise ValueError(
+            f"replicas cannot be used with tensor={current().tensor}, which splits layers; leave replicas out, or use "
+            f"init(tensor=1)"
+        )
     if op != Average or predivide != 1.0 or compression is not Compression.none:
         raise ValueError("replicas needs op=Average, gradient_predivide_factor=1.0 and Compression.none")
     if process_set != global_process_set:

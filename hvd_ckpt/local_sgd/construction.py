@@ -16,6 +16,7 @@ from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer, note_work
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, check_moments
 from hvd_ckpt.local_sgd.weights import Outer
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.construction import agree_at_construction, is_elastic, name_parameters
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
@@ -200,6 +201,11 @@ def _check(optimizer: object, outer: Outer | None, within: object, process_set: 
         raise ValueError(
             "optimizer is a DistributedOptimizer already; give LocalSGD the bare torch.optim optimizer, and within= the ranks "
             "whose gradients are to be reduced in every step"
+        )
+    if current().tensor > 1:
+        raise ValueError(
+            f"LocalSGD cannot be used with tensor={current().tensor}, which splits layers; use DistributedOptimizer, or "
+            f"init(tensor=1)"
         )
     if is_elastic() and not elastic:
         raise ValueError(

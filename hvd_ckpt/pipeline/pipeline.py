@@ -428,7 +428,7 @@ class Pipeline(nn.Module):
         facts = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
         settings = (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual)
         digests = [zlib.crc32(repr(part).encode()) for part in (settings, (facts, crossing))]
-        gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64))
+        gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64), parts=False)
         for stage, row in enumerate(gathered):
             for index, what in enumerate(("arguments", "model")):
                 if row[index] != gathered[0][index]:
@@ -438,7 +438,8 @@ class Pipeline(nn.Module):
                         f"checkpoint={self.checkpoint!r}"
                     )
         values = [float(digest(one.parameter)) for one in tied]
-        for one, *copies in zip(tied, *self._grid.gather(torch.tensor(values, dtype=torch.float64))):
+        rows = self._grid.gather(torch.tensor(values, dtype=torch.float64), parts=False)
+        for one, *copies in zip(tied, *rows):
             first, *others = one.stages
             for stage in others:
                 if copies[stage] != copies[first]:

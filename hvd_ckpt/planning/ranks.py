@@ -23,11 +23,11 @@ def on_rank_0(make: Callable[[Limit], T], budget: Limit, device: torch.device) -
     Raises:
         ValueError, BudgetError: on every rank, what one of them raised.
     """
-    if not hvd.is_initialized() or hvd.size() * current().stages == 1:
+    if not hvd.is_initialized() or current().size == 1:
         return make(budget)
     limit = _smallest_of_all(budget, device)
     answer: T | Exception | None = None
-    if hvd.rank() == 0 and current().stage == 0:
+    if current().number == 0:
         try:
             answer = make(limit)
         except (BudgetError, ValueError) as error:

@@ -1,11 +1,12 @@
-"""The grid of a job with pipeline stages: which stage and which replica this process is, and links between all processes.
+"""The grid of a job: which stage, replica and part this process is, and links between all processes.
 
-A job of np processes runs ``stages`` times ``replicas`` of them; the process number is ``stage * replicas + replica``, so the
-replicas of a stage are close together. The replicas of each stage form a Horovod world of their own. Everything that talks to
-Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data-parallel job per stage, over MPI and over Gloo:
+A job of np processes runs ``stages`` times ``replicas`` times ``tensor`` of them. The process number is
+``(stage * replicas + replica) * tensor + part``, so the parts of a layer are next to each other and the replicas of a stage are
+close together. The replicas of each stage and part form a Horovod world of their own. Everything that talks to
+Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data-parallel job, over MPI and over Gloo:
 
-- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator.
-- Over Gloo, Horovod is initialized with a rendezvous server of the stage, as Horovod's own Ray and Spark integrations do; the
+- Over MPI, Horovod is initialized with the communicator of these replicas, and the links are a duplicate of the world communicator.
+- Over Gloo, Horovod is initialized with a rendezvous server of these replicas, as Horovod's own Ray and Spark integrations do; the
   links are a ``ProcessGroupGloo`` of PyTorch. Addresses are exchanged through the launcher's rendezvous server.
 """
 
@@ -58,11 +59,11 @@ class StageFailed(RuntimeError):
 
 @dataclass
 class Grid:
-    """Stages and replicas of this job, and this process's place among them.
+    """Stages, replicas and parts of this job, and this process's place among them.
 
     Attributes:
-        stages, replicas: how many; np is their product.
-        stage, replica: this process's, from 0.
+        stages, replicas, tensor: how many stages, replicas of a stage and parts of a layer; np is their product.
+        stage, replica, part: this process's, from 0.
         local_rank, local_size: its number among the processes of all stages on this host, and how many these are.
         peers: where each process of the job runs, by process number.
         link: messages between all processes; None in a job of one process that no launcher has started.
@@ -74,6 +75,8 @@ class Grid:
     replica: int
     local_rank: int = 0
     local_size: int = 1
+    tensor: int = 1
+    part: int = 0
     peers: Sequence[Peer] = ()
     link: MpiLink | GlooLink | None = None
     horovod: dict[str, Any] = field(
@@ -83,35 +86,48 @@ class Grid:
     @property
     def size(self) -> int:
         """Number of processes in the job."""
-        return self.stages * self.replicas
+        return self.stages * self.replicas * self.tensor
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of processes that one replica of the model is spread over: its stages times their parts."""
+        return self.stages * self.tensor
 
     @property
     def number(self) -> int:
-        """This process's number in the job; ``rank()`` where there are no stages."""
+        """This process's number in the job; ``rank()`` where there are neither stages nor parts."""
         return self.process(self.stage)
 
-    def process(self, stage: int, replica: int | None = None) -> int:
-        """The process number of a stage, by default that of this process's replica."""
-        return stage * self.replicas + (self.replica if replica is None else replica)
+    def process(self, stage: int, replica: int | None = None, part: int | None = None) -> int:
+        """The process number of a stage, by default that of this process's replica and part."""
+        row = stage * self.replicas + (self.replica if replica is None else replica)
+        return row * self.tensor + (self.part if part is None else part)
 
     def name(self, process: int) -> str:
-        """A process in words: ``stage 1 (rank 3 on host node7)``."""
+        """A process in words: ``stage 1 (rank 3 on host node7)``, ``part 0 (rank 2)``, ``stage 1, part 0 (rank 6)``."""
         host = f" on host {self.peers[process].host}" if process < len(self.peers) else ""
-        return f"stage {process // self.replicas} (rank {process}{host})"
+        row, part = divmod(process, self.tensor)
+        words = [f"stage {row // self.replicas}"] if self.stages > 1 or self.tensor == 1 else []
+        words += [f"part {part}"] if self.tensor > 1 else []
+        return f"{', '.join(words)} (rank {process}{host})"
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """The values (float64, of one length on all stages) of every stage of this replica, in the order of the stages. Collective
-        over the stages of a replica.
+    def gather(self, values: Tensor, parts: bool = True) -> list[Tensor]:
+        """The values (float64, of one length everywhere) of every stage and part of this replica, ordered by stage, then part.
+        Collective over the stages and parts of a replica.
+
+        Args:
+            parts: False for the values of the stages of this part alone.
 
         Raises:
-            StageFailed: another stage has ended by an error.
+            StageFailed: another stage or part has ended by an error.
         """
-        rows = [values if stage == self.stage else torch.empty_like(values) for stage in range(self.stages)]
+        chosen = range(self.tensor) if parts else [self.part]
+        others = [self.process(stage, part=part) for stage in range(self.stages) for part in chosen]
+        rows = [values if other == self.number else torch.empty_like(values) for other in others]
         requests = []
-        for stage, row in enumerate(rows):
-            if stage != self.stage:
+        for other, row in zip(others, rows):
+            if other != self.number:
                 assert self.link is not None
-                other = self.process(stage)
                 memory = values.contiguous().view(torch.uint8)
                 requests += [
                     (one, other) for one in self.link.receive(row.view(torch.uint8), other, GATHER_TAG)
@@ -123,14 +139,14 @@ class Grid:
         return rows
 
     def on_any_stage(self, happened: bool) -> bool:
-        """Whether something has happened on some stage of this replica. Collective over the stages of a replica."""
-        if self.stages == 1:
+        """Whether something has happened on some stage or part of this replica. Collective over these."""
+        if self.model_parallel_size == 1:
             return happened
         own = torch.tensor([float(happened)], dtype=torch.float64)
         return any(bool(stage) for stage in self.gather(own))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A picklable value of every stage of this replica, in the order of the stages. Collective over the stages of a replica."""
+        """A picklable value of every stage and part of this replica, ordered by stage, then part. Collective over these."""
         content = pickle.dumps(value)
         sizes = [int(size) for size in self.gather(torch.tensor([len(content)], dtype=torch.float64))]
         padded = torch.zeros(-(-max(sizes) // 8), dtype=torch.float64)  # whose bytes are the content
@@ -250,6 +266,16 @@ def stages() -> int:
     return current().stages
 
 
+def tensor_rank() -> int:
+    """The part of each split layer that this process holds, from 0. 0 in a job without tensor parallelism."""
+    return current().part
+
+
+def tensor_size() -> int:
+    """The number of parts of a split layer, as given to ``init(tensor=...)``."""
+    return current().tensor
+
+
 @contextlib.contextmanager
 def noticing_ends(who: str) -> Iterator[None]:
     """Turns Gloo's error about a connection that is closed into a :class:`StageFailed`."""
@@ -263,37 +289,40 @@ def noticing_ends(who: str) -> Iterator[None]:
 
 
 def leave() -> None:
-    """Forgets the grid: Horovod is to start without stages."""
+    """Forgets the grid: Horovod is to start without stages and parts."""
     global _grid
     _grid = None
 
 
-def enter(stages: Any, mpi: Callable[[], Any] | None) -> Grid:
+def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
     """Finds this process's place, and links all processes; before Horovod starts. Collective.
 
     Args:
-        stages: how many, 2 or more.
+        stages: how many pipeline stages.
         mpi: imports mpi4py's ``MPI``; None in a job over Gloo.
+        tensor: how many parts of a layer.
 
     Raises:
-        ValueError: ``stages`` is not a number of stages that divides np; on every process.
+        ValueError: ``stages`` or ``tensor`` is not a number from 1, or their product does not divide np; on every process.
         RuntimeError: the job is elastic, or MPI lets only one thread call it.
     """
     global _grid
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
         raise ValueError(f"init(): stages must be a number of pipeline stages from 1, got {stages!r}")
+    if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
+        raise ValueError(f"init(): tensor must be a number of parts of a layer from 1, got {tensor!r}")
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise RuntimeError(
-            f"init(): stages={stages} cannot be used in an elastic job; start it with a fixed -np"
+            f"init(): {_asked(stages, tensor)} cannot be used in an elastic job; start it with a fixed -np"
         )
-    _grid = _over_mpi(stages, mpi()) if mpi is not None else _over_gloo(stages)
-    watchdog.introduce(_grid.peers, _grid.process(_grid.stage))
+    _grid = _over_mpi(stages, tensor, mpi()) if mpi is not None else _over_gloo(stages, tensor)
+    watchdog.introduce(_grid.peers, _grid.number)
     return _grid
 
 
 @contextlib.contextmanager
 def starting(grid: Grid) -> Iterator[None]:
-    """Within it Horovod's environment is that of the stage's own world."""
+    """Within it Horovod's environment is that of the world of this stage and part."""
     before = {name: os.environ.get(name) for name in grid.horovod.get("environment", {})}
     os.environ.update(grid.horovod.get("environment", {}))
     try:
@@ -306,37 +335,46 @@ def starting(grid: Grid) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _place(stages: int, process: int, processes: int) -> Grid:
-    if processes % stages:
+def _asked(stages: int, tensor: int) -> str:
+    given = {"stages": stages, "tensor": tensor}
+    return ", ".join(f"{name}={number}" for name, number in given.items() if number != 1)
+
+
+def _place(stages: int, tensor: int, process: int, processes: int) -> Grid:
+    processes_of_replica = stages * tensor
+    if processes % processes_of_replica:
+        nearest = max(1, round(processes / processes_of_replica)) * processes_of_replica
         raise ValueError(
-            f"init(): stages={stages} does not divide the number of processes, {processes}; start stages times replicas of them, "
-            f"such as -np {max(1, round(processes / stages)) * stages}"
+            f"init(): {_asked(stages, tensor)} does not divide the number of processes, {processes}; start "
+            f"{' times '.join(name for name, n in (('stages', stages), ('tensor', tensor)) if n > 1)} times replicas of them, "
+            f"such as -np {nearest}"
         )
-    replicas = processes // stages
-    return Grid(stages, replicas, *divmod(process, replicas))
+    replicas = processes // processes_of_replica
+    row, part = divmod(process, tensor)
+    return Grid(stages, replicas, *divmod(row, replicas), tensor=tensor, part=part)
 
 
 # ------------------------------------------------------------------------------------------------------------ MPI
 
 
-def _over_mpi(stages: int, mpi: Any) -> Grid:
+def _over_mpi(stages: int, tensor: int, mpi: Any) -> Grid:
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi)  # before Horovod registers its own end, so that it runs after that
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise RuntimeError(
-            f"init(): stages={stages} need an MPI that Horovod's thread and this one may call at the same time, with "
+            f"init(): {_asked(stages, tensor)} needs an MPI that Horovod's thread and this one may call at the same time, with "
             f"MPI_THREAD_MULTIPLE (level {mpi.THREAD_MULTIPLE}), and this one gives level {mpi.Query_thread()}: initialize it "
             f"with that, use an Open MPI that has it, or run over Gloo (`horovodrun --gloo`)"
         )
     world = mpi.COMM_WORLD.Dup()
-    grid = _place(stages, world.Get_rank(), world.Get_size())
+    grid = _place(stages, tensor, world.Get_rank(), world.Get_size())
     near = world.Split_type(mpi.COMM_TYPE_SHARED)
     grid.local_rank, grid.local_size = near.Get_rank(), near.Get_size()
     near.Free()
     grid.peers = world.allgather(Peer.here(world.Get_rank()))
     grid.link = MpiLink(world, grid.name)
-    grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage, grid.replica)}
+    grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage * tensor + grid.part, grid.replica)}
     return grid
 
 
@@ -375,11 +413,11 @@ class _Board:
         return own_address(self.address)
 
 
-def _over_gloo(stages: int) -> Grid:
+def _over_gloo(stages: int, tensor: int) -> Grid:
     if GLOO_ADDRESS not in os.environ:
-        return _place(stages, 0, 1)
+        return _place(stages, tensor, 0, 1)
     process, processes = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
-    grid = _place(stages, process, processes)
+    grid = _place(stages, tensor, process, processes)
     grid.local_rank, grid.local_size = (
         whole_in("HOROVOD_LOCAL_RANK") or 0,
         whole_in("HOROVOD_LOCAL_SIZE") or 1,
@@ -388,14 +426,14 @@ def _over_gloo(stages: int) -> Grid:
     board.put(f"rank {process}", (Peer.here(process), board.own_address()))
     everyone = [board.get(f"rank {other}") for other in range(processes)]
     grid.peers = [peer for peer, _ in everyone]
-    grid.horovod = {"environment": _stage_environment(grid, board)}
+    grid.horovod = {"environment": _world_environment(grid, board)}
     grid.link = GlooLink(_group(board, process, processes), grid.name)
     return grid
 
 
-def _stage_environment(grid: Grid, board: _Board) -> dict[str, str]:
-    """What a launcher would tell this process if the replicas of its stage were the whole job."""
-    key = f"the rendezvous server of stage {grid.stage}"
+def _world_environment(grid: Grid, board: _Board) -> dict[str, str]:
+    """What a launcher would tell this process if the replicas of its stage and part were the whole job."""
+    key = f"the rendezvous server of stage {grid.stage}, part {grid.part}"
     if grid.replica == 0:
         server = RendezvousServer()  # a daemon thread, which ends with the process
         board.put(key, (board.own_address(), server.start()))

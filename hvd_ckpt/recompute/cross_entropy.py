@@ -47,7 +47,8 @@ def chunked_cross_entropy(
 
     Args:
         head: the linear layer, an embedding whose weight is tied to it, or its weight (vocabulary, width). Its parameters may be
-            tied or frozen; each gradient accumulates once per backward pass. Hooks of the module do not run.
+            tied or frozen; each gradient accumulates once per backward pass. Hooks of the module do not run. Of a vocabulary
+            parallel one (:func:`hvd_ckpt.tensor_parallel`) each part computes the scores of its own tokens. Collective then.
         hidden: (..., width).
         targets: class numbers, (...).
         chunks: no more than the logits of ``ceil(rows / chunks)`` rows are in memory at a time, rows without a target counted.
@@ -70,7 +71,12 @@ def chunked_cross_entropy(
         ValueError: shapes do not fit, or an option has another value.
         RuntimeError: in a backward pass with ``create_graph=True``.
     """
-    if isinstance(head, nn.Module) and type(head).forward not in (nn.Linear.forward, nn.Embedding.forward):
+    vocabulary = head.vocabulary() if hasattr(type(head), "vocabulary") else None
+    if (
+        isinstance(head, nn.Module)
+        and vocabulary is None
+        and type(head).forward not in (nn.Linear.forward, nn.Embedding.forward)
+    ):
         raise TypeError(
             f"head must be an nn.Linear, an nn.Embedding or a weight, got {type(head).__name__}: give its last linear layer, and "
             "apply what comes before to hidden"
@@ -84,6 +90,8 @@ def chunked_cross_entropy(
     device = hidden.device.type
     mixed = torch.is_autocast_enabled(device)
     product = torch.get_autocast_dtype(device) if mixed else hidden.dtype
+    if vocabulary is not None:
+        hidden = vocabulary.entering(hidden)
     return cross_entropy_of(
         Product(hidden, weight, bias, product),
         targets,
@@ -93,6 +101,7 @@ def chunked_cross_entropy(
         reduction=reduction,
         label_smoothing=label_smoothing,
         token_weights=token_weights,
+        vocabulary=vocabulary,
     )
 
 
@@ -120,8 +129,13 @@ def cross_entropy_of(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     token_weights: Tensor | None = None,
+    vocabulary: Any = None,
 ) -> Tensor:
-    """:func:`chunked_cross_entropy` of a product; ``dtype`` is that of the softmax."""
+    """:func:`chunked_cross_entropy` of a product; ``dtype`` is that of the softmax.
+
+    Args:
+        vocabulary: of a weight that is a slice of the whole one, its :class:`hvd_ckpt.tensor.head.SplitVocabulary`.
+    """
     _check(product.hidden, targets, chunks, reduction, label_smoothing, token_weights)
     hidden, shape = product.hidden.flatten(0, -2), targets.shape
     targets = targets.flatten()
@@ -146,7 +160,9 @@ def cross_entropy_of(
         and torch.float16 not in (product.dtype, dtype)
         and not (is_checkpointing() or is_recomputing())
     )
-    options = _Options(rows_of_chunk, product.dtype, dtype, label_smoothing, reduction != "none", early)
+    options = _Options(
+        rows_of_chunk, product.dtype, dtype, label_smoothing, reduction != "none", early, vocabulary
+    )
     loss: Tensor = _CrossEntropy.apply(hidden, product.weight, product.bias, targets, weights, options)  # type: ignore[no-untyped-call]
     if reduction != "none":
         return loss + torch.nan if reduction == "mean" and not len(targets) else loss  # the mean of nothing
@@ -182,6 +198,7 @@ class _Options(NamedTuple):
         product, softmax: dtypes.
         reduced: the result is the weighted sum of the losses.
         early: gradients are made in the forward pass.
+        vocabulary: the slice of it that the weight has; None for all.
     """
 
     rows: int
@@ -190,6 +207,7 @@ class _Options(NamedTuple):
     smoothing: float
     reduced: bool
     early: bool
+    vocabulary: Any
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -242,7 +260,8 @@ def _chunk_by_chunk(
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Losses of the rows, and the wanted gradients of their sum, weighted by ``factors``."""
-    classes = len(weight)
+    vocabulary = options.vocabulary
+    classes = len(weight) if vocabulary is None else vocabulary.size
     losses = torch.empty(len(targets), dtype=options.softmax, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     # Summed over chunks in float32, and not there before the first chunk's logits are gone.
@@ -256,18 +275,28 @@ def _chunk_by_chunk(
             rows = slice(start, start + options.rows)
             inputs, target, factor = hidden[rows], targets[rows, None], factors[rows, None]
             logits = product.rows(inputs).to(options.softmax)
-            scores = functional.log_softmax(logits, -1)
+            if vocabulary is None:
+                scores = functional.log_softmax(logits, -1)
+                of_target, mean = (
+                    scores.gather(1, target),
+                    scores.mean(1, keepdim=True) if options.smoothing else None,
+                )
+                hit = factor
+            else:
+                scores, of_target, mean = vocabulary.log_softmax(logits, target)
+                target, here = vocabulary.local(target)
+                hit = factor * here
             del logits
-            loss = -scores.gather(1, target)
+            loss = -of_target
             if options.smoothing:
-                loss = (1 - options.smoothing) * loss - options.smoothing * scores.mean(1, keepdim=True)
+                loss = (1 - options.smoothing) * loss - options.smoothing * mean
             losses[rows] = loss[:, 0]
             if not any(wanted):
                 continue
             slope = scores.exp_()  # in the same memory: of the loss with respect to the logits
             if options.smoothing:
                 slope.sub_(options.smoothing / classes)
-            slope.mul_(factor).scatter_add_(1, target, (options.smoothing - 1) * factor)
+            slope.mul_(factor).scatter_add_(1, target, (options.smoothing - 1) * hit)
             slope = slope.to(options.product)
             if of_hidden is not None:
                 of_hidden[rows] = slope @ cast

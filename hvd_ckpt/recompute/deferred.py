@@ -135,7 +135,7 @@ def defer(
 
     It is not inside a checkpointed region, where the loss, outside, would keep what the region recomputes; in compiled code; in a
     training forward pass without gradients, such as that of a reentrant region; or in evaluation where parameters are split over
-    the ranks (stage 3), which free them as the model has run.
+    the ranks (stage 3), which free them as the model has run; or of a vocabulary parallel head.
     """
     hidden = args[0] if len(args) == 1 and not kwargs else None
     grad = torch.is_grad_enabled()
@@ -149,6 +149,7 @@ def defer(
         or is_checkpointing()
         or is_recomputing()
         or current_graph_task_id() != -1
+        or hasattr(type(head), "vocabulary")  # of which this is only a part
     ):
         return forward(head, *args, **kwargs)
     device = hidden.device.type

@@ -1,0 +1,87 @@
+"""Sums and gathers among the parts of a replica, over the links of the grid and never in Horovod's queue.
+
+Every part sends to and receives from each other one, and adds up in the order of the parts: all of them have the same bits, in
+every run. Two parts exchange whole tensors, which moves as many bytes as a ring and waits once; more reduce-scatter, then gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_ckpt.processes.grid import FIRST_TAG, current
+
+HALVES = (torch.float16, torch.bfloat16)  # more than two of which are added up in float32
+
+
+def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
+    """The tensors of all parts, in their order. Collective over the parts.
+
+    Args:
+        tensor: of this part; on a GPU it travels through memory of the host.
+        shapes: of each part's; by default that of this one.
+
+    Raises:
+        StageFailed: another part has ended by an error.
+    """
+    grid = current()
+    own = tensor.detach().contiguous()
+    rows = [
+        own if part == grid.part else own.new_empty(own.shape if shapes is None else shapes[part])
+        for part in range(grid.tensor)
+    ]
+    _exchange([own] * grid.tensor, rows)
+    return rows
+
+
+def add(tensor: Tensor) -> Tensor:
+    """The sum of the tensors of all parts, with the same bits on each. Collective over the parts."""
+    parts = current().tensor
+    if parts == 2:
+        first, second = gather(tensor)
+        own, other = (first, second) if current().part == 0 else (second, first)
+        return torch.add(own, other, out=other)  # a + b has the bits of b + a
+    flat = tensor.detach().reshape(-1)
+    each = -(-flat.numel() // parts)
+    padded = torch.nn.functional.pad(flat, (0, parts * each - flat.numel()))
+    chunks = list(padded.split(each))
+    rows = [chunk if part == current().part else torch.empty_like(chunk) for part, chunk in enumerate(chunks)]
+    rows[current().part] = chunks[current().part]
+    _exchange(chunks, rows)
+    wide = torch.float32 if flat.dtype in HALVES else flat.dtype
+    total = rows[0].to(wide, copy=True)
+    for row in rows[1:]:
+        total += row
+    return torch.cat(gather(total.to(flat.dtype)))[: flat.numel()].view(tensor.shape)
+
+
+def maximum(tensor: Tensor) -> Tensor:
+    """The greatest of each element over all parts. Collective over the parts."""
+    return torch.stack(gather(tensor)).amax(0)
+
+
+def _exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Sends ``sent[part]`` to each other part, and fills ``rows[part]`` with what it sends here."""
+    grid = current()
+    if grid.tensor == 1:
+        return
+    assert grid.link is not None
+    others = [(part, grid.process(grid.stage, part=part)) for part in range(grid.tensor) if part != grid.part]
+    hosts = {part: rows[part] if rows[part].device.type == "cpu" else rows[part].cpu() for part, _ in others}
+    requests = []
+    for part, process in others:
+        requests += [(one, process) for one in grid.link.receive(_bytes(hosts[part]), process, FIRST_TAG)]
+    for part, process in others:
+        memory = _bytes(sent[part].cpu())
+        requests += [(one, process) for one in grid.link.send(memory, process, FIRST_TAG)]
+    for request, process in requests:
+        grid.link.wait(request, f"values of {grid.name(process)}", process)
+    for part, _ in others:
+        if hosts[part] is not rows[part]:
+            rows[part].copy_(hosts[part])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
