@@ -2,8 +2,8 @@
 # Sets up everything this repository needs in .venv, then runs a command of it.
 #
 #   bash main.sh                   the main job: hvd-ckpt compare
-#   bash main.sh setup             set up only
-#   bash main.sh test [ARGS]       set up, then the tests (ARGS go to pytest)
+#   bash main.sh setup             set up only, with what the tests need
+#   bash main.sh test [ARGS]       the same, then the tests (ARGS go to pytest)
 #   bash main.sh docs              build the documentation into site/ (needs no PyTorch and no Horovod)
 #   bash main.sh gpu [ARGS]        set up, then check everything that runs on a GPU: hvd-ckpt doctor --gpu ARGS
 #   bash main.sh gpu --offline FOLDER   the same without a network; hvd-ckpt doctor --fill FOLDER fills the folder elsewhere
@@ -124,6 +124,17 @@ install_requirements() {
     mark_done requirements "$hash"
 }
 
+install_test_requirements() {
+    local list="$root/install/requirements-tests.txt" hash
+    hash="$(hash_of "$list" "$stamps/requirements.txt")"
+    if is_done tests "$hash"; then return; fi
+    say "Installing what the tests need besides."
+    # The constraint keeps the PyTorch and the other versions that are there.
+    install_with_pip -r "$list" -c "$stamps/requirements.txt" ||
+        die "the packages that the tests need could not be installed; the reason is above."
+    mark_done tests "$hash"
+}
+
 install_offline() {
     # PyTorch and what else is missing in the folder are those of the Python that .venv is made with; wheels in it come first.
     local folder="$1" python hash
@@ -181,6 +192,7 @@ import importlib.metadata; importlib.metadata.version("horovod")' 2>/dev/null; t
 set_up() {
     make_venv
     if [[ -n "$offline" ]]; then install_offline "$offline"; else install_requirements; fi
+    case "$1" in setup | test) install_test_requirements ;; esac
     install_package
     rm -f "$busy"
     if [[ "$1" == gpu ]]; then return; fi   # it builds Horovod itself

@@ -27,8 +27,8 @@ class Copy:
         self.root.mkdir()
         shutil.copy(ROOT / "main.sh", self.root)
         shutil.copytree(ROOT / "install", self.root / "install")
-        install = self.root / "hvd_ckpt" / "install"
-        shutil.copytree(ROOT / "hvd_ckpt" / "install", install, ignore=shutil.ignore_patterns("__pycache__"))
+        install = self.root / "hvd_ckpt" / "app" / "install"
+        shutil.copytree(ROOT / "hvd_ckpt" / "app" / "install", install, ignore=shutil.ignore_patterns("__pycache__"))
         for tool in TOOLS:
             found = shutil.which(tool)
             assert found is not None, tool
@@ -149,6 +149,17 @@ def test_a_failed_build_leaves_a_doctor(environment: Copy) -> None:
     assert "interrupted" not in environment.run("setup").stderr
 
 
+def test_only_the_tests_get_what_tests_need(environment: Copy) -> None:
+    """And with the versions that are there."""
+    environment.run("compare")
+    assert "requirements-tests" not in (environment.root / "installed").read_text()
+    environment.run("setup")
+    environment.run("test", "--help")
+    lines = (environment.root / "installed").read_text().splitlines()
+    (line,) = (line for line in lines if "requirements-tests" in line)
+    assert f"-c {environment.root / '.venv' / '.stamps' / 'requirements.txt'}" in line
+
+
 def test_a_torch_of_the_users_own_is_kept(environment: Copy) -> None:
     """The pin is a tested version, not the only one; one that cannot be had is not remembered."""
     list_, offline = environment.root / ".venv" / ".stamps" / "requirements.txt", environment.root / "offline"
@@ -166,7 +177,7 @@ def test_a_torch_of_the_users_own_is_kept(environment: Copy) -> None:
     assert set_up(TORCH="2.14.1+cpu") == "torch==2.14.1+cpu"
     assert set_up() == "torch==2.14.1+cpu"
     installed = (environment.root / "installed").read_text().splitlines()
-    assert sum(str(list_) in line for line in installed) == 2, "the second time there is nothing to do"
+    assert sum(f"-r {list_}" in line for line in installed) == 2, "the second time there is nothing to do"
 
 
 def test_an_interrupted_set_up_starts_over(copy: Copy) -> None:
