@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -51,6 +52,8 @@ class OneLineErrors(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
+            if isinstance(error, click.NoSuchOption):  # click lists options that are hardly alike
+                error.possibilities = get_close_matches(error.option_name, error.possibilities or [], n=1)
             raise BadArgument(error.format_message()) from None
 
 
