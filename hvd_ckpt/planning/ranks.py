@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt.planning.budget import BudgetError, parse_budget
-from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes import parts, watchdog
 from hvd_ckpt.processes.grid import current
 
 T = TypeVar("T")
@@ -29,7 +29,8 @@ def on_rank_0(make: Callable[[Limit], T], budget: Limit, device: torch.device) -
     answer: T | Exception | None = None
     if current().number == 0:
         try:
-            answer = make(limit)
+            with parts.alone():
+                answer = make(limit)
         except (BudgetError, ValueError) as error:
             answer = error if isinstance(error, BudgetError) else ValueError(str(error))
         except Exception as error:  # the other ranks wait for an answer

@@ -22,6 +22,7 @@ from hvd_ckpt.snapshots.resume import (
     check_sharding,
     check_tensors,
 )
+from hvd_ckpt.snapshots.slices import cuts_of
 from hvd_ckpt.utils.schema import Strict, Wrong, first_error, shown
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
@@ -254,7 +255,7 @@ def check_fits(
     check_tensors(of_model(snapshot.weights, known), known, "weights", True)
     ema = snapshot.replicated["ema"]
     if snapshot.sharding is not None:
-        check_sharding(snapshot.sharding, specs)
+        check_sharding(snapshot.sharding, specs, cuts_of(model))
     else:
         if not pipeline:
             check_optimizer(snapshot.replicated["optimizer"], optimizer, sharded=stage > 0)

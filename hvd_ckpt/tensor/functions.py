@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_ckpt.tensor import parts
+from hvd_ckpt.processes import parts
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo
 
 
@@ -77,7 +78,7 @@ class _Leave(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        part = parts.current().part
+        part = current().part
         ctx.range = (sum(lengths[:part]), lengths[part])
         with DisableTorchFunction():
             return torch.cat(parts.gather(x, [(*x.shape[:-1], length) for length in lengths]), -1)

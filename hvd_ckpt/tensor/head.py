@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hvd_ckpt.tensor import parts
+from hvd_ckpt.processes import parts
 from hvd_ckpt.tensor.functions import enter
 
 

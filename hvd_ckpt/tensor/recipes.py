@@ -22,7 +22,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.tensor.copies import watch_copies
 from hvd_ckpt.tensor.layers import cuts_in, is_transposed, split
 from hvd_ckpt.utils.cuts import Cut
 
@@ -101,7 +103,7 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None) -> Model:
         cuts = {name: _cuts_of(name, module, kind, grid.tensor) for name, (module, kind) in chosen.items()}
     except ValueError as error:
         problem = str(error)
-    if grid.size > 1:
+    if grid.size > 1 and not parts.is_alone():
         _agree(model, {name: kind for name, (_, kind) in chosen.items()}, problem)
     elif problem:
         raise ValueError(problem)
@@ -114,6 +116,7 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None) -> Model:
         split(module, "column" if kind == "fused" else kind, cuts[name], enters)
         for attribute in options.split(",") if kind == "heads" and options else ():
             setattr(module, attribute, getattr(module, attribute) // grid.tensor)
+    watch_copies()
     return model
 
 

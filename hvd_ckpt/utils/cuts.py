@@ -38,6 +38,10 @@ class Cut:
         """The number of elements of this part along the dimension."""
         return sum(stop - start for start, stop in self.ranges(parts, part))
 
+    def whole_shape(self, shape: Sequence[int]) -> list[int]:
+        """The shape of the whole tensor, of that of a part's slice."""
+        return [self.size if dim == self.dim else length for dim, length in enumerate(shape)]
+
     def of(self, whole: Tensor, parts: int, part: int) -> Tensor:
         """A copy of what a part has of the whole tensor."""
         slices = [whole.narrow(self.dim, a, b - a) for a, b in self.ranges(parts, part)]
@@ -49,9 +53,7 @@ class Cut:
 
     def whole(self, pieces: Sequence[Tensor]) -> Tensor:
         """The whole tensor of those of all parts, in their order."""
-        shape = list(pieces[0].shape)
-        shape[self.dim] = self.size
-        whole = pieces[0].new_empty(shape)
+        whole = pieces[0].new_empty(self.whole_shape(pieces[0].shape))
         for part, piece in enumerate(pieces):
             reached = 0
             for start, stop in self.ranges(len(pieces), part):

@@ -71,6 +71,10 @@ def _train(
         if max_restarts is None and np is None and launcher is None:
             run(config)
             return
+        if np is not None and np % (config.stages * config.tensor) and config.tensor > 1:
+            raise ConfigError(
+                f"--np {np}: stages x tensor, {config.stages} x {config.tensor}, does not divide it, give a multiple"
+            )
         if np is not None and np % config.stages:
             raise ConfigError(f"--np {np}: stages {config.stages} do not divide it, give a multiple")
         words = _launcher(np, launcher)
@@ -201,6 +205,10 @@ def run(config: Config) -> None:
     folder = config.output or (config.resume and _folder_of_run(config.resume))
     with exit_handler(Path(folder) if folder else None):
         watchdog.end_with_parent()
+        if config.tensor > 1 and is_elastic():
+            raise ConfigError(
+                f"tensor {config.tensor}: ranks of an elastic job come and go, and take their parts with them, leave it out"
+            )
         if config.stages > 1 and is_elastic():
             raise ConfigError(
                 f"stages {config.stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
@@ -208,7 +216,7 @@ def run(config: Config) -> None:
         if config.within is not None:  # each group of ranks is a process set
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
-            runtime.init(stall_timeout=config.stall_timeout, stages=config.stages)
+            runtime.init(stall_timeout=config.stall_timeout, stages=config.stages, tensor=config.tensor)
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
         try:

@@ -72,19 +72,20 @@ def config_errors() -> Iterator[None]:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Compares the weights of the ranks, on each pipeline stage its own. Collective.
+    """Compares the weights of the ranks, on each pipeline stage and part its own. Collective.
 
     Raises:
         WeightsDiffer: some differ; on every rank of every stage.
     """
-    if current().stages == 1:
+    if current().model_parallel_size == 1:
         check_equal_weights(model)
         return
     try:
         check_equal_weights(model)
         found = None
     except WeightsDiffer as error:
-        found = f"pipeline stage {current().stage}: {error}"
+        where = f"pipeline stage {current().stage}" if current().stages > 1 else f"part {current().part}"
+        found = f"{where}: {error}"
     for text in of_all_processes(found, "hvd_ckpt.train.weights"):
         if text is not None:
             raise WeightsDiffer(text)
@@ -147,7 +148,8 @@ class Reports:
             (self._stop.reason, loss, host_name(), step), "hvd_ckpt.train.reports"
         )
         self.stopped = next((stop for stop, *_ in reports if stop is not None), None)
-        reports = reports[: hvd.size()]  # the stages of a replica have the same loss
+        tensor = current().tensor
+        reports = reports[: hvd.size() * tensor : tensor]  # stages and parts of a replica have the same loss
         found = [
             (rank, loss, host, at) for rank, (_, loss, host, at) in enumerate(reports) if loss is not None
         ]

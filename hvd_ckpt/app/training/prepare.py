@@ -128,6 +128,10 @@ def check_stages(model: nn.Module, config: Config) -> None:
         raise ConfigError(
             f"stages {config.stages}: the job was started with {current().stages}, give the same number to init()"
         )
+    if config.tensor != current().tensor:
+        raise ConfigError(
+            f"tensor {config.tensor}: the job was started with {current().tensor}, give the same number to init()"
+        )
     if config.stages == 1:
         return
     if not isinstance(model, nn.Sequential):

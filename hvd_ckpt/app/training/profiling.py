@@ -17,6 +17,7 @@ from hvd_ckpt.app.training.config import Config, first_and_last
 from hvd_ckpt.app.training.report import Report
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
+from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 
 # Dense half-precision TFLOP/s by a part of the device's name, from the vendors' data sheets; the first that fits counts.
@@ -107,6 +108,7 @@ def utilization_of_a_unit(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(parts.alone())
             stack.enter_context(counter)
             model.eval()(*sample.inputs, **sample.shared)
     except Exception as error:  # the run itself may well succeed
@@ -115,5 +117,6 @@ def utilization_of_a_unit(
         return None
     finally:
         model.train(training)
-    flops = PASSES * counter.get_total_flops() / objective.units(sample)
+    # Of one part; what is not split in a layer computes next to nothing.
+    flops = PASSES * counter.get_total_flops() * current().tensor / objective.units(sample)
     return flops / (peak * 1e12 * current().size) or None

@@ -83,6 +83,9 @@ def _ranks(config: Config) -> str:
     grid = current()
     if grid.size == 1:
         return "1"
+    if grid.tensor > 1:
+        stages = f"{grid.stages} pipeline stages ({config.pipeline_schedule}) of " if grid.stages > 1 else ""
+        return f"{grid.size} over {controller()}, {stages}{grid.replicas} x {grid.tensor} (replicas x parts of a layer),"
     if grid.stages == 1:
         return f"{grid.size} over {controller()},"
     each = "1 replica" if grid.replicas == 1 else f"{grid.replicas} replicas"

@@ -60,6 +60,7 @@ from hvd_ckpt.snapshots.content import tensors_of
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.snapshots import Snapshots
+from hvd_ckpt.tensor.recipes import tensor_parallel
 from hvd_ckpt.utils.spans import span
 
 DEFAULT_STEPS = 100
@@ -144,6 +145,10 @@ class Trainer:
                 config.layer_decay,
             )
             check_functions(config, self.model, objective, train, self.device)
+
+        if config.tensor > 1:
+            with config_errors():
+                tensor_parallel(self.model)
 
         # Snapshot: read, validated, and its weights loaded
         point = point or find_resume_point(config)

@@ -6,14 +6,38 @@ every run. Two parts exchange whole tensors, which moves as many bytes as a ring
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from hvd_ckpt.processes.grid import FIRST_TAG, current
+from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current, pretending
+
+_alone = False
 
 HALVES = (torch.float16, torch.bfloat16)  # more than two of which are added up in float32
+
+
+@contextlib.contextmanager
+def alone(tensor: int | None = None) -> Iterator[None]:
+    """Inside, nothing is exchanged: every other part counts as having zeros. For measurements by one process.
+
+    Args:
+        tensor: of how many parts this process is the first; by default those that the job has.
+    """
+    global _alone
+    before, _alone = _alone, True
+    try:
+        with pretending(Grid(1, 1, 0, 0, tensor=tensor)) if tensor is not None else contextlib.nullcontext():
+            yield
+    finally:
+        _alone = before
+
+
+def is_alone() -> bool:
+    """Whether this process works without the other parts, see :func:`alone`."""
+    return _alone
 
 
 def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
@@ -32,7 +56,7 @@ def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> lis
         own if part == grid.part else own.new_empty(own.shape if shapes is None else shapes[part])
         for part in range(grid.tensor)
     ]
-    _exchange([own] * grid.tensor, rows)
+    exchange([own] * grid.tensor, rows)
     return rows
 
 
@@ -49,7 +73,7 @@ def add(tensor: Tensor) -> Tensor:
     chunks = list(padded.split(each))
     rows = [chunk if part == current().part else torch.empty_like(chunk) for part, chunk in enumerate(chunks)]
     rows[current().part] = chunks[current().part]
-    _exchange(chunks, rows)
+    exchange(chunks, rows)
     wide = torch.float32 if flat.dtype in HALVES else flat.dtype
     total = rows[0].to(wide, copy=True)
     for row in rows[1:]:
@@ -62,10 +86,15 @@ def maximum(tensor: Tensor) -> Tensor:
     return torch.stack(gather(tensor)).amax(0)
 
 
-def _exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Sends ``sent[part]`` to each other part, and fills ``rows[part]`` with what it sends here."""
     grid = current()
     if grid.tensor == 1:
+        return
+    if _alone:
+        for part, row in enumerate(rows):
+            if part != grid.part:
+                row.zero_()
         return
     assert grid.link is not None
     others = [(part, grid.process(grid.stage, part=part)) for part in range(grid.tensor) if part != grid.part]
