@@ -36,10 +36,13 @@ def watch_copies() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, ReducedOptimizer) and verifies_weights() and current().tensor > 1:
+    if not isinstance(optimizer, ReducedOptimizer) or not verifies_weights() or current().tensor == 1:
+        return
+    # A copy of an optimizer, with which a step is tried out, knows no names.
+    names = getattr(optimizer, "parameter_names", None) or getattr(optimizer, "_parameter_names", {})
+    if names:
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
-        named = [(name, parameter) for parameter, name in optimizer._parameter_names.items()]
-        check_copies(named, _steps[optimizer])
+        check_copies([(name, parameter) for parameter, name in names.items()], _steps[optimizer])
 
 
 @torch.no_grad()

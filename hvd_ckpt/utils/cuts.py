@@ -70,6 +70,14 @@ def cut_of(parameter: Tensor) -> Cut | None:
     return cut
 
 
+def shape_of_first(parameter: Tensor, parts: int) -> list[int]:
+    """The shape that the first part has of a parameter; the longest."""
+    shape, cut = list(parameter.shape), cut_of(parameter)
+    if cut is not None:
+        shape[cut.dim] = cut.length(parts, 0)
+    return shape
+
+
 def mark(parameter: Tensor, cut: Cut) -> None:
     """Notes how a parameter, which holds its part, is cut."""
     setattr(parameter, _ATTRIBUTE, cut)
