@@ -44,7 +44,9 @@ def test_bytes_of_a_part(tensor: int) -> None:
     assert sum(one.numel() for one in model.parameters()) == expected
     estimate = hc.estimate_memory(gpt(**SIZES), 2, tensor=tensor, optimizer="adamw")
     assert (estimate.parameters, estimate.gradients) == (4 * expected, 4 * expected)
-    assert 0 <= estimate.optimizer_state - 8 * expected <= 8 * len(list(model.parameters()))  # and counts of steps
+    assert (
+        0 <= estimate.optimizer_state - 8 * expected <= 8 * len(list(model.parameters()))
+    )  # and counts of steps
 
 
 def test_activations_of_a_part() -> None:

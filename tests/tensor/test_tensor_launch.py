@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ from safetensors.torch import load_file
 from torch import equal, load
 
 from hvd_ckpt.snapshots.export import export
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COMMAND = Path(sys.executable).with_name("hvd-ckpt")
 
 pytestmark = pytest.mark.launch
 
@@ -43,6 +48,28 @@ def test_models_train_like_the_whole_model(
 )
 def test_together_with_all_else(controller: str, processes: int, tensor: str) -> None:
     run(controller, processes, "tensor_modes", tensor)
+
+
+def test_the_example_learns_in_parts() -> None:
+    status, output = run_ranks(4, EXAMPLES / "tensor_gpt.py", "--steps", "60", controller="gloo")
+    assert status == 0, output
+    assert "2 replicas of 2 parts" in output
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < 0.8 * losses[0], output
+
+
+def test_the_command_trains_in_parts_and_resumes_in_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 20)
+    settings = "train --model gpt-tiny --model-option dropout=0.1 --batch 2 --sequence-length 16 --clip 0.5"
+    command = [*settings.split(), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "run")]
+    status, output = run_ranks(2, COMMAND, *command, "--tensor=2", "--steps=4", controller="gloo")
+    assert status == 0, output
+    assert "1 x 2 (replicas x parts of a layer)" in output
+    status, output = run_ranks(
+        1, COMMAND, "train", "--resume", str(tmp_path / "run"), "--tensor=1", "--steps=6", controller="gloo"
+    )
+    assert status == 0, output
+    assert "after 6 steps" in output
 
 
 @pytest.mark.parametrize(
