@@ -2,8 +2,8 @@
 
     horovodrun -np 4 python examples/tensor_gpt.py
 
-Every part trains on the batch of its replica; sums among the parts make the layers whole. The model is this file's own, and the recipe
-says how its layers are split. It learns to repeat the token of three places before.
+Every part trains on the batch of its replica; sums among the parts make the layers whole. The model is this file's own,
+and the recipe says how its layers are split. It learns to repeat the token of three places before.
 """
 
 from __future__ import annotations
