@@ -56,7 +56,7 @@ class HorovodTrainer(Trainer):
 
     def training_step(self, *args, **options):
         loss = super().training_step(*args, **options)
-        if self.accelerator.sync_gradients:  # the last micro-batch: reduced now, as the Trainer clips next
+        if self.accelerator.sync_gradients:  # the last micro-batch: reduce now, since the Trainer clips next
             hc.clip_grad_norm_(self.model.parameters(), math.inf)
         return loss
 
@@ -110,7 +110,7 @@ def main(text, steps, batch, accumulate, length, width, layers, output):
     )
     data = MaskedBytes(Path(text).read_bytes(), length)
     trainer = HorovodTrainer(model, arguments, train_dataset=data)
-    torch.manual_seed(1 + hc.rank())  # dropout of its own on each rank
+    torch.manual_seed(1 + hc.rank())  # different dropout on each rank
     trainer.train()
     trainer.save_model()  # by rank 0
     for entry in trainer.state.log_history:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import grid, rendezvous, uncaught, watchdog
+from hvd_ckpt.processes import grid, links, rendezvous, uncaught, watchdog
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -115,8 +115,8 @@ def init(
     Raises:
         ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is not a
             number above zero, or an environment variable that must be a number is not; or the ranks of ``torchrun`` or ``srun`` do
-            not meet; or ``stages`` times ``tensor`` does not divide the
-            number of processes, or differs from what Horovod was started with, or is given with ``comm``.
+            not meet; or ``stages`` times ``tensor`` does not divide the number
+            of processes, or differs from what Horovod was started with, or is given with ``comm``.
         RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
             elastic job later, with both variables set, and cannot.
     """
@@ -150,7 +150,7 @@ def init(
     _set_mpi_prefix()
     _watch(stall_timeout)
     if stages == tensor == 1:
-        grid.leave()
+        grid.set_current(None)
         hvd.init(*args, **kwargs)
     else:
         kwargs = _init_grid(stages, tensor, *args, **kwargs)
@@ -173,16 +173,16 @@ def init(
 def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Starts Horovod as one world per pipeline stage and part; returns its keyword arguments."""
     if args or kwargs.get("comm") is not None:
-        name, number = ("stages", stages) if stages != 1 else ("tensor", tensor)
         raise ValueError(
-            f"init(): {name}={number} makes the communicators of its replicas itself; leave comm out"
+            f"init(): {'stages' if stages != 1 else 'tensor'}={stages if stages != 1 else tensor} makes the communicators of its "
+            f"replicas itself; leave comm out"
         )
-    own = grid.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
+    own = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
     if "comm" in own.horovod:
         kwargs["comm"] = own.horovod["comm"]
-    with grid.starting(own):
+    with links.starting(own):
         hvd.init(**kwargs)
-    watchdog.introduce(own.peers, own.number)
+    watchdog.introduce(own.peers, own.process(own.stage))
     return kwargs
 
 

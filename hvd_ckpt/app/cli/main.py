@@ -69,6 +69,7 @@ class LazyGroup(click.Group):
         if entry is None:
             return None
         try:
+            # Here PyTorch is imported, which takes seconds; a list of the commands does not come here.
             module = import_module(entry.module)
         except ImportError as error:
             raise click.ClickException(
@@ -119,7 +120,8 @@ def _print_versions(ctx: click.Context, option: click.Parameter, asked: bool) ->
 )
 def main() -> None:
     """Train models that do not fit: Horovod data parallelism with activation checkpointing."""
-    adopt_launcher()  # so that commands know their rank
+    # Each launcher tells ranks in variables of its own; all commands read Horovod's.
+    adopt_launcher()
 
 
 if __name__ == "__main__":
