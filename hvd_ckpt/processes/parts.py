@@ -102,9 +102,9 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     requests = []
     for part, process in others:
         requests += [(one, process) for one in grid.link.receive(_bytes(hosts[part]), process, FIRST_TAG)]
+    memories = {part: _bytes(sent[part].cpu()) for part, _ in others}  # until they are sent
     for part, process in others:
-        memory = _bytes(sent[part].cpu())
-        requests += [(one, process) for one in grid.link.send(memory, process, FIRST_TAG)]
+        requests += [(one, process) for one in grid.link.send(memories[part], process, FIRST_TAG)]
     for request, process in requests:
         grid.link.wait(request, f"values of {grid.name(process)}", process)
     for part, _ in others:
