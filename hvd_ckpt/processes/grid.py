@@ -135,7 +135,9 @@ def current() -> Grid:
         return _pretended
     if not hvd.is_initialized():  # or not any more
         return Grid(1, 1, 0, 0)
-    return _grid or Grid(1, hvd.size(), 0, hvd.rank(), hvd.local_rank(), hvd.local_size())
+    return _grid or Grid(
+        1, hvd.size(), 0, hvd.rank(), local_rank=hvd.local_rank(), local_size=hvd.local_size()
+    )
 
 
 @contextlib.contextmanager
