@@ -25,8 +25,8 @@ from hvd_ckpt.recompute.containers import Arguments, flatten
 from hvd_ckpt.recompute.partition import partitioned
 from hvd_ckpt.recompute.region import Reach, Region, reach
 from hvd_ckpt.recompute.transforms import refuse_transforms
-from hvd_ckpt.torch_private import disable_dynamo
 from hvd_ckpt.utils.frames import keeps_everything
+from hvd_ckpt.utils.torch_private import disable_dynamo
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -17,8 +17,8 @@ from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.reducer import whole_gradients
-from hvd_ckpt.torch_private import foreach_mul_, foreach_norm
 from hvd_ckpt.utils.cuts import cut_of
+from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
 
 
 def clip_grad_norm_(

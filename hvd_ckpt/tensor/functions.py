@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo
+from hvd_ckpt.utils.torch_private import DisableTorchFunction, disable_dynamo
 
 
 @disable_dynamo

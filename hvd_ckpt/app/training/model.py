@@ -19,9 +19,9 @@ from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, has_gpu_operations, lo
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
 from hvd_ckpt.reduction.construction import warn_of_unsynchronized
-from hvd_ckpt.torch_private import AnyBatchNorm
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import BUILD_HOROVOD
+from hvd_ckpt.utils.torch_private import AnyBatchNorm
 
 # ------------------------------------------------------------------------------------ device and precision
 
