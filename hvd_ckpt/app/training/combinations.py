@@ -177,16 +177,14 @@ def _check_stages(config: Config) -> None:
 def _check_tensor(config: Config) -> None:
     if config.tensor == 1:
         return
-    for name, wrong, reason in (
-        ("local_steps", config.is_local, "each rank steps on a whole model, leave it out"),
+    _refuse(config, "tensor", (
+        ("local_steps", config.local_steps is not None, "each rank steps on a whole model, leave it out"),
         ("replicas", config.replicas is not None, "logical replicas are of whole models, leave it out"),
         ("precision", config.precision.startswith("apex"), "Apex wants whole gradients, give fp16 or bf16"),
         ("offload", config.offload == "parameters", "its files hold whole layers, leave it out"),
         ("prompt", config.prompt is not None, "its text is made by whole models, leave it out"),
         ("optimizer", config.optimizer.strip().lower() == "adafactor", "its state is not one of elements, take adamw"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(f"tensor {config.tensor} and {name} {getattr(config, name)}: {reason}")
+    ))  # fmt: skip
 
 
 def _check_replicas(config: Config) -> None:
