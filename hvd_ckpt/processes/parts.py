@@ -15,6 +15,7 @@ from torch import Tensor
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current, pretending
 
 _alone = False
+_positions_are_split = False
 
 HALVES = (torch.float16, torch.bfloat16)  # more than two of which are added up in float32
 
@@ -38,6 +39,17 @@ def alone(tensor: int | None = None) -> Iterator[None]:
 def is_alone() -> bool:
     """Whether this process works without the other parts, see :func:`alone`."""
     return _alone
+
+
+def note_split_positions() -> None:
+    """Says that a model of this process has sequence parallelism: what flows between its layers differs between parts."""
+    global _positions_are_split
+    _positions_are_split = True
+
+
+def are_positions_split() -> bool:
+    """Whether :func:`note_split_positions` was called."""
+    return _positions_are_split
 
 
 def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
@@ -70,15 +82,23 @@ def add(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     each = -(-flat.numel() // parts)
     padded = torch.nn.functional.pad(flat, (0, parts * each - flat.numel()))
-    chunks = list(padded.split(each))
-    rows = [chunk if part == current().part else torch.empty_like(chunk) for part, chunk in enumerate(chunks)]
-    rows[current().part] = chunks[current().part]
+    return torch.cat(gather(_sum_own(padded.split(each))))[: flat.numel()].view(tensor.shape)
+
+
+def reduce_scatter(tensor: Tensor, dim: int) -> Tensor:
+    """This part's slice along a dimension, which the parts divide, of the sum of the tensors of all. Collective over the parts."""
+    return _sum_own([chunk.contiguous() for chunk in tensor.detach().chunk(current().tensor, dim)])
+
+
+def _sum_own(chunks: Sequence[Tensor]) -> Tensor:
+    """The sum of what all parts have as this part's chunk; the chunks are of one shape."""
+    part, dtype = current().part, chunks[0].dtype
+    rows = [chunk if other == part else torch.empty_like(chunk) for other, chunk in enumerate(chunks)]
     exchange(chunks, rows)
-    wide = torch.float32 if flat.dtype in HALVES else flat.dtype
-    total = rows[0].to(wide, copy=True)
+    total = rows[0].to(torch.float32 if dtype in HALVES else dtype, copy=True)
     for row in rows[1:]:
         total += row
-    return torch.cat(gather(total.to(flat.dtype)))[: flat.numel()].view(tensor.shape)
+    return total.to(dtype)
 
 
 def maximum(tensor: Tensor) -> Tensor:

@@ -22,7 +22,16 @@ class Share(NamedTuple):
 
 
 def partitioned() -> AbstractContextManager[Any]:
-    """Around a region: its inputs, all that autograd saves outside of its own hooks, are kept in shares."""
+    """Around a region: its inputs, all that autograd saves outside of its own hooks, are kept in shares.
+
+    Raises:
+        ValueError: a model has sequence parallelism.
+    """
+    if parts.are_positions_split():
+        raise ValueError(
+            "checkpoint(partition=True) cannot be used with tensor_parallel(sequence=True), by which each part has 1 / t of the "
+            "inputs already; leave partition out"
+        )
     return saved_tensors_hooks(_pack, _unpack)
 
 

@@ -2,26 +2,57 @@
 
 Module, names, ties and hooks stay as they are, and so does the object of a parameter, which optimizers know. ``nn.Linear`` and the
 transposed ``Conv1D`` of transformers are column or row parallel, ``nn.Embedding`` and the head are vocabulary parallel, and an
-attention module computes with its part of the heads.
+attention module computes with its part of the heads. With sequence parallelism a block computes with its part of the positions.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.tensor.functions import enter, gather_last, leave, share
+from hvd_ckpt.tensor.functions import (
+    enter,
+    enter_positions,
+    gather_last,
+    join_positions,
+    leave,
+    leave_positions,
+    share,
+    split_positions,
+)
 from hvd_ckpt.tensor.head import SplitVocabulary
 from hvd_ckpt.tensor.random_state import WholeDraws, end_split
 from hvd_ckpt.utils.cuts import Cut, cut_of, mark
 
-_CUTS, _ENTERS = "_hvd_ckpt_cuts", "_hvd_ckpt_enters"
+_CUTS, _EDGES = "_hvd_ckpt_cuts", "_hvd_ckpt_edges"
+
+
+class Edges(NamedTuple):
+    """The functions that lead into what a module computes with its part, and out of it."""
+
+    enter: Callable[[Tensor], Tensor]
+    leave: Callable[[Tensor], Tensor]
+
+    @property
+    def are_positions(self) -> bool:
+        """Whether each part has a share of the positions outside."""
+        return self.leave is leave_positions
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """Leads from where the edges of a module around have led already."""
+    return x
+
+
+WHOLE, POSITIONS = Edges(enter, leave), Edges(enter_positions, leave_positions)
 
 
 def cuts_in(module: nn.Module) -> dict[str, Cut]:
@@ -35,12 +66,17 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def split(module: nn.Module, kind: str, cuts: dict[str, Cut], enters: bool) -> None:
+def edges_of_block(first: bool, last: bool) -> Edges:
+    """Of a layer of a model with sequence parallelism: the first layer splits positions, the last one joins them."""
+    return Edges(split_positions if first else unchanged, join_positions if last else unchanged)
+
+
+def split(module: nn.Module, kind: str, cuts: dict[str, Cut], edges: Edges) -> None:
     """Makes a module parallel: its parameters keep this part's slices, and its class computes with them.
 
     Args:
         kind: of :data:`FORWARDS`.
-        enters: its input comes from outside what is split, so its gradients are summed; else an attention module around it does.
+        edges: lead into what it computes with its part; ``unchanged`` where an attention module around it has done so.
     """
     grid = current()
     for name, cut in cuts.items():
@@ -55,12 +91,13 @@ def split(module: nn.Module, kind: str, cuts: dict[str, Cut], enters: bool) -> N
                 f"parameter '{name}' of a {type(module).__name__} is tied to one that is cut in another way; give both the same "
                 f"kind of split"
             )
-    module.__dict__[_CUTS], module.__dict__[_ENTERS] = cuts, enters
-    module.__class__ = _parallel(type(module), kind)
+    module.__dict__[_CUTS], module.__dict__[_EDGES] = cuts, edges
+    base: Any = type(module)
+    module.__class__ = _parallel(base, kind)
 
 
 @functools.cache
-def _parallel(base: type[nn.Module], kind: str) -> Any:
+def _parallel(base: Any, kind: str) -> Any:
     """A class like ``base`` that computes in parallel. Copies and pickles of its modules make it by calling this again."""
     members: dict[str, Any] = dict(FORWARDS[kind](base))
 
@@ -68,7 +105,7 @@ def _parallel(base: type[nn.Module], kind: str) -> Any:
         return _new, (base, kind), self.__dict__.copy()
 
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
-        nn.Module.__setstate__(self, state)
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         for name, cut in cuts_in(self).items():  # a copy of a parameter knows nothing
             mark(self.get_parameter(name), cut)
 
@@ -77,14 +114,15 @@ def _parallel(base: type[nn.Module], kind: str) -> Any:
     return type(base.__name__, (base,), members)
 
 
-def _new(base: type[nn.Module], kind: str) -> nn.Module:
+def _new(base: Any, kind: str) -> nn.Module:
     made: Any = _parallel(base, kind)
     module: nn.Module = made.__new__(made)
     return module
 
 
-def _entering(module: nn.Module, x: Tensor) -> Tensor:
-    return enter(x) if module.__dict__[_ENTERS] and x.requires_grad else x
+def _edges(module: nn.Module) -> Edges:
+    edges: Edges = module.__dict__[_EDGES]
+    return edges
 
 
 def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,7 +133,7 @@ def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 def _column(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, x: Tensor) -> Tensor:
         """This part's outputs, from whole inputs."""
-        return _linear(self, _entering(self, x), self.bias)
+        return _linear(self, _edges(self).enter(x), self.bias)
 
     return {"forward": forward}
 
@@ -103,7 +141,7 @@ def _column(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 def _row(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, x: Tensor) -> Tensor:
         """Whole outputs, from this part's inputs; the bias is added once, after the sum."""
-        total = leave(_linear(self, x, None))
+        total = _edges(self).leave(_linear(self, x, None))
         end_split()
         return total if self.bias is None else total + self.bias
 
@@ -123,9 +161,9 @@ def _vocabulary(base: type[nn.Module]) -> dict[str, Any]:
 
     def score(self: Any, x: Tensor) -> Tensor:
         """The scores of all tokens, gathered. ``hc.chunked_cross_entropy`` of this head gathers none."""
-        scores = _linear(self, _entering(self, x), self.bias)
-        cut, parts = cuts_in(self)["weight"], current().tensor
-        return gather_last(scores, [cut.length(parts, part) for part in range(parts)])
+        scores = _linear(self, _edges(self).enter(x), self.bias)
+        cut, count = cuts_in(self)["weight"], current().tensor
+        return gather_last(scores, [cut.length(count, part) for part in range(count)])
 
     return {"forward": embed if issubclass(base, nn.Embedding) else score, "vocabulary": vocabulary_of}
 
@@ -138,16 +176,15 @@ def vocabulary_of(module: nn.Module) -> SplitVocabulary:
 
 def _heads(base: Any) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        entered: dict[int, Tensor] = {}
+        edges, entered = _edges(self), dict[int, Tensor]()
 
         def into(value: Any) -> Any:
-            if not (isinstance(value, Tensor) and value.requires_grad):
+            # Of a part's positions are hidden states alone; masks are whole.
+            if not isinstance(value, Tensor) or (edges.are_positions and not _is_hidden(value)):
                 return value
-            return (
-                entered.setdefault(id(value), enter(value))
-                if id(value) not in entered
-                else entered[id(value)]
-            )
+            if id(value) not in entered:
+                entered[id(value)] = edges.enter(value)
+            return entered[id(value)]
 
         args = tuple(map(into, args))
         kwargs = {name: into(value) for name, value in kwargs.items()}
@@ -155,6 +192,32 @@ def _heads(base: Any) -> dict[str, Callable[..., Any]]:
             return base.forward(self, *args, **kwargs)
         with WholeDraws():
             return base.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+def _is_hidden(x: Tensor) -> bool:
+    return x.dim() == 3 and x.is_floating_point()
+
+
+_summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by their ids
+
+
+def _block(base: Any) -> dict[str, Callable[..., Any]]:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The outputs for this part's positions."""
+        for parameter in self.parameters():
+            # Each part has the gradient of its own positions. The first of a copy of the model registers its own hooks.
+            new = parameter.requires_grad and _summed.get(id(parameter)) is not parameter
+            if new and cut_of(parameter) is None:
+                parameter.register_hook(parts.add)
+                _summed[id(parameter)] = parameter
+        edges = _edges(self)
+        with WholeDraws(positions=True):
+            result = base.forward(self, edges.enter(x), *args, **kwargs)
+        if isinstance(result, tuple):
+            return edges.leave(result[0]), *result[1:]
+        return edges.leave(result)
 
     return {"forward": forward}
 
@@ -169,8 +232,7 @@ def _features(base: Any) -> dict[str, Callable[..., Any]]:
 
 def _xlnet(base: Any) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, h: Tensor, g: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        h, g = (enter(x) if x is not None and x.requires_grad else x for x in (h, g))
-        return base.forward(self, h, g, *args, **kwargs)
+        return base.forward(self, enter(h), None if g is None else enter(g), *args, **kwargs)
 
     def rel_attn_core(self: Any, *args: Any, **kwargs: Any) -> Any:
         with WholeDraws():
@@ -192,5 +254,6 @@ FORWARDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "vocabulary": _vocabulary,
     "heads": _heads,
     "features": _features,
+    "block": _block,
     "xlnet": _xlnet,
 }

@@ -1,8 +1,8 @@
 """Random numbers of a split layer: those that the whole layer would draw, of which a part uses its own.
 
-Within :class:`WholeDraws` a part draws the dropout mask of all heads or features and takes its slice. So masks differ between the
-parts, the generator is where it would be with one part, and dropout outside draws the same numbers on all of them. No second
-generator is needed, and recomputation and snapshots have one random state, as ever. The price is that each part draws them all.
+Within :class:`WholeDraws` a part draws the dropout mask of all heads, features or positions and takes its slice. So masks differ
+between the parts, the generator is where it would be with one part, and dropout outside draws the same numbers on all of them. No
+second generator is needed, and recomputation and snapshots have one random state, as ever. The price is that each part draws all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.tensor.functions import POSITIONS
 
 _running = threading.local()  # autograd recomputes in threads of its own
 _DROPOUT = {functional.dropout, torch.dropout}
@@ -24,30 +25,34 @@ _HEADS = 1  # the dimension of heads in scores of attention, (batch, heads, quer
 
 
 class WholeDraws(TorchFunctionMode):
-    """Within it dropout masks are slices of those of the whole layer, until :func:`end_split`."""
+    """Within it dropout masks are slices of those of the whole layer, until :func:`end_split`.
 
-    def __init__(self) -> None:
+    Args:
+        positions: each part has a share of the positions instead of one of the heads or features, up to the end.
+    """
+
+    def __init__(self, positions: bool = False) -> None:
         super().__init__()
-        self.split = True
+        self.split, self.positions = True, positions
         self._before: WholeDraws | None = None
 
     def __enter__(self) -> WholeDraws:
         self._before = getattr(_running, "draws", None)
         _running.draws = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         _running.draws = self._before
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if self.split and func in _DROPOUT:
-            return _dropout(*args, **kwargs)
-        if self.split and func is functional.scaled_dot_product_attention:
+            return _dropout(self.positions, *args, **kwargs)
+        if self.split and not self.positions and func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -55,21 +60,28 @@ class WholeDraws(TorchFunctionMode):
 def end_split() -> None:
     """From here on, what runs is no longer split: a row parallel layer has summed it."""
     draws = getattr(_running, "draws", None)
-    if draws is not None:
+    if draws is not None and not draws.positions:
         draws.split = False
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(
+    positions: bool, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or p == 0.0:
         return functional.dropout(input, p, training, inplace)
-    result = input * _mask(input, p)
+    result = input * _mask(input, p, POSITIONS if positions else None)
     return input.copy_(result) if inplace else result
 
 
-def _mask(x: Tensor, p: float) -> Tensor:
-    """This part's slice of a mask of the whole, drawn in the order of memory of ``x``, as dropout on a CPU draws it."""
+def _mask(x: Tensor, p: float, dim: int | None = None) -> Tensor:
+    """This part's slice of a mask of the whole, drawn in the order of memory of ``x``, as dropout on a CPU draws it.
+
+    Args:
+        dim: along which ``x`` is a slice; by default that of heads, or features.
+    """
     grid = current()
-    dim = _HEADS if x.dim() == 4 else x.dim() - 1  # heads, or features
+    if dim is None:
+        dim = _HEADS if x.dim() == 4 else x.dim() - 1
     own = x.shape[dim]
     order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
     whole = x.new_empty([x.shape[d] * (grid.tensor if d == dim else 1) for d in order])

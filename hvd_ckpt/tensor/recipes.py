@@ -8,6 +8,7 @@ A recipe maps names of modules to a kind of split, in the manner of PyTorch's ``
     "vocabulary"  ``nn.Embedding``, or the ``nn.Linear`` that scores tokens: a part has a slice of the vocabulary
     "heads:a,b"   attention around such layers: a part has a slice of the heads, and the attributes a and b are divided
     "features"    a perceptron around such layers that draws random numbers between them
+    "block"       a layer of the model, of which ``sequence=True`` gives each part a share of the positions
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from torch import Tensor, nn
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.tensor.copies import watch_copies
-from hvd_ckpt.tensor.layers import cuts_in, is_transposed, split
+from hvd_ckpt.tensor.layers import POSITIONS, WHOLE, cuts_in, edges_of_block, is_transposed, split, unchanged
 from hvd_ckpt.utils.cuts import Cut
 
 Model = TypeVar("Model", bound=nn.Module)
 Recipe = Mapping[str, str]
 
 _BERT_LAYER = {
+    "": "block",
     "attention.self": "heads:num_attention_heads,all_head_size",
     "attention.self.query": "column",
     "attention.self.key": "column",
@@ -45,6 +47,7 @@ RECIPES: dict[str, Recipe] = {
     "Embedding": {"tokens": "vocabulary"},
     "EmbeddingsBlock": {"tokens": "vocabulary"},
     "GPTBlock": {
+        "": "block",
         "attention": "heads:heads",
         "attention.project": "fused:3",
         "attention.output": "row",
@@ -54,6 +57,7 @@ RECIPES: dict[str, Recipe] = {
     "Chain": {"head.1": "vocabulary"},
     "GPT2Model": {"wte": "vocabulary"},
     "GPT2Block": {
+        "": "block",
         "attn": "heads:num_heads,split_size",
         "attn.c_attn": "fused:3",
         "attn.c_proj": "row",
@@ -75,10 +79,10 @@ RECIPES: dict[str, Recipe] = {
 _XLNET_CUTS = {  # the dimension of heads in each parameter of its attention
     "q": 1, "k": 1, "v": 1, "o": 1, "r": 1, "r_r_bias": 0, "r_s_bias": 0, "r_w_bias": 0, "seg_embed": 1,
 }  # fmt: skip
-_KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|xlnet|heads(:\w+(,\w+)*)?")
+_KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|block|xlnet|heads(:\w+(,\w+)*)?")
 
 
-def tensor_parallel(model: Model, recipe: Recipe | None = None) -> Model:
+def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: bool = False) -> Model:
     """Splits layers of a model over the parts of ``hc.init(tensor=...)``, in place: each part keeps its slices of their weights.
 
     Every part gives the same whole model, so the model at the start is the same for any number of parts; with one part nothing
@@ -88,6 +92,8 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None) -> Model:
         model: the whole model, on all processes with the same weights.
         recipe: names of modules (``*`` stands for any text) and how each is split, see :mod:`hvd_ckpt.tensor.recipes`. By default
             that of the GPT, GPT-2, BERT, RoBERTa and XLNet of this library and of ``transformers``.
+        sequence: whether each part has 1 / t of the positions between split layers, too (sequence parallelism, Korthikanti et al.,
+            2022), in the modules that the recipe calls blocks, one after the other: (batch, positions, width). Not for XLNet.
 
     Returns:
         The model.
@@ -100,6 +106,7 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None) -> Model:
     problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
     try:
         chosen = dict(_chosen(model, recipe))
+        chosen = _with_blocks(chosen, sequence)
         cuts = {name: _cuts_of(name, module, kind, grid.tensor) for name, (module, kind) in chosen.items()}
     except ValueError as error:
         problem = str(error)
@@ -110,12 +117,19 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None) -> Model:
     if grid.tensor == 1:
         return model
     around = [f"{name}." for name, (_, kind) in chosen.items() if kind.startswith("heads")]
+    blocks = [name for name, (_, kind) in chosen.items() if kind == "block"]
     for name, (module, kind) in chosen.items():
         kind, _, options = kind.partition(":")
-        enters = not name.startswith(tuple(around))
-        split(module, "column" if kind == "fused" else kind, cuts[name], enters)
+        edges = POSITIONS if name.startswith(tuple(f"{block}." for block in blocks)) else WHOLE
+        if kind == "block":
+            edges = edges_of_block(name == blocks[0], name == blocks[-1])
+        elif name.startswith(tuple(around)):
+            edges = edges._replace(enter=unchanged)
+        split(module, "column" if kind == "fused" else kind, cuts[name], edges)
         for attribute in options.split(",") if kind == "heads" and options else ():
             setattr(module, attribute, getattr(module, attribute) // grid.tensor)
+    if sequence:
+        parts.note_split_positions()
     watch_copies()
     return model
 
@@ -143,8 +157,8 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
     for pattern, kind in recipe.items():
         if not isinstance(kind, str) or not _KIND.fullmatch(kind):
             raise ValueError(
-                f"tensor_parallel: {pattern!r} is to be split by {kind!r}; give column, row, fused:3, vocabulary, heads:ATTRIBUTES "
-                f"or features"
+                f"tensor_parallel: {pattern!r} is to be split by {kind!r}; give column, row, fused:3, vocabulary, "
+                f"heads:ATTRIBUTES, features or block"
             )
         names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
         if not names:
@@ -157,6 +171,19 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
             yield name, (modules[name], kind)
 
 
+def _with_blocks(
+    chosen: dict[str, tuple[nn.Module, str]], sequence: bool
+) -> dict[str, tuple[nn.Module, str]]:
+    if not sequence:
+        return {name: one for name, one in chosen.items() if one[1] != "block"}
+    if all(kind != "block" for _, kind in chosen.values()):
+        raise ValueError(
+            'tensor_parallel(sequence=True): the recipe has no blocks; name the layers that follow each other, such as {"layer*": '
+            '"block"} (those of XLNet have two streams, and cannot be split so)'
+        )
+    return chosen
+
+
 def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
     found: dict[str, tuple[nn.Module, str]] = {}
     seen: set[nn.Module] = set()
@@ -165,7 +192,7 @@ def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]
             (RECIPES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in RECIPES), {}
         )
         for relative, kind in recipe.items():
-            name = f"{prefix}.{relative}" if prefix else relative
+            name = f"{prefix}.{relative}".strip(".")
             there = modules.get(name)
             fits = kind != "vocabulary" or isinstance(there, (nn.Linear, nn.Embedding))
             if there is not None and fits and there not in seen:
@@ -182,7 +209,7 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
     """
     kind, _, options = kind.partition(":")
     where = f"tensor_parallel: {name!r}, a {type(module).__name__},"
-    if kind in ("heads", "features"):
+    if kind in ("heads", "features", "block"):
         for attribute in options.split(",") if options else ():
             value = getattr(module, attribute, None)
             if not isinstance(value, int):

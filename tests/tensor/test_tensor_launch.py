@@ -35,6 +35,8 @@ def run(controller: str, processes: int, script: str, *arguments: str) -> None:
         ("gloo", 4, "4", ("gpt,BertForMaskedLM",)),
         ("mpi", 2, "2", ("gpt,bert",)),
         ("mpi", 4, "4", ("gpt,bert,gpt2,XLNetLMHeadModel",)),
+        ("gloo", 2, "2", ("gpt,bert,roberta,gpt2,BertForMaskedLM,GPT2LMHeadModel", "sequence")),
+        ("mpi", 4, "4", ("gpt,bert", "sequence")),
     ],
 )
 def test_models_train_like_the_whole_model(
@@ -44,10 +46,18 @@ def test_models_train_like_the_whole_model(
 
 
 @pytest.mark.parametrize(
-    ("controller", "processes", "tensor"), [("gloo", 2, "2"), ("gloo", 4, "2"), ("mpi", 4, "4")]
+    ("controller", "processes", "arguments"),
+    [
+        ("gloo", 2, ("2",)),
+        ("gloo", 4, ("2",)),
+        ("mpi", 4, ("4",)),
+        ("gloo", 2, ("2", "sequence")),
+        ("gloo", 4, ("2", "sequence")),
+        ("mpi", 4, ("4", "sequence")),
+    ],
 )
-def test_together_with_all_else(controller: str, processes: int, tensor: str) -> None:
-    run(controller, processes, "tensor_modes", tensor)
+def test_together_with_all_else(controller: str, processes: int, arguments: tuple[str, ...]) -> None:
+    run(controller, processes, "tensor_modes", *arguments)
 
 
 def test_the_example_learns_in_parts() -> None:

@@ -1,9 +1,11 @@
-"""Tensor parallelism together with all else: the same bits, exact bytes, and what is refused. Arguments: tensor, cases."""
+"""Tensor parallelism together with all else: the same bits, exact bytes, and what is refused. Arguments: tensor, cases;
+"sequence" after them for sequence parallelism."""
 
 from __future__ import annotations
 
 import copy
 import math
+import pickle
 import sys
 import weakref
 from collections.abc import Callable
@@ -11,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_models import LENGTH, MODELS, SIZES, STEPS, assert_close, assert_like_whole, batch_of, train
+from tensor_models import (
+    BATCH,
+    LENGTH,
+    MODELS,
+    SEQUENCE,
+    SIZES,
+    STEPS,
+    assert_close,
+    assert_like_whole,
+    batch_of,
+    train,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -29,7 +42,7 @@ def made(**options: Any) -> Any:
 
 
 def split(**options: Any) -> Any:
-    return hc.tensor_parallel(made(**options))
+    return hc.tensor_parallel(made(**options), sequence=SEQUENCE)
 
 
 def state(model: nn.Module, optimizer: Any = None) -> list[Tensor]:
@@ -69,7 +82,7 @@ def recomputed() -> None:
     expected = plain()
     train("gpt", model := split(checkpoint_interval=1))
     assert_same(model, expected, "checkpoint_interval")
-    for partition in (False, True):
+    for partition in (False,) if SEQUENCE else (False, True):
         for reentrant in (False, True):
             train("gpt", model := split(), in_regions(partition, reentrant))
             assert_same(model, expected, f"checkpoint(partition={partition}, use_reentrant={reentrant})")
@@ -91,6 +104,38 @@ def partitioned() -> None:
     assert torch.equal(*gradients)
     share = _pack(torch.randn(4, 6, requires_grad=True) * 1)
     assert share.values.nbytes == share.values.untyped_storage().nbytes() == 4 * 24 // hc.tensor_size()
+
+
+def positions() -> None:
+    """With sequence=True a part has 1 / t of the positions between layers; it evaluates, copies and pickles as ever."""
+    tokens, _, _ = batch_of("gpt", 0)
+    model, shapes = split(), list[tuple[int, ...]]()
+    for layer in model[1:-1]:
+        layer.attention_norm.register_forward_hook(lambda module, args, result: shapes.append(result.shape))
+    with torch.no_grad():
+        assert_close(model.eval()(tokens), made().eval()(tokens), "evaluated")
+    assert shapes == [(BATCH, LENGTH // hc.tensor_size(), SIZES["width"])] * SIZES["layers"]
+    losses = []
+    for other in (split(), copy.deepcopy(split()), pickle.loads(pickle.dumps(split()))):
+        losses.append(train("gpt", other))
+        assert_like_whole(other, trained_whole(), "a copy")
+    assert losses[0] == losses[1] == losses[2]
+    with pytest.raises(
+        ValueError, match=f"shape .* have no number of positions that tensor={hc.tensor_size()} divides"
+    ):
+        model(tokens[:, :-1])
+    with pytest.raises(ValueError, match="partition=True. cannot be used with tensor_parallel.sequence=True"):
+        hc.checkpoint(model[1], torch.randn(1, 4, SIZES["width"]), partition=True)
+    for wrong, recipe in ((MODELS["xlnet"](), None), (made(), {"head.1": "vocabulary"})):
+        with pytest.raises(ValueError, match="the recipe has no blocks"):
+            hc.tensor_parallel(wrong, recipe, sequence=True)
+    with pytest.raises(ValueError, match="different recipes"):
+        hc.tensor_parallel(made(), sequence=hc.tensor_rank() == 0)
+
+
+def trained_whole() -> nn.Module:
+    train("gpt", model := made())
+    return model
 
 
 def planned() -> None:
@@ -161,16 +206,15 @@ def overflow() -> None:
             optimizer.zero_grad()
             scores = model(tokens).flatten(0, 1)
             if step == 0 and current().number == current().size - 1:
-                model[1].perceptron[0].bias.register_hook(lambda gradient: gradient * math.inf)
+                hook = model[1].perceptron[0].bias.register_hook(lambda gradient: gradient * math.inf)
             scaler.scale(functional.cross_entropy(scores, targets.flatten())).backward()
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
             if step == 0:
                 assert_same(model, before, "skipped step")
-                for module in model.modules():
-                    for parameter in module.parameters(recurse=False):
-                        parameter._backward_hooks = None
+                if current().number == current().size - 1:
+                    hook.remove()
         assert scales == [4.0, 4.0], scales
         assert not torch.equal(model[1].perceptron[0].bias, before[0]), "the next step was taken"
         check_copies(model.named_parameters())
@@ -306,11 +350,14 @@ CASES = {
     )
 }  # fmt: skip
 
+IN_SEQUENCE = (repeated, recomputed, positions, planned, sharded, clipped, overflow, half)
+
 if __name__ == "__main__":
     hc.init(tensor=int(sys.argv[1]), stall_timeout=100)
-    assert MODELS
+    if SEQUENCE:
+        CASES = {case.__name__: case for case in IN_SEQUENCE}
     failed = []
-    for name in sys.argv[2].split(",") if len(sys.argv) > 2 else CASES:
+    for name in sys.argv[2].split(",") if len(sys.argv) > 2 + SEQUENCE else CASES:
         try:
             CASES[name]()
         except AssertionError as error:
