@@ -82,7 +82,7 @@ def add(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     each = -(-flat.numel() // parts)
     padded = torch.nn.functional.pad(flat, (0, parts * each - flat.numel()))
-    return torch.cat(gather(_sum_own(padded.split(each))))[: flat.numel()].view(tensor.shape)
+    return torch.cat(gather(_sum_own(torch.split(padded, each))))[: flat.numel()].view(tensor.shape)
 
 
 def reduce_scatter(tensor: Tensor, dim: int) -> Tensor:

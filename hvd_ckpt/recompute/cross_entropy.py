@@ -75,7 +75,8 @@ def chunked_cross_entropy(
         ValueError: shapes do not fit, or an option has an invalid value.
         RuntimeError: the backward pass runs with ``create_graph=True``.
     """
-    vocabulary = head.vocabulary() if hasattr(type(head), "vocabulary") else None
+    slice_of: Any = getattr(type(head), "vocabulary", None)
+    vocabulary = None if slice_of is None else slice_of(head)
     if (
         isinstance(head, nn.Module)
         and vocabulary is None
@@ -303,7 +304,7 @@ def _chunk_by_chunk(
                 hit = factor * here
             del logits
             loss = -of_target
-            if options.smoothing:
+            if mean is not None and options.smoothing:
                 loss = (1 - options.smoothing) * loss - options.smoothing * mean
             losses[rows] = loss[:, 0]
             if not any(wanted):

@@ -49,19 +49,24 @@ def _apply(x: Tensor, forward: Map, transpose: Map) -> Tensor:
     return result
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """The same values, and in the backward pass the same gradient."""
+    return x.view_as(x)
+
+
 def enter(x: Tensor) -> Tensor:
     """The same values; in the backward pass the sum of the parts' gradients."""
-    return _apply(x, _same, parts.add) if x.requires_grad else x
+    return _apply(x, unchanged, parts.add) if x.requires_grad else x
 
 
 def leave(x: Tensor) -> Tensor:
     """The sum of the parts' values; in the backward pass the same gradient."""
-    return _apply(x, parts.add, _same)
+    return _apply(x, parts.add, unchanged)
 
 
 def share(x: Tensor, parts: int) -> Tensor:
     """The same values; in the backward pass 1 / ``parts`` of the gradient, which a sum over the parts makes whole again."""
-    return _apply(x, _same, lambda gradient: gradient / parts)
+    return _apply(x, unchanged, lambda gradient: gradient / parts)
 
 
 def gather_last(x: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -70,13 +75,12 @@ def gather_last(x: Tensor, lengths: Sequence[int]) -> Tensor:
     Args:
         lengths: of that dimension on each part.
     """
-    part = current().part
-    start, length = sum(lengths[:part]), lengths[part]
-
-    def gather(x: Tensor) -> Tensor:
-        return torch.cat(parts.gather(x, [(*x.shape[:-1], length) for length in lengths]), -1)
-
-    return _apply(x, gather, lambda gradient: gradient.narrow(-1, start, length))
+    part, shapes = current().part, [(*x.shape[:-1], length) for length in lengths]
+    return _apply(
+        x,
+        lambda x: torch.cat(parts.gather(x, shapes), -1),
+        lambda gradient: torch.split(gradient, list(lengths), -1)[part],
+    )
 
 
 def enter_positions(x: Tensor) -> Tensor:
@@ -107,10 +111,6 @@ def split_positions(x: Tensor) -> Tensor:
 def join_positions(x: Tensor) -> Tensor:
     """All positions of those that each part has; in the backward pass this part's gradient of what all have alike."""
     return _apply(x, _gather_positions, _own_positions)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.view_as(x)
 
 
 def _gather_positions(x: Tensor) -> Tensor:

@@ -43,6 +43,6 @@ class SplitVocabulary(NamedTuple):
         place, here = self.local(targets)
         own = shifted.gather(1, place).masked_fill(~here, 0.0)
         sums = torch.cat([shifted.exp().sum(-1, keepdim=True), own, shifted.sum(-1, keepdim=True)], -1)
-        exponentials, of_targets, of_all = parts.add(sums).split(1, -1)
+        exponentials, of_targets, of_all = torch.split(parts.add(sums), 1, -1)
         norm = exponentials.log()
         return shifted.sub_(norm), of_targets - norm, of_all / self.size - norm

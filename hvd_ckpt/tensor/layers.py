@@ -22,11 +22,9 @@ from hvd_ckpt.tensor.functions import (
     enter,
     enter_positions,
     gather_last,
-    join_positions,
     leave,
     leave_positions,
     share,
-    split_positions,
 )
 from hvd_ckpt.tensor.head import SplitVocabulary
 from hvd_ckpt.tensor.random_state import WholeDraws, end_split
@@ -41,16 +39,6 @@ class Edges(NamedTuple):
     enter: Callable[[Tensor], Tensor]
     leave: Callable[[Tensor], Tensor]
 
-    @property
-    def are_positions(self) -> bool:
-        """Whether each part has a share of the positions outside."""
-        return self.leave is leave_positions
-
-
-def unchanged(x: Tensor) -> Tensor:
-    """Leads from where the edges of a module around have led already."""
-    return x
-
 
 WHOLE, POSITIONS = Edges(enter, leave), Edges(enter_positions, leave_positions)
 
@@ -64,11 +52,6 @@ def cuts_in(module: nn.Module) -> dict[str, Cut]:
 def is_transposed(module: nn.Module) -> bool:
     """Whether a linear layer's weight is (inputs, outputs), as in transformers' ``Conv1D``."""
     return type(module).__name__ == "Conv1D"
-
-
-def edges_of_block(first: bool, last: bool) -> Edges:
-    """Of a layer of a model with sequence parallelism: the first layer splits positions, the last one joins them."""
-    return Edges(split_positions if first else unchanged, join_positions if last else unchanged)
 
 
 def split(module: nn.Module, kind: str, cuts: dict[str, Cut], edges: Edges) -> None:
@@ -180,7 +163,7 @@ def _heads(base: Any) -> dict[str, Callable[..., Any]]:
 
         def into(value: Any) -> Any:
             # Of a part's positions are hidden states alone; masks are whole.
-            if not isinstance(value, Tensor) or (edges.are_positions and not _is_hidden(value)):
+            if not isinstance(value, Tensor) or (edges.enter is enter_positions and not _is_hidden(value)):
                 return value
             if id(value) not in entered:
                 entered[id(value)] = edges.enter(value)
@@ -222,21 +205,17 @@ def _block(base: Any) -> dict[str, Callable[..., Any]]:
     return {"forward": forward}
 
 
-def _features(base: Any) -> dict[str, Callable[..., Any]]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _features(base: Any, method: str = "forward") -> dict[str, Callable[..., Any]]:
+    def draws(self: Any, *args: Any, **kwargs: Any) -> Any:
         with WholeDraws():
-            return base.forward(self, *args, **kwargs)
+            return getattr(base, method)(self, *args, **kwargs)
 
-    return {"forward": forward}
+    return {method: draws}
 
 
 def _xlnet(base: Any) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, h: Tensor, g: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         return base.forward(self, enter(h), None if g is None else enter(g), *args, **kwargs)
-
-    def rel_attn_core(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with WholeDraws():
-            return base.rel_attn_core(self, *args, **kwargs)
 
     def post_attention(self: Any, h: Tensor, attn_vec: Tensor, residual: bool = True) -> Any:
         # The residual connection is whole on each part, and its gradient joins those that are summed where h enters.
@@ -245,7 +224,7 @@ def _xlnet(base: Any) -> dict[str, Callable[..., Any]]:
             attn_out = attn_out + share(h, current().tensor)
         return self.layer_norm(attn_out)
 
-    return {"forward": forward, "rel_attn_core": rel_attn_core, "post_attention": post_attention}
+    return {**_features(base, "rel_attn_core"), "forward": forward, "post_attention": post_attention}
 
 
 FORWARDS: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -74,16 +74,16 @@ def _dropout(
 
 
 def _mask(x: Tensor, p: float, dim: int | None = None) -> Tensor:
-    """This part's slice of a mask of the whole, drawn in the order of memory of ``x``, as dropout on a CPU draws it.
+    """This part's slice along ``dim``, by default that of heads or features, of a mask of the whole.
 
-    Args:
-        dim: along which ``x`` is a slice; by default that of heads, or features.
+    It is drawn in the order of memory of ``x``, as dropout on a CPU draws it.
     """
     grid = current()
     if dim is None:
         dim = _HEADS if x.dim() == 4 else x.dim() - 1
     own = x.shape[dim]
-    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d])
     whole = x.new_empty([x.shape[d] * (grid.tensor if d == dim else 1) for d in order])
     whole.bernoulli_(1 - p)
     slice_ = whole.narrow(order.index(dim), grid.part * own, own)
@@ -124,4 +124,5 @@ def _attention(
     else:
         weights = (scores + attn_mask).softmax(-1)
     weights = weights.to(value.dtype)
-    return (weights * _mask(weights, dropout_p)) @ value
+    attended: Tensor = (weights * _mask(weights, dropout_p)) @ value
+    return attended

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.tensor.copies import watch_copies
-from hvd_ckpt.tensor.layers import POSITIONS, WHOLE, cuts_in, edges_of_block, is_transposed, split, unchanged
+from hvd_ckpt.tensor.functions import join_positions, split_positions, unchanged
+from hvd_ckpt.tensor.layers import POSITIONS, WHOLE, Edges, cuts_in, is_transposed, split
 from hvd_ckpt.utils.cuts import Cut
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -105,8 +106,13 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
     grid = current()
     problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
     try:
-        chosen = dict(_chosen(model, recipe))
-        chosen = _with_blocks(chosen, sequence)
+        chosen = {name: one for name, one in _chosen(model, recipe) if sequence or one[1] != "block"}
+        blocks = [name for name, (_, kind) in chosen.items() if kind == "block"]
+        if sequence and not blocks:
+            raise ValueError(
+                "tensor_parallel(sequence=True): the recipe has no blocks; name the layers that follow each other, such as "
+                '{"layer*": "block"} (those of XLNet have two streams, and cannot be split so)'
+            )
         cuts = {name: _cuts_of(name, module, kind, grid.tensor) for name, (module, kind) in chosen.items()}
     except ValueError as error:
         problem = str(error)
@@ -117,12 +123,12 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
     if grid.tensor == 1:
         return model
     around = [f"{name}." for name, (_, kind) in chosen.items() if kind.startswith("heads")]
-    blocks = [name for name, (_, kind) in chosen.items() if kind == "block"]
     for name, (module, kind) in chosen.items():
         kind, _, options = kind.partition(":")
         edges = POSITIONS if name.startswith(tuple(f"{block}." for block in blocks)) else WHOLE
         if kind == "block":
-            edges = edges_of_block(name == blocks[0], name == blocks[-1])
+            leave = join_positions if name == blocks[-1] else unchanged
+            edges = Edges(split_positions if name == blocks[0] else unchanged, leave)
         elif name.startswith(tuple(around)):
             edges = edges._replace(enter=unchanged)
         split(module, "column" if kind == "fused" else kind, cuts[name], edges)
@@ -169,19 +175,6 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
             )
         for name in names:
             yield name, (modules[name], kind)
-
-
-def _with_blocks(
-    chosen: dict[str, tuple[nn.Module, str]], sequence: bool
-) -> dict[str, tuple[nn.Module, str]]:
-    if not sequence:
-        return {name: one for name, one in chosen.items() if one[1] != "block"}
-    if all(kind != "block" for _, kind in chosen.values()):
-        raise ValueError(
-            'tensor_parallel(sequence=True): the recipe has no blocks; name the layers that follow each other, such as {"layer*": '
-            '"block"} (those of XLNet have two streams, and cannot be split so)'
-        )
-    return chosen
 
 
 def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
