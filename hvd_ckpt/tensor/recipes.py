@@ -80,7 +80,7 @@ RECIPES: dict[str, Recipe] = {
 _XLNET_CUTS = {  # the dimension of heads in each parameter of its attention
     "q": 1, "k": 1, "v": 1, "o": 1, "r": 1, "r_r_bias": 0, "r_s_bias": 0, "r_w_bias": 0, "seg_embed": 1,
 }  # fmt: skip
-_KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|block|xlnet|heads(:\w+(,\w+)*)?")
+_KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|block|heads(:\w+(,\w+)*)?")
 
 
 def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: bool = False) -> Model:
@@ -160,17 +160,21 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
             )
         yield from known.items()
         return
+    if not isinstance(recipe, Mapping):
+        raise ValueError(
+            f"tensor_parallel: the recipe must map names of modules to kinds of split, got {recipe!r:.99}"
+        )
     for pattern, kind in recipe.items():
-        if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        if not isinstance(pattern, str) or not isinstance(kind, str) or not _KIND.fullmatch(kind):
             raise ValueError(
-                f"tensor_parallel: {pattern!r} is to be split by {kind!r}; give column, row, fused:3, vocabulary, "
+                f"tensor_parallel: {pattern!r:.99} is to be split by {kind!r:.99}; give column, row, fused:3, vocabulary, "
                 f"heads:ATTRIBUTES, features or block"
             )
         names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
         if not names:
             nearest = difflib.get_close_matches(pattern, modules, 3, 0.0)
             raise ValueError(
-                f"tensor_parallel: the model has no module {pattern!r}; the nearest are "
+                f"tensor_parallel: the model has no module {pattern!r:.99}; the nearest are "
                 f"{', '.join(map(repr, nearest)) or 'none'}"
             )
         for name in names:
