@@ -39,7 +39,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if not isinstance(optimizer, ReducedOptimizer) or not verifies_weights() or current().tensor == 1:
         return
     # A copy of an optimizer, with which a step is tried out, knows no names.
-    names = getattr(optimizer, "parameter_names", None) or getattr(optimizer, "_parameter_names", {})
+    names = getattr(optimizer, "parameter_names", {})
     if names:
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
         check_copies([(name, parameter) for parameter, name in names.items()], _steps[optimizer])

@@ -37,7 +37,7 @@ class _Linear(torch.autograd.Function):
             return forward(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         with DisableTorchFunction():
             return ctx.transpose(gradient), None, None
@@ -70,11 +70,7 @@ def share(x: Tensor, parts: int) -> Tensor:
 
 
 def gather_last(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The parts' values one after the other along the last dimension; in the backward pass this part's gradient.
-
-    Args:
-        lengths: of that dimension on each part.
-    """
+    """The parts' values, which have these lengths, along the last dimension; in the backward pass this part's gradient."""
     part, shapes = current().part, [(*x.shape[:-1], length) for length in lengths]
     return _apply(
         x,

@@ -23,7 +23,7 @@ class SplitVocabulary(NamedTuple):
 
     def entering(self, hidden: Tensor) -> Tensor:
         """The head's input, whose gradients are summed over the parts, once for all chunks."""
-        return enter(hidden) if hidden.requires_grad else hidden
+        return enter(hidden)
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Places of the targets within the slice, and whether they are there; elsewhere the place is 0."""

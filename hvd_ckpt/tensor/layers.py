@@ -64,16 +64,10 @@ def split(module: nn.Module, kind: str, cuts: dict[str, Cut], edges: Edges) -> N
     grid = current()
     for name, cut in cuts.items():
         parameter = module.get_parameter(name)
-        known = cut_of(parameter)
-        if known is None:
+        if cut_of(parameter) is None:  # else a tied one, which is cut already
             with torch.no_grad():
                 parameter.data = cut.of(parameter.data, grid.tensor, grid.part)
             mark(parameter, cut)
-        elif known != cut:
-            raise ValueError(
-                f"parameter '{name}' of a {type(module).__name__} is tied to one that is cut in another way; give both the same "
-                f"kind of split"
-            )
     module.__dict__[_CUTS], module.__dict__[_EDGES] = cuts, edges
     base: Any = type(module)
     module.__class__ = _parallel(base, kind)
@@ -162,9 +156,10 @@ def _heads(base: Any) -> dict[str, Callable[..., Any]]:
         edges, entered = _edges(self), dict[int, Tensor]()
 
         def into(value: Any) -> Any:
-            # Of a part's positions are hidden states alone; masks are whole.
-            if not isinstance(value, Tensor) or (edges.enter is enter_positions and not _is_hidden(value)):
+            if not isinstance(value, Tensor):
                 return value
+            if edges.enter is enter_positions and not (value.dim() == 3 and value.is_floating_point()):
+                return value  # a mask, of all positions
             if id(value) not in entered:
                 entered[id(value)] = edges.enter(value)
             return entered[id(value)]
@@ -177,10 +172,6 @@ def _heads(base: Any) -> dict[str, Callable[..., Any]]:
             return base.forward(self, *args, **kwargs)
 
     return {"forward": forward}
-
-
-def _is_hidden(x: Tensor) -> bool:
-    return x.dim() == 3 and x.is_floating_point()
 
 
 _summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by their ids

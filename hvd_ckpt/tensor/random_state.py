@@ -51,10 +51,16 @@ class WholeDraws(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.split and func in _DROPOUT:
-            return _dropout(self.positions, *args, **kwargs)
+            return self._dropout(*args, **kwargs)
         if self.split and not self.positions and func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return functional.dropout(input, p, training, inplace)
+        result = input * _mask(input, p, POSITIONS if self.positions else None)
+        return input.copy_(result) if inplace else result
 
 
 def end_split() -> None:
@@ -62,15 +68,6 @@ def end_split() -> None:
     draws = getattr(_running, "draws", None)
     if draws is not None and not draws.positions:
         draws.split = False
-
-
-def _dropout(
-    positions: bool, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    if not training or p == 0.0:
-        return functional.dropout(input, p, training, inplace)
-    result = input * _mask(input, p, POSITIONS if positions else None)
-    return input.copy_(result) if inplace else result
 
 
 def _mask(x: Tensor, p: float, dim: int | None = None) -> Tensor:

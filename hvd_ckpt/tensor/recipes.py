@@ -114,6 +114,7 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
                 '{"layer*": "block"} (those of XLNet have two streams, and cannot be split so)'
             )
         cuts = {name: _cuts_of(name, module, kind, grid.tensor) for name, (module, kind) in chosen.items()}
+        _check_ties(model, {module: cuts[name] for name, (module, _) in chosen.items()})
     except ValueError as error:
         problem = str(error)
     if grid.size > 1 and not parts.is_alone():
@@ -210,9 +211,7 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
         for attribute in options.split(",") if options else ():
             value = getattr(module, attribute, None)
             if not isinstance(value, int):
-                raise ValueError(
-                    f"{where} has no whole number {attribute!r}; name attributes that count heads or widths"
-                )
+                raise ValueError(f"{where} has no whole number {attribute!r}; name those of heads or widths")
             if value % parts:
                 raise ValueError(f"{where} has {attribute}={value}, which tensor={parts} does not divide")
         return {}
@@ -245,6 +244,20 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
     return cuts
 
 
+def _check_ties(model: nn.Module, cuts: Mapping[nn.Module, Mapping[str, Cut]]) -> None:
+    known: dict[Tensor, Cut | None] = {}
+    for name, module in model.named_modules():
+        if not (isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed(module)):
+            continue  # it may have the parameter of a layer within, as the heads of transformers do
+        for attribute, parameter in module.named_parameters(recurse=False):
+            cut = cuts.get(module, {}).get(attribute)
+            if known.setdefault(parameter, cut) != cut:
+                raise ValueError(
+                    f"tensor_parallel: the {attribute} of {name!r} is tied to one that is cut in another way, or not at all; give "
+                    f"both modules the same kind of split"
+                )
+
+
 def _check_divides(where: str, what: str, size: int, parts: int) -> None:
     if size % parts:
         raise ValueError(
@@ -273,7 +286,5 @@ def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
 
 
 def _digest(tensor: Tensor) -> tuple[tuple[int, ...], int]:
-    if tensor.is_meta or not isinstance(tensor, Tensor):
-        return tuple(tensor.shape), 0
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return tuple(tensor.shape), zlib.crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0
+    content = torch.empty(0) if tensor.is_meta else tensor.detach().cpu().contiguous().reshape(-1)
+    return tuple(tensor.shape), zlib.crc32(content.view(torch.uint8).numpy())

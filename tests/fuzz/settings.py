@@ -336,11 +336,10 @@ def recipes(_: Path) -> Callable[[Draw, Path], str]:
             with parts.alone(tensor), pretending(Grid(1, 1, 0, 0, tensor=tensor, part=part)):
                 try:
                     tensor_parallel(other, recipe, sequence=sequence)
-                finally:
-                    if not is_split(other) and any(
-                        one.numel() != before[name][1] for name, one in after.items()
-                    ):
-                        raise Finding("a recipe was refused, and a model was split")
+                except ValueError:
+                    if is_split(other) or any(one.numel() != before[name][1] for name, one in after.items()):
+                        raise Finding("a recipe was refused, and a model was split") from None
+                    raise
             for name, parameter in other.named_parameters():
                 if parameter is not after[name]:
                     raise Finding(f"'{name}' is another object")

@@ -58,6 +58,39 @@ def test_activations_of_a_part() -> None:
     assert peaks[0] > peaks[1] > peaks[2]
 
 
+def saved_bytes(layer: nn.Module, x: Tensor) -> int:
+    """Bytes of what the backward pass of a layer finds, but for parameters."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    storages = dict[int, torch.UntypedStorage]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = layer(x)
+    assert result.requires_grad
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in known)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_activations_of_a_layer_are_those_of_megatron(tensor: int) -> None:
+    """Per layer, in elements of b s h: the inputs of both norms and of both column layers are whole, and 1 / t with sequence
+    parallelism; queries, keys, values, what attention gives and both 4 h wide ones are 1 / t in any case."""
+    b, s, h, a = 3, 8, 16, 4
+    x = torch.randn(b, s, h)
+    for sequence in (False, True):
+        with parts.alone(tensor):
+            blocks = hc.tensor_parallel(gpt(**{**SIZES, "length": s}), sequence=sequence)[1:-1]
+            layer = blocks[-1]  # which joins positions, and saves nothing for it
+            share = tensor if sequence else 1
+            own = x.chunk(share, 1)[0].clone().requires_grad_()
+            found = saved_bytes(layer, own)
+        whole = 4 * b * s * h + 2 * 2 * b * s  # and mean and deviation of each row of a norm
+        split = (3 + 1 + 4 + 4) * b * s * h + a * b * s  # and a logarithm of each row of scores
+        assert found == 4 * (whole // share + split // tensor), (found, 4 * whole, 4 * split)
+
+
 def test_copies_and_ties_stay_split() -> None:
     with parts.alone(2):
         model = copy.deepcopy(hc.tensor_parallel(gpt(**SIZES)))

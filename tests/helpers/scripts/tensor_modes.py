@@ -304,6 +304,11 @@ def refused() -> None:
         (made(), {"layer0.attention_norm": "row"}, "a LayerNorm, cannot be split by row"),
         (nn.Sequential(nn.Linear(3, 5)), {"0": "column"}, "has 5 outputs, which \\d does not divide"),
         (nn.Sequential(nn.Linear(3, 5)), {"0": "row"}, "has 3 inputs, which \\d does not divide"),
+        (
+            made(),
+            {"embedding.tokens": "vocabulary"},
+            "weight of 'head.1' is tied to one that is cut in another way, or not",
+        ),
         (nn.Sequential(nn.Linear(4, 4)), {}, "no recipe for a Sequential"),
         (nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)), {"0": "vocabulary"}, "max_norm"),
     ]
