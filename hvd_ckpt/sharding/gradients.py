@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 
 from hvd_ckpt.sharding.layout import Layout
-from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, tracing
+from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, tracing
 from hvd_ckpt.utils.unmaterialized import Absent
 
 IN_SHARDS = (
