@@ -126,6 +126,8 @@ from hvd_ckpt.processes.devices import (
 from hvd_ckpt.processes.grid import (
     stage as stage,
     stages as stages,
+    tensor_rank as tensor_rank,
+    tensor_size as tensor_size,
 )
 from hvd_ckpt.processes.runtime import (
     controller as controller,
@@ -189,6 +191,9 @@ from hvd_ckpt.sharding.memory_estimate import (
 )
 from hvd_ckpt.snapshots.snapshots import (
     Snapshots as Snapshots,
+)
+from hvd_ckpt.tensor.recipes import (
+    tensor_parallel as tensor_parallel,
 )
 from hvd_ckpt.utils.memory import (
     measure_peak as measure_peak,

@@ -60,7 +60,9 @@ class _State:
 _state = _State()
 
 
-def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwargs: Any) -> None:
+def init(
+    *args: Any, stall_timeout: float | None = None, stages: int = 1, tensor: int = 1, **kwargs: Any
+) -> None:
     """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
 
     Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
@@ -104,6 +106,9 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
             replicas of each stage: process ``stage * replicas + replica``. The replicas of a stage are a Horovod world of their
             own, so that ``rank()``, ``size()`` and every collective are what a data-parallel loop expects: the replica, the
             number of replicas, and an operation among them. :func:`stage` and :func:`stages` tell the rest.
+        tensor: parts of each split layer, for :func:`hvd_ckpt.tensor_parallel`. Process
+            ``(stage * replicas + replica) * tensor + part`` holds one; Horovod's world is then the replicas of one stage and part,
+            and :func:`tensor_rank` and :func:`tensor_size` tell part and number of parts.
 
     Horovod 0.28.1 has limits of its own (measured). Over Gloo a peer that is stopped or cut off raises ``HorovodInternalError``
     after ``HOROVOD_GLOO_TIMEOUT_SECONDS`` (30), from which an elastic job recovers: choose a longer ``stall_timeout`` there. A rank
@@ -114,7 +119,7 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     Raises:
         ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is not a
             number above zero, or an environment variable that must be a number is not; or the ranks of ``torchrun`` or ``srun`` do
-            not meet; or ``stages`` does not divide the number
+            not meet; or ``stages`` times ``tensor`` does not divide the number
             of processes, or differs from what Horovod was started with, or is given with ``comm``.
         RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
             elastic job later, with both variables set, and cannot.
@@ -124,10 +129,14 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     if stall_timeout is not None:
         watchdog.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
-        if stages not in (1, grid.stages()):
-            raise ValueError(
-                f"init(): Horovod runs with stages={grid.stages()} already, so it cannot have {stages}"
-            )
+        for name, asked, running in (
+            ("stages", stages, grid.stages()),
+            ("tensor", tensor, grid.tensor_size()),
+        ):
+            if asked not in (1, running):
+                raise ValueError(
+                    f"init(): Horovod runs with {name}={running} already, so it cannot have {asked}"
+                )
         _watch(stall_timeout)
         return
     if _state.started_over_mpi and not hvd.is_initialized() and _mpi_is_finalized():
@@ -146,11 +155,11 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     _check_restart()
     _set_mpi_prefix()
     _watch(stall_timeout)
-    if stages == 1:
+    if stages == tensor == 1:
         grid.set_current(None)
         hvd.init(*args, **kwargs)
     else:
-        kwargs = _init_stages(stages, *args, **kwargs)
+        kwargs = _init_grid(stages, tensor, *args, **kwargs)
     _state.started = True
     _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
     comm = args[0] if args else kwargs.get("comm")
@@ -167,13 +176,14 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
         )
 
 
-def _init_stages(stages: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Starts Horovod as one world per pipeline stage; returns its keyword arguments."""
+def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Starts Horovod as one world per pipeline stage and part; returns its keyword arguments."""
     if args or kwargs.get("comm") is not None:
         raise ValueError(
-            f"init(): stages={stages} makes the communicator of each stage itself; leave comm out"
+            f"init(): {'stages' if stages != 1 else 'tensor'}={stages if stages != 1 else tensor} makes the communicators of its "
+            f"replicas itself; leave comm out"
         )
-    own = links.enter(stages, _import_mpi if _starts_over_mpi() else None)
+    own = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
     if "comm" in own.horovod:
         kwargs["comm"] = own.horovod["comm"]
     with links.starting(own):

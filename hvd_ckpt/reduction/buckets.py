@@ -10,7 +10,7 @@ import torch
 
 from hvd_ckpt.reduction.accumulation import moved
 from hvd_ckpt.reduction.state import ReducerState
-from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
+from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
 
 # Flat gradient buckets: how gradients are laid out in memory to be reduced together.
 #

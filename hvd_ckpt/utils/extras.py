@@ -64,7 +64,7 @@ def explain_import_error(error: ImportError) -> str | None:
         )
     if (
         package == "hvd_ckpt" and not missing
-    ):  # the error of hvd_ckpt.torch_private names the PyTorch that is needed
+    ):  # the error of hvd_ckpt.utils.torch_private names the PyTorch that is needed
         return str(error)
     extra = _extra_of(package) if missing else None
     if extra is not None:

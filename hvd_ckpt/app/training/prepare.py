@@ -53,6 +53,7 @@ from hvd_ckpt.snapshots.content import tensors_of
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.snapshots import Snapshots
+from hvd_ckpt.tensor.recipes import tensor_parallel
 from hvd_ckpt.utils.text import show_bytes
 
 DEFAULT_STEPS = 100
@@ -140,6 +141,11 @@ def prepare(config: Config, parts: Assembly, point: ResumePoint | None = None) -
         parts = parts._replace(model=prepare_model(parts.model, config, device))
         optimizer = _optimizer(config, parts)
         check_functions(config, parts.model, parts.objective, parts.train, device)
+
+    # Parts compare their models, so that this communicates.
+    if config.tensor > 1:
+        with config_errors():
+            tensor_parallel(parts.model)
 
     # Snapshot: read, validated, and its weights loaded.
     point = point or find_resume_point(config)
