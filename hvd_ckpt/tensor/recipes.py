@@ -287,4 +287,4 @@ def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
 
 def _digest(tensor: Tensor) -> tuple[tuple[int, ...], int]:
     content = torch.empty(0) if tensor.is_meta else tensor.detach().cpu().contiguous().reshape(-1)
-    return tuple(tensor.shape), zlib.crc32(content.view(torch.uint8).numpy())
+    return tuple(tensor.shape), zlib.crc32(content.view(torch.uint8).numpy().data)
