@@ -275,9 +275,8 @@ class _Draw:
         if stage > 1 and self.chance(0.5):
             options["backward_passes_per_step"] = self.choose([1, self.usual, 3])
         if stage > 1 and self.chance(0.12):
-            options["wire"] = self.choose(
-                ["fp16", "bf16", "int8", {"parameters": "bf16"}, {"gradients": "int8"}]
-            )
+            blockwise = [] if self.tensor > 1 else ["int8", {"gradients": "int8"}]
+            options["wire"] = self.choose(["fp16", "bf16", *blockwise, {"parameters": "bf16"}])
         if stage and self.half and self.chance(0.5):
             options["master_weights"] = False
         if stage and self.chance(0.06):
