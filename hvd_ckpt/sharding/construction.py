@@ -120,8 +120,8 @@ def check_stage(
     tensor = current().tensor
     if tensor > 1 and not {INT8, INT4}.isdisjoint((gradients, parameters)):
         raise ValueError(
-            f"wire={wire!r} cannot be used with tensor={tensor}: a block has one scale, so each part would round what all have alike "
-            f"differently; give 'bf16' or 'fp16'"
+            f"wire={wire!r} cannot be used with tensor={tensor}: a block has one scale, so parts would round what all have "
+            f"alike differently; give 'bf16' or 'fp16'"
         )
     if stage < 3 and offload == "parameters":
         raise ValueError(
