@@ -78,6 +78,12 @@ def shape_of_first(parameter: Tensor, parts: int) -> list[int]:
     return shape
 
 
+def is_uneven(parameter: Tensor, parts: int) -> bool:
+    """Whether the parts have slices of different sizes of a parameter."""
+    cut = cut_of(parameter)
+    return cut is not None and cut.length(parts, 0) != cut.length(parts, parts - 1)
+
+
 def mark(parameter: Tensor, cut: Cut) -> None:
     """Notes how a parameter, which holds its part, is cut."""
     setattr(parameter, _ATTRIBUTE, cut)

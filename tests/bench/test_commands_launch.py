@@ -95,3 +95,9 @@ def test_steps_in_parts_are_timed_beside_pytorch(run: Run) -> None:
         assert set(rank["seconds"]) == {"hvd_ckpt", "PyTorch"}
         assert all(0 < sums < step for sums, step in zip(rank["sums"], rank["seconds"]["hvd_ckpt"]))
     assert len(report["results"]) == 2 and "of PyTorch" in output
+
+
+def test_parts_of_layers_are_right(run: Run) -> None:
+    found = run(compare, "--tensor", "2", "--scenarios", "tied,dropout")[1]["results"]
+    ours = [one for one in found if one["engine"].startswith("hvd_ckpt")]
+    assert len(ours) == 6 and {one["status"] for one in ours} == {"right"}

@@ -276,9 +276,8 @@ class _Draw:
         if stage > 1 and self.chance(0.5):
             options["backward_passes_per_step"] = self.choose([1, self.usual, 3])
         if stage > 1 and self.chance(0.12):
-            options["wire"] = self.choose(
-                ["fp16", "bf16", "int8", {"parameters": "bf16"}, {"gradients": "int8"}]
-            )
+            blockwise = [] if self.tensor > 1 else ["int8", {"gradients": "int8"}]
+            options["wire"] = self.choose(["fp16", "bf16", *blockwise, {"parameters": "bf16"}])
             # A recomputation would read what was written after its rounding, which is an error.
             if stage == 3 and self.writes and options["wire"] != {"gradients": "int8"}:
                 del options["wire"]

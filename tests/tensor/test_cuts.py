@@ -75,8 +75,8 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_activations_of_a_layer_are_those_of_megatron(tensor: int) -> None:
-    """Per layer, in elements of b s h: the inputs of both norms and of both column layers are whole, and 1 / t with sequence
-    parallelism; queries, keys, values, what attention gives and both 4 h wide ones are 1 / t in any case."""
+    """Of the inputs of column layers, each part has all; of those of norms, too, or 1 / t with sequence parallelism; of queries,
+    keys, values, what attention gives and both 4 h wide ones 1 / t."""
     b, s, h, a = 3, 8, 16, 4
     x = torch.randn(b, s, h)
     for sequence in (False, True):
@@ -86,9 +86,9 @@ def test_activations_of_a_layer_are_those_of_megatron(tensor: int) -> None:
             share = tensor if sequence else 1
             own = x.chunk(share, 1)[0].clone().requires_grad_()
             found = saved_bytes(layer, own)
-        whole = 4 * b * s * h + 2 * 2 * b * s  # and mean and deviation of each row of a norm
+        columns, norms = 2 * b * s * h, 2 * b * s * h + 2 * 2 * b * s  # and mean and deviation of each row
         split = (3 + 1 + 4 + 4) * b * s * h + a * b * s  # and a logarithm of each row of scores
-        assert found == 4 * (whole // share + split // tensor), (found, 4 * whole, 4 * split)
+        assert found == 4 * (columns + norms // share + split // tensor)
 
 
 def test_copies_and_ties_stay_split() -> None:

@@ -33,6 +33,7 @@ def run(controller: str, processes: int, script: str, *arguments: str) -> None:
         ("gloo", 2, "2", ()),
         ("gloo", 4, "2", ("gpt,bert",)),  # two replicas
         ("gloo", 4, "4", ("gpt,BertForMaskedLM",)),
+        ("gloo", 6, "2", ("gpt,bert",)),  # three replicas, whose sums depend on the place of an element
         ("mpi", 2, "2", ("gpt,bert",)),
         ("mpi", 4, "4", ("gpt,bert,gpt2,XLNetLMHeadModel",)),
         ("gloo", 2, "2", ("gpt,bert,roberta,gpt2,BertForMaskedLM,GPT2LMHeadModel", "sequence")),

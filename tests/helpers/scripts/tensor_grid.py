@@ -56,6 +56,9 @@ if case == "grid":
         ValueError, match="replicas cannot be used (with tensor=2|in 2 pipeline stages|with tensor=4)"
     ):
         hc.DistributedOptimizer(optimizer, model.named_parameters(), replicas=4)
+    for wire in ("int8", "int4", {"parameters": "int8"}):
+        with pytest.raises(ValueError, match=f"wire=.* cannot be used with tensor={tensor}"):
+            hc.DistributedOptimizer(optimizer, model.named_parameters(), shard="gradients", wire=wire)
     with pytest.raises(ValueError, match=f"LocalSGD cannot be used with tensor={tensor}"):
         hc.LocalSGD(optimizer, model.named_parameters())
     print("equal", flush=True)
