@@ -28,7 +28,9 @@ class Copy:
         shutil.copy(ROOT / "main.sh", self.root)
         shutil.copytree(ROOT / "install", self.root / "install")
         install = self.root / "hvd_ckpt" / "app" / "install"
-        shutil.copytree(ROOT / "hvd_ckpt" / "app" / "install", install, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "hvd_ckpt" / "app" / "install", install, ignore=shutil.ignore_patterns("__pycache__")
+        )
         for tool in TOOLS:
             found = shutil.which(tool)
             assert found is not None, tool
