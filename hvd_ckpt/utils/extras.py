@@ -18,7 +18,14 @@ from urllib.request import url2pathname
 
 BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "pil": "pillow", "yaml": "pyyaml"}  # by the name that is imported
-PREFERRED = ("training", "mpi", "peers", "build")  # of several extras that bring a package
+PREFERRED = (
+    "training",
+    "mpi",
+    "peers",
+    "build",
+    "lightning",
+    "transformers",
+)  # of several extras that bring a package
 
 
 def pip_command(extra: str) -> str:

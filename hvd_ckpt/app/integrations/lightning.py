@@ -1,4 +1,4 @@
-"""Lightning over Horovod: a strategy for ``lightning.pytorch.Trainer``, also by the name ``"hvd_ckpt"`` once this module is imported.
+"""Lightning over Horovod: a strategy for its Trainer, also by the name ``"hvd_ckpt"`` once this module is imported.
 
 The launcher (``horovodrun``, ``mpirun``, ``torchrun``) starts the processes. Lightning's loop stays as it is: the strategy gives it
 distributed optimizers, reduces before hooks and clipping see gradients, and adds each rank's own state to checkpoints.
@@ -51,6 +51,7 @@ class HorovodStrategy(ParallelStrategy):
 
     strategy_name = "hvd_ckpt"
     is_distributed = True  # samplers are distributed, and sync_dist=True is heard
+    num_nodes = 1  # as the Trainer sets it
 
     def __init__(
         self,
@@ -91,19 +92,6 @@ class HorovodStrategy(ParallelStrategy):
         return device
 
     @property
-    def num_nodes(self) -> int:
-        """Hosts of the job."""
-        hosts: int = hc.cross_size()
-        return hosts
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        if number not in (1, hc.cross_size()):
-            raise ValueError(
-                f"Trainer(num_nodes={number}): the launcher has started this job on {hc.cross_size()} hosts; leave num_nodes out"
-            )
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """With replicas a rank takes its batches from all of them; see :func:`take_own_batches`."""
         alone = self._replicas is not None
@@ -140,15 +128,16 @@ class HorovodStrategy(ParallelStrategy):
     # -------------------------------------------------------------------------------- before training
 
     def setup_environment(self) -> None:
-        devices = self.parallel_devices or []
-        if (
-            len(devices) > 1
-            and len(devices) < hc.local_size()
-            or (devices[0].type == "cpu" and len(devices) not in (1, hc.local_size()))
-        ):
+        """Raises ValueError where the Trainer was given other processes than the launcher has started."""
+        devices, local = self.parallel_devices or [], hc.local_size()
+        if len(devices) not in (1, local) and (devices[0].type == "cpu" or len(devices) < local):
             raise ValueError(
-                f"Trainer(devices={len(devices)}): the launcher has started {hc.local_size()} processes on this host; leave devices "
-                f"out"
+                f"Trainer(devices={len(devices)}): the launcher has started {local} processes on this host; leave devices out"
+            )
+        if self.num_nodes not in (1, hc.cross_size()):
+            raise ValueError(
+                f"Trainer(num_nodes={self.num_nodes}): the launcher has started {hc.size()} processes on {hc.cross_size()} hosts; "
+                f"leave num_nodes out"
             )
         super().setup_environment()
 
