@@ -190,9 +190,11 @@ class HorovodStrategy(ParallelStrategy):
 
     def _plan(self, trainer: Trainer, whole: TrainingStep) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
-        trainer.fit_loop.setup_data()
+        loaders = (
+            trainer.fit_loop._data_source.dataloader()
+        )  # which leaves the loop's own loader, and its position, alone
         with isolate_rng():
-            batch, number, _ = next(iter(CombinedLoader(trainer.train_dataloader, "max_size_cycle")))
+            batch, number, _ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
             batch = self.batch_to_device(plugin.convert_input(batch))
         given = (batch, number)[: len(inspect.signature(module.training_step).parameters)]
 
@@ -337,6 +339,8 @@ class HorovodStrategy(ParallelStrategy):
             self._random = None
 
     def on_train_end(self) -> None:
+        if self._replicas is not None:
+            self.lightning_module.trainer.accumulate_grad_batches = 1  # as it was
         for optimizer in self.optimizers:
             if optimizer.shard_stage == 3 and not optimizer.is_offloaded:
                 optimizer.unshard()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -17,10 +17,13 @@ class ResumableLoader:
 
     Batches that are passed over are loaded, so that random augmentation goes on as it would have. Workers are seeded by epoch and
     rank, not by the default generator, which so draws the same numbers after a resume.
+
+    Args:
+        is_last: whether the batch that was given last is the last one of its epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], is_last: Callable[[], bool]) -> None:
+        self._loader, self._is_last = loader, is_last
         self._batches = self._passed_over = 0
         self._seeds = loader.generator is None
         if self._seeds:
@@ -34,8 +37,9 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._seeds:
-            self._loader.generator.manual_seed(getattr(self.sampler, "epoch", 0) * 100_003 + hc.rank())
-        self._batches, self._passed_over = self._passed_over % max(len(self), 1), 0
+            generator = self._loader.generator
+            generator.manual_seed(getattr(self.sampler, "epoch", 0) * 100_003 + hc.rank())
+        self._batches, self._passed_over = self._passed_over, 0
         batches = iter(self._loader)
         for _ in range(self._batches):
             next(batches)
@@ -47,8 +51,8 @@ class ResumableLoader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches it has given."""
-        return {"batches": self._batches}
+        """How many batches of the epoch it has given; none of the next one."""
+        return {"batches": 0 if self._is_last() else self._batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The next iteration begins behind as many."""
