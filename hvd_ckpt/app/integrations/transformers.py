@@ -57,6 +57,7 @@ class _OverHorovod:
     ) -> None:
         hc.init()
         args = others.get("args") or (positional[1] if len(positional) > 1 else None)
+        self._distributed: Any = None
         self._budget, self._options = budget, {"shard": shard, **(distributed or {})}
         if args is None:
             raise ValueError(
@@ -66,12 +67,18 @@ class _OverHorovod:
         if type(args).__dict__.get("__reduce_ex__") is not _stored:
             args.__class__ = type(type(args).__name__, (type(args),), dict(_OF_RANKS))
         super().__init__(*positional, **others)  # type: ignore[call-arg]
+        if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
+            raise ValueError(
+                "Trainer: train_dataset has no length, so that it cannot be split over ranks; give numbered samples"
+            )
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The Trainer's optimizer over all ranks, made after the plan."""
-        given = self.optimizer
-        if isinstance(given, torch.optim.Optimizer) and hasattr(given, "reduction_state_dict"):
-            return given
+        if (
+            self.optimizer is not None
+            and getattr(self.optimizer, "optimizer", self.optimizer) is self._distributed
+        ):
+            return self.optimizer
         if self._budget is not None:
             with torch.random.fork_rng(), self.compute_loss_context_manager():
                 inputs = self._prepare_inputs(next(iter(self.get_train_dataloader())))
@@ -82,16 +89,12 @@ class _OverHorovod:
         hc.broadcast_parameters([*self.model.named_parameters(), *self.model.named_buffers()], root_rank=0)
         named = self.model.named_parameters()
         self.optimizer = hc.DistributedOptimizer(optimizer, named, model=self.model, **self._options)
-        self._distributed = self.optimizer  # which Accelerate wraps
+        self._distributed = self.optimizer  # which Accelerate will wrap
         return self.optimizer
 
     def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
         data = self.train_dataset if train_dataset is None else train_dataset
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        if not hasattr(data, "__len__"):
-            raise ValueError(
-                "train_dataset has no length, so that it cannot be split over ranks; give one with samples by number"
-            )
         return DistributedSampler(data, hc.size(), hc.rank(), seed=seed)
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,13 +104,6 @@ class _OverHorovod:
         return hc.allreduce(
             torch.as_tensor(items, dtype=torch.float32), name="items of a batch"
         )  # the mean over ranks
-
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A micro-batch; after the last one of a step gradients are reduced, as the Trainer clips next."""
-        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        if self.accelerator.sync_gradients:
-            hc.clip_grad_norm_(self._distributed, math.inf)
-        return loss
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
         return hc.clip_grad_norm_(self._distributed, self.args.max_grad_norm)
@@ -126,15 +122,15 @@ class _OverHorovod:
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         if self._distributed.shard_stage == 3:
             self._distributed.unshard()
+            self.optimizer = self.lr_scheduler = None  # so that another training makes them anew
         return result
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model, whole, on rank 0."""
-        distributed = getattr(self, "_distributed", None)
-        if not _internal_call or distributed is None or distributed.shard_stage < 3:
+        if self._distributed is None or self._distributed.shard_stage < 3:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        state = distributed.full_model_state_dict(self.model)
+        state = self._distributed.full_model_state_dict(self.model)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
 
