@@ -6,12 +6,12 @@
 #   bash main.sh test [ARGS]       the same, then the tests (ARGS go to pytest)
 #   bash main.sh docs              build the documentation into site/ (needs no PyTorch and no Horovod)
 #   bash main.sh gpu [ARGS]        set up, then check everything that runs on a GPU: hvd-ckpt doctor --gpu ARGS
-#   bash main.sh gpu --offline FOLDER   the same without a network; hvd-ckpt doctor --fill FOLDER fills the folder elsewhere
+#   bash main.sh gpu --offline FOLDER   the same without a network; fill FOLDER elsewhere with hvd-ckpt doctor --fill FOLDER
 #   bash main.sh COMMAND [ARGS]    set up, then hvd-ckpt COMMAND: compare, doctor, ...
 #
-# NP=4 bash main.sh runs 4 ranks; PYTHON=/path/to/python3 chooses the Python for .venv, and TORCH=2.14.1 another
-# PyTorch than the pinned one; both are kept until .venv is removed.
-# The set-up does only what is missing or has changed, and repairs one that was interrupted.
+# Variables: NP=4 runs 4 ranks. PYTHON=/path/to/python3 chooses the Python for .venv, and TORCH=2.14.1 the version of
+# PyTorch; both are kept until .venv is removed.
+# The set-up does only the steps that are missing or have changed, and repairs a set-up that was interrupted.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

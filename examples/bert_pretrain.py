@@ -26,7 +26,7 @@ def main(text, steps, batch, length, width, layers, budget, bf16):
     device = hc.local_device()
     sizes = {"width": width, "heads": 4, "layers": layers}
     config = hc.Config("bert-mini", model_options=sizes, text=text, sequence_length=length)
-    model, objective, data, _ = hc.assemble(config)  # any model and loss of your own do as well
+    model, objective, data, _ = hc.assemble(config)  # or any model and loss of your own
     model.to(device)
 
     # Half a batch at a time: two micro-batches make a step.
@@ -47,7 +47,7 @@ def main(text, steps, batch, length, width, layers, budget, bf16):
     optimizer = hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     hc.broadcast_optimizer_state(optimizer, root_rank=0)
-    torch.manual_seed(1 + hc.rank())  # dropout of its own on each rank
+    torch.manual_seed(1 + hc.rank())  # different dropout on each rank
     for step, whole in zip(range(1, steps + 1), batches(data, batch)):
         optimizer.zero_grad()
         # Weighted by hidden tokens over all ranks and micro-batches, so that the mean is that of the whole batch.

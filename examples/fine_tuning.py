@@ -1,4 +1,4 @@
-"""Fine-tuning in a loop of one's own: frozen layers, layer-wise learning rates, averaged weights, early stopping.
+"""Fine-tuning in a loop of your own: frozen layers, layer-wise learning rates, averaged weights, early stopping.
 
 horovodrun -np 2 python examples/fine_tuning.py
 """

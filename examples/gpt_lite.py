@@ -1,9 +1,9 @@
-"""GPT-lite on tinyshakespeare: recomputed every few blocks, its memory measured, and at the end it writes.
+"""GPT-lite on tinyshakespeare: recomputes segments of a few blocks, measures its memory, and writes text at the end.
 
     horovodrun -np 2 python examples/gpt_lite.py --text tinyshakespeare.txt --interval 2
 
 tinyshakespeare is a megabyte of Shakespeare's plays, the data set of Andrej Karpathy's char-rnn project (data/tinyshakespeare/
-input.txt there). The sizes here suit a CPU; GPT-3's smallest (Brown et al., 2020) is `--width 768 --heads 12 --length 2048`.
+input.txt there). The sizes here suit a CPU. GPT-3 Small (Brown et al., 2020) is `--width 768 --heads 12 --length 2048`.
 """
 
 import click

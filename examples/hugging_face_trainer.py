@@ -64,7 +64,7 @@ def main(text, steps, batch, accumulate, length, width, layers, output):
     data = MaskedBytes(Path(text).read_bytes(), length)
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.model_accepts_loss_kwargs = False  # a loss is the mean of its micro-batch, as BERT's is
-    torch.manual_seed(1 + hc.rank())  # dropout of its own on each rank
+    torch.manual_seed(1 + hc.rank())  # different dropout on each rank
     trainer.train()
     trainer.save_model()  # by rank 0
     for entry in trainer.state.log_history:

@@ -1,10 +1,10 @@
-"""DenseNet on images: all kept, recomputed in segments, or the efficient variant, which recomputes inside each layer.
+"""DenseNet on images: without recomputation, in segments, or in the efficient variant, which recomputes inside each layer.
 
     horovodrun -np 2 python examples/memonger_densenet.py --depth 100 --efficient
 
-What DenseNet keeps grows with the square of its depth, unless concatenations, norms and activations are computed again
-(Pleiss et al., "Memory-efficient implementation of DenseNets", 2017). Batch norms see micro-batches here, and deferred ones
-gather the running statistics of the whole batch. Images are scikit-learn's digits, or a folder of folders by class.
+The memory of DenseNet grows with the square of its depth, unless concatenations, norms and activations are recomputed
+(Pleiss et al., "Memory-efficient implementation of DenseNets", 2017). Batch norms normalize by the micro-batch, and deferred ones
+collect the running statistics of the whole batch. Images are scikit-learn's digits, or a folder of folders by class.
 """
 
 import copy

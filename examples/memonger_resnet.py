@@ -1,8 +1,8 @@
-"""ResNet on images, to 1001 layers: memory by the number of recomputed segments, then training with its square root.
+"""ResNet on images, up to 1001 layers: memory for several numbers of segments, then training with the best number in theory.
 
     horovodrun -np 2 python examples/memonger_resnet.py --depth 1001 --batch 4
 
-n blocks cut into k segments take about n / k + k blocks' memory, the least near k = sqrt(n), for one more forward pass (Chen et
+n blocks in k segments take the memory of about n / k + k blocks, and one more forward pass. k = sqrt(n) takes the least (Chen et
 al., "Training deep nets with sublinear memory cost", 2016). Images are scikit-learn's digits, or a folder of folders by class.
 """
 

@@ -1,9 +1,9 @@
-"""V-Net finds ellipsoids in noisy volumes: a step that keeps everything and one within a budget, then training by Dice.
+"""V-Net segments ellipsoids in noisy volumes: a step without recomputation, one within a budget, then training by Dice.
 
     horovodrun -np 2 python examples/memonger_vnet.py --pixels 64 --budget min
 
-Three-dimensional segmentation (Milletari et al., "V-Net", 2016) is short of memory even at a batch of one, and the skip
-connections reach over most of the network; the planner recomputes around them. The volumes are synthetic, or those of an .npz
+Three-dimensional segmentation (Milletari et al., "V-Net", 2016) needs much memory even with a batch of one. Skip
+connections reach over most of the network, and the planner recomputes around them. The volumes are synthetic, or those of an .npz
 file with the arrays volumes and labels, (N, D, H, W) both.
 """
 

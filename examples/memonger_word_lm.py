@@ -1,9 +1,9 @@
-"""A word-level LSTM language model with a vocabulary made from its text, recomputed layer by layer; its perplexity.
+"""A word-level LSTM language model, recomputed layer by layer, with a vocabulary made from its text and its perplexity.
 
     horovodrun -np 2 python examples/memonger_word_lm.py --text FILE --words 10000
 
-The model is that of Zaremba et al. ("Recurrent neural network regularization", 2014). Its decoder's weights are the embeddings: one
-parameter in the first block and in the last, both of which add to its gradient before it is reduced once.
+The model is that of Zaremba et al. ("Recurrent neural network regularization", 2014). The weights of its decoder are the
+embeddings: one parameter in the first and in the last block. Both add to its gradient, which is then reduced once.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""From Horovod to this library, before and after: one import changes, one line adds recomputation, the losses are the same.
+"""From Horovod to this library: one import changes, one line adds recomputation, and the losses stay the same.
 
     horovodrun -np 2 python examples/migrate_from_horovod.py --version before
     horovodrun -np 2 python examples/migrate_from_horovod.py --version after
 
-`train` is the script as it was, and stays as it is.
+`train` is the same in both versions.
 """
 
 import click

@@ -4,8 +4,8 @@
     IMAGES=shards horovodrun -np 2 hvd-ckpt train --model own_models:vit --data own_data:images \\
         --loss torch.nn.functional:cross_entropy
 
-The images are to be of 8 x 8 pixels, which ``own_models:vit`` takes. The heads of the tar files are read once; a sample is then
-read at its place in a file, in the order of seed and epoch.
+The images must have 8 x 8 pixels, as ``own_models:vit`` expects. The headers of the tar files are read once. Each sample is then
+read at its place in a file, in the order that follows from seed and epoch.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""A training loop of one's own that is saved, stopped and resumed in the same bits: ``hc.Snapshots`` and ``hc.DistributedSampler``.
+"""A training loop of your own that saves, stops and resumes in the same bits: ``hc.Snapshots`` and ``hc.DistributedSampler``.
 
 horovodrun -np 2 python examples/own_loop.py
 """

@@ -1,13 +1,13 @@
-"""Models, data, loss and metrics for ``hvd-ckpt train``, from a module of one's own: a U-Net and a vision transformer.
+"""Models, data, loss and metrics for ``hvd-ckpt train``, from a module of your own: a U-Net and a vision transformer.
 
     cd examples
     horovodrun -np 2 hvd-ckpt train --model own_models:unet --data own_models:shapes --loss own_models:pixel_loss \\
         --metric iou=own_models:iou
     horovodrun -np 2 hvd-ckpt train --model own_models:vit --data own_models:digits --loss torch.nn.functional:cross_entropy
 
-Both models are chains (``nn.Sequential``), so ``--stages 2`` cuts them into pipeline stages. The skip connections of the U-Net go
-by name, straight to the stage that needs them; a model that has some cannot be planned, so ``--budget 0.5x`` is for the
-vision transformer.
+Both models are chains (``nn.Sequential``), so ``--stages 2`` cuts them into pipeline stages. The skip connections of the U-Net have
+names and go directly to the stage that needs them. A model with such connections cannot be planned, so ``--budget 0.5x`` works
+for the vision transformer only.
 """
 
 from itertools import pairwise

@@ -1,9 +1,9 @@
-"""RoBERTa on text, from a Hugging Face folder or a configuration, by the library's trainer, and back into such a folder.
+"""RoBERTa on text with the library's trainer: reads a Hugging Face folder or a configuration, and writes such a folder.
 
     horovodrun -np 2 python examples/roberta_pretrain.py --text FILE --folder FOLDER --precision bf16
 
-FOLDER is one that `save_pretrained` wrote; config.json alone starts at random, and a tokenizer.json in it makes the tokens. What is
-hidden changes with every epoch (Liu et al., "RoBERTa", 2019).
+FOLDER is one that `save_pretrained` wrote. With config.json alone the weights are random, and a tokenizer.json in it makes the
+tokens. Each epoch hides other tokens (Liu et al., "RoBERTa", 2019).
 """
 
 import click

@@ -1,12 +1,12 @@
-"""Memory-optimized training with Horovod and with Apex's DDP, compared: what does each do with ``checkpoint_sequential``?
+"""Comparison of memory-optimized training with Horovod and with Apex's DDP, under ``checkpoint_sequential``.
 
 The model's forward pass is cut into ``--chunks`` segments that are recomputed in the backward pass. Every engine trains the same
-batches, with one segment and with several; one process that computes all ranks' batches says what is right.
+batches, with one segment and with several. Each result is compared with one process that computes the batches of all ranks.
 
     python examples/test_memory_optimized_horovod_apex_comparison.py --chunks 1,2,4 --use_amp --np 2
 
-Engines are this library, stock Horovod, PyTorch's DDP and, where it is installed with a GPU, NVIDIA Apex's DDP. Every further
-option goes to ``hvd-ckpt compare``. The exit status is 0 if this library is right everywhere.
+Engines are this library, stock Horovod, PyTorch's DDP and NVIDIA Apex's DDP, if it is installed with a GPU. All other
+options go to ``hvd-ckpt compare``. The exit status is 0 if this library is right everywhere.
 """
 
 import argparse

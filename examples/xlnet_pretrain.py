@@ -1,10 +1,10 @@
-"""XLNet on text: two streams through one chain of blocks, recomputed by segments, under masks that all blocks share.
+"""XLNet on text: two streams through one chain of blocks, recomputed in segments, with masks that all blocks share.
 
     horovodrun -np 2 python examples/xlnet_pretrain.py --text FILE --segments 4
 
-A sixth of the tokens is predicted in random order (Yang et al., "XLNet", 2019). The content stream sees a token itself, the query
-stream only where it stands. Masks and relative positions are made once for each batch and handed to every block as keyword
-arguments; a recomputation finds those of its own batch, with no global variable in between.
+A sixth of the tokens is predicted in random order (Yang et al., "XLNet", 2019). The content stream sees a token, the query
+stream only its position. Masks and relative positions are computed once for each batch and passed to every block as keyword
+arguments. So a recomputation finds those of its own batch, without a global variable.
 """
 
 import click

@@ -1,8 +1,8 @@
-"""hvd_ckpt: training models that do not fit, with Horovod data parallelism and activation checkpointing.
+"""hvd_ckpt: training of models that do not fit, with Horovod data parallelism and activation checkpointing.
 
-``import hvd_ckpt as hvd`` serves as the one changed import of a Horovod script: every public name of ``horovod.torch`` is here.
-The public names and their modules are listed in ``__init__.pyi``. Each is imported when it is first used: ``hvd-ckpt --help``
-then needs no PyTorch, and ``hvd-ckpt doctor`` no working Horovod.
+``import hvd_ckpt as hvd`` replaces ``import horovod.torch as hvd``: every public name of ``horovod.torch`` is available.
+``__init__.pyi`` lists the public names and their modules. Each name is imported when it is first used, so ``hvd-ckpt --help``
+needs no PyTorch, and ``hvd-ckpt doctor`` needs no working Horovod.
 """
 
 import ast

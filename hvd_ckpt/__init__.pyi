@@ -1,4 +1,4 @@
-"""The public names of hvd_ckpt and where they are defined. ``__init__.py`` reads this file, and so do type checkers."""
+"""The public names of hvd_ckpt and the modules that define them. ``__init__.py`` and type checkers read this file."""
 
 from horovod.torch import (
     Adasum as Adasum,
@@ -95,6 +95,8 @@ from hvd_ckpt.distributed.precision import (
 )
 from hvd_ckpt.local_sgd.construction import (
     LocalSGD as LocalSGD,
+)
+from hvd_ckpt.local_sgd.options import (
     Nesterov as Nesterov,
 )
 from hvd_ckpt.pipeline.microbatch import (

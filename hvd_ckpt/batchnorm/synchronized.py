@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -109,19 +108,6 @@ class SyncBatchNorm(ForAnyShape):
             use_batch,
             average_factor(self) if tracking else 0.0,
             self.eps,
-        )
-
-
-def warn_of_unsynchronized(model: nn.Module) -> None:
-    """Warns of a torch ``SyncBatchNorm``, which is plain batch norm as long as ``torch.distributed`` does not run."""
-    if hvd.size() == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if names:
-        warnings.warn(
-            f"module '{names[0]}' is a torch.nn.SyncBatchNorm ({len(names)} in all), which does not synchronize over Horovod's "
-            f"ranks: call hc.SyncBatchNorm.convert(model), or use torch.nn.BatchNorm",
-            stacklevel=3,
         )
 
 

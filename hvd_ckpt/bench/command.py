@@ -7,7 +7,7 @@ from importlib import import_module
 import click
 
 COMMANDS = {
-    "faults": "hvd_ckpt.bench.faults.command",
+    "faults": "hvd_ckpt.bench.faults",
     "local": "hvd_ckpt.bench.local.command",
     "pipeline": "hvd_ckpt.bench.pipeline.command",
     "recompute": "hvd_ckpt.bench.recompute.command",

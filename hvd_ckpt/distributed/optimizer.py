@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, global_process_set
+from horovod.torch.mpi_ops import Average, global_process_set
 
-from hvd_ckpt.batchnorm.synchronized import warn_of_unsynchronized
-from hvd_ckpt.distributed.replicas import Replicas, check_replicas
-from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.agreement import broadcast_from, described
+from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.buckets import MEBIBYTE, BucketAssignment
-from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.construction import (
     agree_at_construction,
-    check_options,
+    check_not_split,
     describe_groups,
     is_elastic,
     name_parameters,
+    warn_of_unsynchronized,
 )
 from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer
 from hvd_ckpt.reduction.reducer import Reducer
-from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.reduction.wrapping import register, wrapping
-from hvd_ckpt.sharding import stage_name
-from hvd_ckpt.sharding.construction import ShardOptions, check_shard_options, model_of, shard_optimizer
-from hvd_ckpt.sharding.formats import FP32
-from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.replicas import ShardedTreeCommunicator, ShardReplicaReducer
-from hvd_ckpt.sharding.units import check_memory, check_not_split
+from hvd_ckpt.sharding.options import Options
 
-OPERATIONS = {
-    Average: "Average",
-    Sum: "Sum",
-    Adasum: "Adasum",
-    Min: "Min",
-    Max: "Max",
-    Product: "Product",
-}
+if TYPE_CHECKING:
+    from hvd_ckpt.distributed.extension import Extension
 
 
 def DistributedOptimizer(
@@ -130,152 +113,56 @@ def DistributedOptimizer(
         ValueError: arguments are wrong, or parameters differ between ranks (name, shape, dtype, number, ``requires_grad``);
             raised on every rank, naming the first one.
     """
+    options = Options(**locals()).resolved()
     error: Exception | None = None
-    named: list[tuple[str, torch.Tensor]] = []
+    named: Sequence[tuple[str, torch.Tensor]] = []
     known_names: Any = None
-    sharding: ShardOptions | None = None
-    member = bool(process_set.included())
-    if num_groups:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2
-        )
-        groups = num_groups if groups is None else groups
-    if model is None:
-        model = model_of(named_parameters)
-    options = described(
-        optimizer=optimizer,
-        compression=compression,
-        backward_passes_per_step=backward_passes_per_step,
-        op=OPERATIONS.get(op, op),
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        bucket_cap_mb=bucket_cap_mb,
-        keep_buckets=keep_buckets,
-        shard=stage_name(shard),
-        units=units,
-        offload=offload,
-        wire=wire,
-        master_weights=master_weights,
-        elementwise=elementwise,
-        replicas=replicas,
-        within=within,
-        model=None if replicas is None and stage_name(shard) == "none" else model,
-    )
+    extension: Extension | None = None
     try:
-        if isinstance(optimizer, ReducedOptimizer):
-            raise ValueError(
-                "optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once"
-            )
-        check_options(
-            optimizer,
-            backward_passes_per_step,
-            op,
-            gradient_predivide_factor,
-            groups,
-            process_set,
-            bucket_cap_mb,
-        )
-        sharding = check_shard_options(
-            optimizer,
-            shard,
-            op,
-            compression,
-            groups,
-            named_parameters,
-            model,
-            units,
-            offload,
-            offload_folder,
-            wire,
-            master_weights,
-            elementwise,
-            within,
-            process_set,
-        )
-        if replicas is not None:
-            check_replicas(replicas, process_set.size(), model)
-            check_replica_options(op, gradient_predivide_factor, compression, process_set, sharding)
+        options.check()
+        extension = extension_of(options)
         named, known_names = name_parameters(optimizer, named_parameters)
-        if sharding is not None:
-            named = sharding.all_parameters(named)
         check_not_split(named)
-        if sharding is not None:
-            check_memory(named, () if sharding.model is None else sharding.model.named_parameters())
-    except Exception as exception:  # whatever it is, this rank must not miss the resynchronization below
+        if extension is not None:
+            named = extension.parameters(named)
+    except Exception as exception:  # whatever it is, this rank must not miss the comparison below
         error, named = exception, []
+    names_of_groups = described(groups=describe_groups(options.groups, known_names))
     identity, named = agree_at_construction(
         "DistributedOptimizer",
         error,
         named,
-        options | described(groups=describe_groups(groups, known_names)),
+        options.described() | names_of_groups,
         process_set,
-        {} if sharding is None else sharding.described(),
+        derived={} if extension is None else extension.described(),
     )
 
-    if model is not None:
-        warn_of_unsynchronized(model)
-    new: Any = wrapping(optimizer, ShardedOptimizer if member and sharding is not None else ReducedOptimizer)
-    new._parameter_names = {parameter: name for name, parameter in named}
-    new._known_names = known_names
-    new._identity = identity
-    new._op, new._compression, new._process_set = op, compression, process_set
+    if options.model is not None:
+        warn_of_unsynchronized(options.model)
+    member = bool(process_set.included())
+    new = wrapping(optimizer, ReducedOptimizer if extension is None or not member else extension.methods)
+    communicator = options.communicator()
+    new.begin_reduction(communicator, identity, named, known_names)
     new.backward_passes_per_step = backward_passes_per_step
     if member:
-        prescale = 1.0 / gradient_predivide_factor if op == Average else 1.0
-        if sharding is not None:
-            shard_optimizer(new, named, sharding, bucket_cap_mb, prescale)
+        assign = functools.partial(BucketAssignment, named, bucket_cap_mb * MEBIBYTE, options.groups)
+        if extension is not None:
+            extension.add(new, named, assign)
         may_grow = is_elastic() and process_set is global_process_set
-        assign = functools.partial(BucketAssignment, named, bucket_cap_mb * MEBIBYTE, groups)
-        if replicas is not None:
-            assert model is not None
-            _add_replicas(new, replicas, model, assign)
-        elif (sharding is None or sharding.stage == 1) and (process_set.size() > 1 or may_grow):
-            postscale = gradient_predivide_factor if op == Average else 1.0
-            communicator = Communicator("", op, prescale, postscale, compression, process_set)
-            new._reducer = Reducer(assign(), communicator, identity, sparse_as_dense, keep_buckets)
+        if (extension is None or not extension.reduces) and (process_set.size() > 1 or may_grow):
+            new.reducer = Reducer(assign(), communicator, identity, sparse_as_dense, keep_buckets)
         register(new)
     result: ReducedOptimizer = new
     return result
 
 
-def _add_replicas(
-    new: Any, number: int, model: torch.nn.Module, assign: Callable[[], BucketAssignment]
-) -> None:
-    """Gives a new optimizer logical replicas and the reducer of their gradients. Collective."""
-    identity, process_set = new._identity, new._process_set
-    tree = TreeCommunicator.of(number, process_set)
-    if new.shard_stage > 1:
-        shards = new._sharding
-        parts = ShardedTreeCommunicator(**vars(tree), layout=shards.layout, exchange=shards.exchange)
-        new._reducer = ShardReplicaReducer(parts, identity)
-    else:
-        new._reducer = ReplicaReducer(assign(), tree, identity)
-    means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
-    seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
-    new.replicas = Replicas(number, model, new._reducer, means, seed)
+def extension_of(options: Options) -> Extension | None:
+    """The shards and logical replicas that options ask for.
 
+    The one import within a function: a plain optimizer needs none of sharding, planning and recomputation.
+    """
+    if options.are_plain:
+        return None
+    from hvd_ckpt.distributed.extension import Extension
 
-def check_replica_options(
-    op: int, predivide: float, compression: Any, process_set: Any, sharding: ShardOptions | None
-) -> None:
-    """Raises ValueError for the first argument that does not go with replicas."""
-    if current().stages > 1:
-        raise ValueError(
-            f"replicas cannot be used in {current().stages} pipeline stages, whose micro-batches are not those of replicas; leave "
-            f"replicas out, or use init(stages=1)"
-        )
-    if op != Average or predivide != 1.0 or compression is not Compression.none:
-        raise ValueError("replicas needs op=Average, gradient_predivide_factor=1.0 and Compression.none")
-    if process_set != global_process_set:
-        raise ValueError("replicas works on all ranks only, not on a process set")
-    if sharding is not None and sharding.stage > 2:
-        raise ValueError("replicas needs shard='none', 'optimizer' or 'gradients'")
-    if sharding is not None and not sharding.master_weights:
-        raise ValueError(
-            "replicas and shard need master_weights: where a half-precision tensor ends, PyTorch rounds its last elements in "
-            "another way, so steps of shards would depend on the number of ranks"
-        )
-    if sharding is not None and not (sharding.gradients is sharding.parameters is FP32):
-        raise ValueError(
-            "replicas needs wire='fp32': other formats round what travels, on several ranks only"
-        )
+    return Extension(options)

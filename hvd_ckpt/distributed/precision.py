@@ -87,7 +87,7 @@ class GradScaler(torch.amp.GradScaler):
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         anywhere = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
         if optimizer.finds_overflow_alone:
-            members = optimizer._process_set
+            members = optimizer.process_set
             raise_together(error, members, "hvd_ckpt.unscale")
             mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
         if stages.stages > 1:

@@ -7,19 +7,37 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import nn
+from pydantic import Field, model_validator
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.torch_private import foreach_copy_
+from hvd_ckpt.utils.states import Count, Positive, State
 
 GENERATOR_SEED_BYTES = 8
+_entered: list[Replica] = []  # the one whose context is entered
+
+
+class ReplicasState(State):
+    """The state of logical replicas: for each its buffers."""
+
+    number: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**64)]
+    step: Count
+    buffers: dict[int, dict[str, Tensor]]
+
+    @model_validator(mode="after")
+    def _has_all(self) -> ReplicasState:
+        if set(self.buffers) != set(range(self.number)):
+            raise ValueError(f"buffers must be those of {self.number} replicas")
+        return self
 
 
 class Replica:
@@ -45,14 +63,21 @@ class Replica:
         self._generators = _generator_states()
         _seed_generators(self._replicas.seed_of(self.index))
         self._replicas.enter(self.index)
+        _entered.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        _entered.remove(self)
         self._replicas.leave(self.index, failed=error is not None)
         _restore_generators(self._generators)
         self.done = error is None
+
+
+def computing_replica() -> bool:
+    """Whether a logical replica is being computed."""
+    return bool(_entered)
 
 
 class Replicas:
@@ -68,7 +93,6 @@ class Replicas:
     Attributes:
         step: how many times :meth:`local` has been gone through.
         seed: of the job.
-        computing: the replica whose context is entered, or None.
     """
 
     def __init__(
@@ -80,7 +104,6 @@ class Replicas:
         seed: int,
     ) -> None:
         self.number, self.seed, self.step = number, seed, 0
-        self.computing: int | None = None
         self._model, self._reducer, self._communicator = model, reducer, communicator
         first = communicator.process_set.rank() * reducer.local
         self._buffers: dict[int, dict[str, torch.Tensor]] = {
@@ -116,7 +139,6 @@ class Replicas:
     def enter(self, index: int) -> None:
         """Begins a replica: the model's buffers get its values."""
         self._reducer.begin_replica()
-        self.computing = index
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
             _keep(buffers, self._outside)
@@ -124,7 +146,6 @@ class Replicas:
 
     def leave(self, index: int, failed: bool) -> None:
         """Ends a replica: the model's buffers get back the values that they had before it."""
-        self.computing = None
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
             changed = {
@@ -200,8 +221,9 @@ class Replicas:
         """Loads a state, saved on any number of ranks.
 
         Raises:
-            ValueError: it is that of another number of replicas.
+            ValueError: it is not valid, or that of another number of replicas.
         """
+        ReplicasState.check(state, "the state of the replicas")
         if state["number"] != self.number:
             raise ValueError(
                 f"the state is that of {state['number']} replicas, and this job has {self.number}"

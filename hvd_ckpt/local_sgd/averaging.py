@@ -13,6 +13,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange
+from hvd_ckpt.local_sgd.options import LocalOptions
 from hvd_ckpt.local_sgd.runs import (
     AVERAGES,
     Fragment,
@@ -23,13 +24,12 @@ from hvd_ckpt.local_sgd.runs import (
     ValueRun,
     split_into_runs,
 )
-from hvd_ckpt.local_sgd.schedule import Moments, Schedule, assign_fragments, block_of
-from hvd_ckpt.local_sgd.weights import Outer, WeightRun
+from hvd_ckpt.local_sgd.schedule import assign_fragments, block_of
+from hvd_ckpt.local_sgd.state import AveragesState
+from hvd_ckpt.local_sgd.weights import WeightRun
 from hvd_ckpt.reduction.agreement import allgather_objects, errors_on_all
 from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
-from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.state import COUNTERS
 
 MOMENT = "moment."
@@ -43,12 +43,9 @@ class Averaging:
 
     Args:
         optimizer: reduces gradients within this rank's group.
-        model: its persistent buffers are averaged, too; None averages no buffers.
-        members: the process set of all ranks.
-        groups: positions of ranks in it, whose gradients are reduced together; of equal size.
+        options: of :func:`hvd_ckpt.LocalSGD`; persistent buffers of the model are averaged, too, where it is known.
+        groups: positions of ranks in the process set, whose gradients are reduced together; of equal size.
         prefix: of tensor names, the same on every rank and this optimizer's alone.
-        schedule, moments, outer, wire: as in :func:`.construction.LocalSGD`.
-        offload: makes what has the state that is kept between averages, one for each run; None: it is beside the parameters.
 
     Attributes:
         step: calls of ``optimizer.step()`` so far.
@@ -60,38 +57,34 @@ class Averaging:
     def __init__(
         self,
         optimizer: LocalOptimizer,
-        model: torch.nn.Module | None,
-        members: Any,
+        options: LocalOptions,
         groups: Sequence[Sequence[int]],
         prefix: str,
-        schedule: Schedule,
-        moments: Moments,
-        outer: Outer | None,
-        wire: WireFormat,
-        offload: Callable[[torch.device], Offload] | None,
     ) -> None:
+        members, schedule, moments = options.process_set, options.schedule, options.moments
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
         self._optimizer: Any = weakref.proxy(optimizer)
         self._members, self._groups, self._prefix = members, groups, prefix
-        self._moments, self._outer, self._wire, self._offload = moments, outer, wire, offload
+        self._moments, self._outer = moments, options.outer
+        self._wire, self._offload = options.format, options.make_offload
         own = next(group for group in groups if members.rank() in group)
         column = [group[own.index(members.rank())] for group in groups]
         everyone = range(members.size())
         shared = len(own) > 1 and not optimizer.shard_stage  # the group's ranks have the same values
-        self._group = Exchange(optimizer._process_set, "") if shared else None
+        self._group = Exchange(optimizer.process_set, "") if shared else None
         self._place = Place(PeerExchange(members, column, "", self.traffic), self._group)
         self._everyone = Place(PeerExchange(members, everyone, "", self.traffic))
         self._rename()
         self.fragments = [Fragment(number) for number in range(schedule.fragments)]
         self._moment_names: list[str] = [] if isinstance(moments, str) else list(moments)
         self._batches: list[list[tuple[int, Segment]]] = []  # parameters, as they were added
-        names = [segment.name for segment in optimizer._segments()]
+        names = [segment.name for segment in optimizer.segments()]
         self._fragment_of = assign_fragments(names, schedule.fragments)
-        self.add_parameters(optimizer._segments())
-        if model is not None and len(everyone) > 1:
-            self._add_buffers(model)
+        self.add_parameters(optimizer.segments())
+        if options.model is not None and len(everyone) > 1:
+            self._add_buffers(options.model)
         self._at_start = self.state_dict()
 
     @property
@@ -344,7 +337,8 @@ class Averaging:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if a state is not one of this rank."""
+        """Raises ValueError if a state is not valid, or not one of this rank."""
+        AveragesState.check(state, "the state of local SGD")
         for (what, ours), theirs in zip(self._key().items(), state["key"].values()):
             if ours != theirs:
                 raise ValueError(

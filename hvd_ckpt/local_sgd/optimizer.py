@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.runs import Segment
@@ -29,13 +31,22 @@ else:
 class LocalOptimizer(_Base):
     """Mixin that :func:`hvd_ckpt.LocalSGD` adds to the class of a ``DistributedOptimizer``; use it for ``isinstance`` only."""
 
-    _averaging: Averaging | None  # None on ranks that are not in the process set
-    _members: Any
-    _added_sets: list[tuple[int, ...]]
-    _worked = _stepped = False
+    averaging: Averaging | None = None  # as it stays on ranks that are not in the process set
+    members: Any
+    added_sets: Sequence[tuple[int, ...]] = ()
+    worked = _stepped = False  # the last step has used gradients of this rank
     can_join = outlasts_ranks = False
     has_averaged = False  # in the last step, on all ranks alike
     before_change: Callable[[], None] | None = None  # called before each change by averages
+
+    def begin_averages(self, averaging: Averaging, added_sets: Sequence[tuple[int, ...]]) -> None:
+        """From now on steps are followed by averages.
+
+        Args:
+            added_sets: ranks of the process sets that :meth:`close` releases.
+        """
+        self.averaging, self.added_sets = averaging, added_sets
+        self.register_step_post_hook(_note_work)
 
     # -------------------------------------------------------------------------------- what can be asked
 
@@ -45,17 +56,17 @@ class LocalOptimizer(_Base):
 
         Over all parameters, and the same on every rank. It comes with the weights of the ranks, in a message of 16 bytes.
         """
-        return self._averaging.divergence if self._averaging is not None else 0.0
+        return self.averaging.divergence if self.averaging is not None else 0.0
 
     @property
     def skipped_steps(self) -> int:
         """Steps that this rank (or its group) has skipped because of an overflow, since the start."""
-        return self._averaging.skipped if self._averaging is not None else 0
+        return self.averaging.skipped if self.averaging is not None else 0
 
     @property
     def traffic(self) -> Traffic:
         """Bytes that this rank has sent for averages, by kind. What its group reduces and gathers by itself is not counted."""
-        return self._averaging.traffic if self._averaging is not None else Traffic()
+        return self.averaging.traffic if self.averaging is not None else Traffic()
 
     def weigh(self, amount: float) -> None:
         """Adds to what this rank counts for in the next average, such as the tokens of a batch. Without it, steps count.
@@ -65,13 +76,25 @@ class LocalOptimizer(_Base):
         """
         if not 0 <= amount < float("inf"):
             raise ValueError(f"weigh() takes a finite number of at least 0, not {amount!r}")
-        if self._averaging is not None:
-            self._averaging.tokens += float(amount)
+        if self.averaging is not None:
+            self.averaging.tokens += float(amount)
+
+    def begin_group_mean(self, number: float) -> Callable[[], float]:
+        """Begins the mean of a number that each rank of this rank's group has, and returns a function that waits for it. To be
+        called before the next one begins."""
+        members = self.process_set
+        if members.size() == 1:
+            return lambda: number
+        numbers = torch.tensor([number], dtype=torch.float64)
+        handle = mpi_ops.allreduce_async_(
+            numbers, name="hvd_ckpt.local.mean", op=mpi_ops.Sum, process_set=members
+        )
+        return functools.cache(lambda: float(mpi_ops.synchronize(handle).item()) / members.size())
 
     @property
     def settled(self) -> bool:
         """Whether all ranks have the same parameters: at the end of a period, with one fragment and no delay."""
-        return self._averaging is None or self._averaging.settled
+        return self.averaging is None or self.averaging.settled
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -81,7 +104,7 @@ class LocalOptimizer(_Base):
         where all ranks have the same. Afterwards each rank has its own again, bit for bit; a copy is kept meanwhile. ``step()``
         must not be called within it.
         """
-        kept = [] if self._averaging is None else self._averaging.take_means()
+        kept = [] if self.averaging is None else self.averaging.take_means()
         self._share_pieces(bool(kept))
         try:
             yield
@@ -93,7 +116,7 @@ class LocalOptimizer(_Base):
 
     @property
     def is_offloaded(self) -> bool:
-        return super().is_offloaded or (self._averaging is not None and self._averaging.is_offloaded)
+        return super().is_offloaded or (self.averaging is not None and self.averaging.is_offloaded)
 
     # -------------------------------------------------------------------------------- steps
 
@@ -103,10 +126,10 @@ class LocalOptimizer(_Base):
         Every rank calls it equally often. Without gradients it changes nothing by itself, and counts for nothing in the average: so
         a rank that has run out of data goes on. Collective.
         """
-        self._worked = False
+        self.worked = False
         found_inf = getattr(self, "found_inf", None)  # a GradScaler's, for an optimizer that skips by itself
-        if self._averaging is not None:
-            self._averaging.begin()
+        if self.averaging is not None:
+            self.averaging.begin()
         result = super().step(closure, *args, **kwargs)
         self._stepped = True
         self._advance(skipped=found_inf is not None and bool(found_inf))
@@ -119,40 +142,40 @@ class LocalOptimizer(_Base):
         with super().without_reduction():
             yield
         if not self._stepped:
-            self._worked = False
-            if self._averaging is not None:
-                self._averaging.begin()
+            self.worked = False
+            if self.averaging is not None:
+                self.averaging.begin()
             self._advance(skipped=True)
 
     def _advance(self, skipped: bool) -> None:
-        averaging = self._averaging
+        averaging = self.averaging
         if averaging is None:
             return
         if self.before_change is not None:
             self.before_change()
         averaging.skipped += skipped
-        self.has_averaged = averaging.advance(self._worked and not skipped)
+        self.has_averaged = averaging.advance(self.worked and not skipped)
         self._share_pieces(self.has_averaged)
 
     def _share_pieces(self, changed: bool) -> None:
         if changed and self.shard_stage:
-            self._sharding.shards_changed()  # type: ignore[attr-defined]
+            self.sharding.shards_changed()  # type: ignore[attr-defined]
 
     # -------------------------------------------------------------------------------- parameters and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, whose parameters become rank 0's; they are averaged with the last fragment. To be called on every rank."""
-        if self._averaging is None:
+        if self.averaging is None:
             super().add_param_group(param_group)
             return
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
         named = [one if isinstance(one, tuple) else ("", one) for one in whole]
-        tensors = [parameter for _, parameter in in_order(named, self._known_names)]
-        broadcast_tensors(tensors, ranks_of(self._members)[0], "hvd_ckpt.local.added", self._members)
-        known = {id(segment.owner) for segment in self._segments()}
+        tensors = [parameter for _, parameter in in_order(named, self.known_names)]
+        broadcast_tensors(tensors, ranks_of(self.members)[0], "hvd_ckpt.local.added", self.members)
+        known = {id(segment.owner) for segment in self.segments()}
         super().add_param_group({**param_group, "params": whole})
-        self._averaging.add_parameters(one for one in self._segments() if id(one.owner) not in known)
+        self.averaging.add_parameters(one for one in self.segments() if id(one.owner) not in known)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the wrapped optimizer's, and under ``"local_sgd"`` anchor, outer state, place and what is under way.
@@ -160,8 +183,8 @@ class LocalOptimizer(_Base):
         Each rank has its own, as it has its own weights between averages; what is under way is sent again after a resume.
         """
         state: dict[str, Any] = super().state_dict()
-        if self._averaging is not None:
-            state[STATE] = self._averaging.state_dict()
+        if self.averaging is not None:
+            state[STATE] = self.averaging.state_dict()
         return state
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
@@ -180,36 +203,36 @@ class LocalOptimizer(_Base):
             ValueError: it is of another rank, number of ranks or schedule; on every rank.
         """
         local = state_dict.get(STATE)
-        if self._averaging is not None:
-            with errors_on_all("load_state_dict() of LocalSGD", self._members):
+        if self.averaging is not None:
+            with errors_on_all("load_state_dict() of LocalSGD", self.members):
                 if local is not None:
-                    self._averaging.check(local)
+                    self.averaging.check(local)
         super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
         self.load_averages(local)
 
     def load_averages(self, state: Mapping[str, Any] | None) -> None:
         """Loads what a state has under ``"local_sgd"``, that of this rank; with None a new period begins. On every rank."""
-        if self._averaging is not None:
-            self._averaging.load_state_dict(state)
+        if self.averaging is not None:
+            self.averaging.load_state_dict(state)
 
     def close(self) -> None:
         """Removes the process sets that were added for ``within``, unless another optimizer uses them. Collective.
 
         The optimizer cannot be used any more.
         """
-        sets, self._added_sets = self._added_sets, []
+        sets, self.added_sets = self.added_sets, ()
         release(sets)
 
-    def _segments(self) -> list[Segment]:
+    def segments(self) -> list[Segment]:
         """What this rank has of each parameter, in an order that is the same on all ranks."""
         if not self.shard_stage:
-            whole = self._parameter_names.items()
+            whole = self.parameter_names.items()
             return [Segment(name, one, one, lambda one=one: one) for one, name in whole]  # type: ignore[misc]
-        sharding = self._sharding  # type: ignore[attr-defined]
+        sharding = self.sharding  # type: ignore[attr-defined]
         pieces = {piece.index: piece.parameter for piece in sharding.pieces}
         found = []
         stepped = set(itertools.chain.from_iterable(sharding.groups))
-        for owner in filter(stepped.__contains__, self._parameter_names):
+        for owner in filter(stepped.__contains__, self.parameter_names):
             index = sharding.layout.index(owner)
             piece = pieces.get(index, torch.empty(0, dtype=owner.dtype, device=owner.device))
             found.append(Segment(sharding.layout.names[index], owner, piece, lambda piece=piece: piece))  # type: ignore[misc]
@@ -231,8 +254,19 @@ class LocalOptimizer(_Base):
     step.hooked = True  # type: ignore[attr-defined]
 
 
-def note_work(optimizer: Any, args: Any, kwargs: Any) -> None:
+def add_averages(distributed: ReducedOptimizer, members: Any) -> LocalOptimizer:
+    """The same object, of a class that averages, too, over the ranks of a process set."""
+    kind = type(distributed)
+    new: Any = distributed
+    new.__class__ = type(
+        kind.__name__, (LocalOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
+    new.members = members
+    return cast(LocalOptimizer, new)
+
+
+def _note_work(optimizer: Any, args: Any, kwargs: Any) -> None:
     """A hook after the wrapped optimizer's step: whether it had gradients."""
-    optimizer._worked = any(
+    optimizer.worked = any(
         parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
     )

@@ -15,12 +15,12 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange, weighted_mean
+from hvd_ckpt.reduction.buckets import pack
 from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.reduction.process_sets import ranks_of
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, sum_dtype
-from hvd_ckpt.sharding.layout import ALIGNMENT
-from hvd_ckpt.sharding.memory_estimate import RUN_BYTES
+from hvd_ckpt.sharding.layout import ALIGNMENT, RUN_BYTES
 
 AVERAGES = "the averages of all ranks (each must call optimizer.step() equally often)"
 
@@ -63,17 +63,9 @@ class Segment:
         return flat.view(self.like.shape)
 
 
-def split_into_runs(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+def split_into_runs(segments: Iterable[Segment]) -> list[list[Segment]]:
     """Segments of one kind each, of up to ``RUN_BYTES`` (one may be larger by itself); the same on every rank."""
-    open_runs: dict[Any, list[Segment]] = {}
-    for segment in segments:
-        own = open_runs.setdefault(segment.kind, [])
-        if own and sum(one.nbytes for one in own) + segment.nbytes > RUN_BYTES:
-            yield open_runs.pop(segment.kind)
-            open_runs[segment.kind] = [segment]
-        else:
-            own.append(segment)
-    yield from open_runs.values()
+    return pack(((segment, segment.kind, segment.nbytes) for segment in segments), RUN_BYTES)
 
 
 @dataclass(frozen=True)

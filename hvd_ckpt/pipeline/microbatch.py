@@ -16,7 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from hvd_ckpt.reduction.wrapping import live_optimizers
+from hvd_ckpt.distributed.replicas import computing_replica
 from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.utils.frames import without_recomputation
 from hvd_ckpt.utils.spans import span
@@ -85,11 +85,7 @@ def accumulate(
             a weight is negative, inf or nan; ``across_ranks`` within a logical replica.
     """
     check_options(micro_batches, checkpoint)
-    if (
-        across_ranks
-        and mean_terms is None
-        and any(one.replicas is not None and one.replicas.computing is not None for one in live_optimizers())
-    ):
+    if across_ranks and mean_terms is None and computing_replica():
         raise ValueError(
             "across_ranks counts the terms of ranks, and a logical replica is being computed: give "
             "mean_terms=optimizer.replicas.mean(...) instead, of the terms of this rank's replicas"

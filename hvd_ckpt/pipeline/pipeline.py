@@ -42,6 +42,7 @@ from hvd_ckpt.planning.schedule import (
     virtual_stages_of,
 )
 from hvd_ckpt.processes import grid as grids
+from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.recompute.sequential import CheckpointSequential
 from hvd_ckpt.reduction.agreement import agree_on_options, described, errors_on_all
 from hvd_ckpt.utils.text import CHECKPOINTS
@@ -246,7 +247,7 @@ class Pipeline(nn.Module):
             Loss and weight of the mini-batch, on all stages.
 
         Raises:
-            hvd_ckpt.processes.grid.StageFailed: another stage has ended by an error.
+            hvd_ckpt.processes.links.StageFailed: another stage has ended by an error.
         """
         with self._failing_together():
             parts = split_batch(batch, self.micro_batches)
@@ -417,7 +418,7 @@ class Pipeline(nn.Module):
             yield
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
-            if self._transport is not None and not isinstance(error, grids.StageFailed):
+            if self._transport is not None and not isinstance(error, StageFailed):
                 self._transport.fail(error)
             raise
 

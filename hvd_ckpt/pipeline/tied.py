@@ -120,9 +120,9 @@ def _fixed_order(parameter: Tensor) -> Exchange | None:
     owner = owner_of(parameter)
     if not parameter.requires_grad or owner is None or owner.reduces_updates:
         return None
-    if owner._process_set.size() <= 2:
+    if owner.process_set.size() <= 2:
         return None
-    return Exchange(owner._process_set, "hvd_ckpt.tied")
+    return Exchange(owner.process_set, "hvd_ckpt.tied")
 
 
 def _part(one: Tied, exchange: Exchange) -> Tensor:

@@ -49,6 +49,16 @@ class Budget:
     kind: str
     value: float = 0.0
 
+    def __str__(self) -> str:
+        if self.kind in ("min", "fastest"):
+            return self.kind
+        shown = {
+            "bytes": f"{self.value:.0f}",
+            "share": f"{self.value:g}x",
+            "device": f"{100 * self.value:g}%",
+        }
+        return shown[self.kind]
+
     @property
     def is_absolute(self) -> bool:
         """Whether it is the same number of bytes for every model."""
@@ -67,17 +77,24 @@ class Budget:
         return int(self.value)
 
 
-def parse_budget(budget: int | float | str | None) -> Budget:
-    """Reads a budget.
+Given = int | float | str | Budget | None
+"""A budget as users give it."""
+
+
+def parse_budget(budget: Given) -> Budget:
+    """Reads a budget. To be called once, where a user gives it: below that a budget is a :class:`Budget`.
 
     Args:
         budget: bytes as a number or as text with a unit (``"6GiB"``, ``"512MB"``); ``"0.3x"`` of the peak without recomputation;
-            ``"80%"`` of the device's memory; ``"min"``; None or ``"fastest"`` for the fastest plan at any memory.
+            ``"80%"`` of the device's memory; ``"min"``; None or ``"fastest"`` for the fastest plan at any memory. A
+            :class:`Budget` stays as it is.
 
     Raises:
         ValueError: for anything else.
     """
     wrong = f"budget must be bytes, or text such as '6GiB', '0.3x', '80%', 'min' or 'fastest', got {budget!r}"
+    if isinstance(budget, Budget):
+        return budget
     if budget is None:
         return Budget("fastest")
     if isinstance(budget, (int, float)) and not isinstance(budget, bool):

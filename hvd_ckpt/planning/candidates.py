@@ -8,8 +8,10 @@ from many sides where they are many. The estimates only choose which policies ar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.planning.trace import Trace
@@ -34,6 +36,28 @@ _MATMULS = frozenset(
         "einsum",
     }
 )
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan may choose, as in :func:`hvd_ckpt.plan`."""
+
+    blocks: Sequence[str] | None = None
+    autocast: torch.dtype | None = None
+    lossy: torch.dtype | None = None
+    chunk_head: bool = True
+    offload: bool = False
+
+    @property
+    def lossy_name(self) -> str | None:
+        """The name of the dtype.
+
+        Raises:
+            ValueError: it is not one of 16 bits.
+        """
+        if self.lossy not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(f"lossy must be torch.float16 or torch.bfloat16, got {self.lossy!r}")
+        return None if self.lossy is None else str(self.lossy).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.planning.blocks import check_called
-from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, parse_budget
+from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, Given, parse_budget
 from hvd_ckpt.planning.cache import cached, key_of
+from hvd_ckpt.planning.candidates import PlanOptions
 from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
 from hvd_ckpt.planning.profile import FITS, Profile
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.planning.stages import PARAM_SCALE, Layout, StagePlanner, plan_stages
-from hvd_ckpt.planning.step import Step
+from hvd_ckpt.planning.step import Step, device_of
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.memory import free_memory
@@ -56,6 +57,7 @@ class Planner:
     Args:
         say: is called with a line for each measurement.
         budget: of the first plan; one in bytes is refused early if what runs around the blocks needs more.
+        options: of :class:`PlanOptions`.
 
     Raises:
         BudgetError: it is refused.
@@ -67,31 +69,28 @@ class Planner:
         *args: Any,
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
-        blocks: Sequence[str] | None = None,
-        autocast: torch.dtype | None = None,
-        lossy: torch.dtype | None = None,
         say: Callable[[str], None] = lambda text: None,
-        budget: int | float | str | None = None,
-        chunk_head: bool = True,
-        offload: bool = False,
+        budget: Given = None,
+        **options: Any,
     ) -> None:
-        self._step = Step(model, args, kwargs or {}, loss, autocast)
-        if offload and self._step.device.type != "cuda":
+        given = PlanOptions(**options)
+        self._step = Step(model, args, kwargs or {}, loss, given.autocast)
+        if given.offload and self._step.device.type != "cuda":
             raise ValueError(
                 "offload=True keeps activations in host memory, and the model is on the device "
                 f"'{self._step.device}': move it to a GPU first, or leave offload out"
             )
         self._sample = sample_shapes(args, kwargs or {})
         self._say = say
-        wanted = parse_budget(budget)
-        limit = wanted.bytes(0, 0, self._step.device) if wanted.is_absolute else None
+        first = parse_budget(budget)
+        limit = first.bytes(0, 0, self._step.device) if first.is_absolute else None
         self._notes: list[str] = []
         self._chain: list[Block] = []
         self._tried: dict[tuple[Item, ...], _Tried] = {}
         with undisturbed(model, self._step.device), verifying("never"):
             self._step.note_written()
         with undisturbed(model, self._step.device), verifying("never"):
-            self.profile = Profile(self._step, blocks, say, _lossy_name(lossy), limit, chunk_head, offload)
+            self.profile = Profile(self._step, given, say, limit)
             self._calibrate()
 
     @property
@@ -118,7 +117,7 @@ class Planner:
         """Schedules on the Pareto frontier of peak and time, as predicted."""
         return self._solver.frontier()
 
-    def plan(self, budget: int | float | str | None = None) -> Plan:
+    def plan(self, budget: Given = None) -> Plan:
         """The fastest plan whose peak stays within ``budget``.
 
         Args:
@@ -128,11 +127,11 @@ class Planner:
             ValueError: the budget cannot be read.
             BudgetError: no plan stays within it; has the plan that comes nearest.
         """
-        wanted = parse_budget(budget)
+        budget = parse_budget(budget)
         with undisturbed(self._step.model, self._step.device), verifying("never"):
             while True:
                 self._say("solving")
-                limit, found, refused = self._attempt(wanted)
+                limit, found, refused = self._attempt(budget)
                 problem = found if isinstance(found, str) else self._problem(found)
                 if problem is not None or isinstance(found, str):
                     self._recompute_less(problem or "")
@@ -143,14 +142,14 @@ class Planner:
                     raise refused
                 return plan
 
-    def _attempt(self, wanted: Budget) -> tuple[int | None, _Tried | str, BudgetError | None]:
+    def _attempt(self, budget: Budget) -> tuple[int | None, _Tried | str, BudgetError | None]:
         """The limit, the fastest schedule within it (or what went wrong, in words), and the error if that is not within it."""
-        limit = self._limit(wanted)
+        limit = self._limit(budget)
         try:
             try:
                 return limit, self._fastest(limit), None
             except BudgetError as error:
-                if wanted.kind == "min":  # it needs a little more than was predicted
+                if budget.kind == "min":  # it needs a little more than was predicted
                     return error.smallest, self._fastest(error.smallest), None
                 return limit, self._fastest(error.smallest), error
         except (BudgetError, torch.OutOfMemoryError, MemoryError):
@@ -182,7 +181,7 @@ class Planner:
         for name in ("smallest", "_solver", "_points", "_unlimited"):
             self.__dict__.pop(name, None)
 
-    def plan_stages(self, layout: Layout, budget: int | float | str | None, param_scale: float) -> Plan:
+    def plan_stages(self, layout: Layout, budget: Given, param_scale: float) -> Plan:
         """The plan for pipeline stages with the shortest longest stage within ``budget`` for each. It is predicted, not measured.
 
         Args:
@@ -204,7 +203,7 @@ class Planner:
         chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
         planner = StagePlanner(chain, [block.modules[0] for block in found], layout, param_scale)
         make = functools.partial(self.profile.plan_of, sample=self._sample)
-        return plan_stages(planner, budget, self._step.device, make)
+        return plan_stages(planner, parse_budget(budget), self._step.device, make)
 
     def _finished(self, limit: int | None, tried: _Tried) -> Plan:
         """The plan of a schedule, timed, with all that is known of it."""
@@ -363,7 +362,7 @@ def plan(
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
-    budget: int | float | str | None = None,
+    budget: Given = None,
     blocks: Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
     lossy: torch.dtype | None = None,
@@ -435,36 +434,51 @@ def plan(
         if blocks is not None:
             raise ValueError("blocks: with stages the blocks are the children of the chain")
         layout = Layout.make(stages, chunks, schedule, virtual_stages)
-        blocks = layout.blocks_of(model)
 
-    device = Step(model, args, kwargs or {}, loss, autocast).device
-    settings = {
+    device = device_of(model, args)
+    options = {
+        "blocks": blocks,
         "autocast": autocast,
         "lossy": lossy,
-        "chunk_head": chunk_head and layout is None,
+        "chunk_head": chunk_head,
         "offload": offload,
     }
+    of_stages = {"layout": layout, "param_scale": param_scale}
 
-    def make(limit: int | float | str | None, say: Callable[[str], None]) -> Plan:
-        given: dict[str, Any] = {
-            "blocks": blocks,
-            "say": say,
-            "budget": None if layout else limit,
-            **settings,
-        }
-        with _out_of_memory_exceeds_budgets(device):
-            planner = Planner(model, *args, kwargs=kwargs, loss=loss, **given)
-            return planner.plan_stages(layout, limit, param_scale) if layout else planner.plan(limit)
-
-    def find(limit: int | float | str | None) -> Plan:
+    def find(limit: Budget) -> Plan:
         with _talking(verbose) as say:
-            if cache is None or parse_budget(limit).kind == "device":  # which depends on what is free
-                return make(limit, say)
-            facts = {"budget": limit, "blocks": blocks, "layout": layout, "scale": param_scale, **settings}
-            key = key_of(model, (args, kwargs), loss, device, facts)
-            return cached(cache, key, model, functools.partial(make, limit, say), say)
+            given: dict[str, Any] = {"kwargs": kwargs, "loss": loss, "say": say, **options, **of_stages}
+            make = functools.partial(make_plan, model, *args, budget=limit, **given)
+            if cache is None or limit.kind == "device":  # which depends on what is free
+                return make()
+            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options, **of_stages})
+            return cached(cache, key, model, make, say)
 
     return on_rank_0(find, budget, device)
+
+
+def make_plan(
+    model: nn.Module,
+    *args: Any,
+    budget: Budget,
+    layout: Layout | None = None,
+    param_scale: float = PARAM_SCALE,
+    **options: Any,
+) -> Plan:
+    """A plan that this process makes, whatever other ranks do.
+
+    Args:
+        layout: of pipeline stages, if any.
+        options: of :class:`Planner`.
+
+    Raises:
+        ValueError, BudgetError: as :func:`plan`.
+    """
+    with _out_of_memory_exceeds_budgets(device_of(model, args)):
+        if layout is None:
+            return Planner(model, *args, budget=budget, **options).plan(budget)
+        options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
+        return Planner(model, *args, **options).plan_stages(layout, budget, param_scale)
 
 
 def largest_batch(
@@ -490,7 +504,8 @@ def largest_batch(
         ValueError: a budget that depends on the batch (``"0.3x"``, ``"min"``, None).
         BudgetError: not even a batch of one fits.
     """
-    if not parse_budget(budget).is_absolute:
+    bound = parse_budget(budget)
+    if not bound.is_absolute:
         raise ValueError(
             f"largest_batch needs a budget that does not depend on the batch, such as '6GiB' or '80%', got {budget!r}"
         )
@@ -501,7 +516,7 @@ def largest_batch(
             model,
             *(sample if isinstance(sample, tuple) else (sample,)),
             loss=loss,
-            budget=budget,
+            budget=bound,
             autocast=autocast,
         )
 
@@ -547,12 +562,6 @@ def _free_what_failed() -> None:
 
 def _cost(solution: Solution) -> Cost:
     return Cost(solution.peak, solution.seconds)
-
-
-def _lossy_name(dtype: torch.dtype | None) -> str | None:
-    if dtype not in (None, torch.float16, torch.bfloat16):
-        raise ValueError(f"lossy must be torch.float16 or torch.bfloat16, got {dtype!r}")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:

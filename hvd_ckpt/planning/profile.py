@@ -16,7 +16,7 @@ from torch import nn
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.budget import BudgetError
-from hvd_ckpt.planning.candidates import candidates
+from hvd_ckpt.planning.candidates import PlanOptions, candidates
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.head import Head, HeadCost, find_head, without_head
 from hvd_ckpt.planning.inputs import in_words
@@ -51,12 +51,9 @@ class Profile:
     def __init__(
         self,
         step: Step,
-        names: Sequence[str] | None,
+        options: PlanOptions,
         say: Callable[[str], None],
-        lossy: str | None,
         limit: int | None,
-        chunk_head: bool,
-        offload: bool = False,
     ) -> None:
         self.step = step
         self.chain: list[Block] = []  # until all is measured
@@ -65,11 +62,11 @@ class Profile:
         self._repeats: dict[
             int | None, bool
         ] = {}  # by chunks of the head: whether steps from one state are equal
-        self._lossy, self._offload = lossy, offload
-        self.found = find_blocks(step.model, step.forward, names)
+        self._lossy, self._offload = options.lossy_name, options.offload
+        self.found = find_blocks(step.model, step.forward, options.blocks)
         self.head: Head | None = None
         self.head_costs = [HeadCost(None, 0, 0.0)]
-        if chunk_head and names is None:
+        if options.chunk_head and options.blocks is None:
             self._look_for_head(say)
         kinds = [index for index, block in enumerate(self.found) if block.like == index]
         say(f"found {len(self.found)} blocks of {len(kinds)} kinds")

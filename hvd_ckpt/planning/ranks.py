@@ -8,23 +8,24 @@ from typing import TypeVar
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.planning.budget import Budget, BudgetError, Given, parse_budget
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
 
 T = TypeVar("T")
-Limit = int | float | str | None
 
 
 @watchdog.unlimited()
-def on_rank_0(make: Callable[[Limit], T], budget: Limit, device: torch.device) -> T:
+def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) -> T:
     """``make(budget)``, on rank 0 alone where there are several, and what it gives on every rank.
+
+    The budget is read here, since a rank whose budget is invalid must tell the others.
 
     Raises:
         ValueError, BudgetError: on every rank, what one of them raised.
     """
     if not hvd.is_initialized() or hvd.size() * current().stages == 1:
-        return make(budget)
+        return make(parse_budget(budget))
     limit = _smallest_of_all(budget, device)
     answer: T | Exception | None = None
     if hvd.rank() == 0 and current().stage == 0:
@@ -42,28 +43,28 @@ def on_rank_0(make: Callable[[Limit], T], budget: Limit, device: torch.device) -
     return result
 
 
-def _smallest_of_all(budget: Limit, device: torch.device) -> Limit:
+def _smallest_of_all(budget: Given, device: torch.device) -> Budget:
     """The smallest budget of all ranks, if they are in bytes; else the one that all have.
 
     Raises:
         ValueError: a rank's budget is invalid, or the ranks ask for different kinds; on every rank.
     """
-    local: Limit | ValueError = budget
+    local: Budget | ValueError
     try:
-        wanted = parse_budget(budget)
-        if wanted.is_absolute:
-            local = wanted.bytes(0, 0, device)
+        local = parse_budget(budget)
+        if local.is_absolute:
+            local = Budget("bytes", local.bytes(0, 0, device) or 0)
     except ValueError as error:
         local = ValueError(str(error))
     replicas = current().gather_objects(hvd.allgather_object(local, name="hvd_ckpt.plan.budget"))
-    everyone = [one for stage in replicas for one in stage]
-    for rank, one in enumerate(everyone):
-        if isinstance(one, ValueError):
-            raise ValueError(f"rank {rank}: {one}")
-    if all(isinstance(one, int) for one in everyone):
-        smallest: int = min(everyone)
-        return smallest
-    if len(set(map(str, everyone))) > 1:
-        values = ", ".join(sorted(set(map(str, everyone))))
+    budgets: list[Budget] = []
+    for rank, answer in enumerate(answer for stage in replicas for answer in stage):
+        if isinstance(answer, ValueError):
+            raise ValueError(f"rank {rank}: {answer}")
+        budgets.append(answer)
+    if all(budget.kind == "bytes" for budget in budgets):
+        return min(budgets, key=lambda budget: budget.value)
+    if len(set(budgets)) > 1:
+        values = ", ".join(sorted(set(map(str, budgets))))
         raise ValueError(f"budget: ranks asked for different kinds of budget: {values}. Give all the same.")
-    return budget
+    return budgets[0]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.balance import best_cuts
 from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, parse_budget
+from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError
 from hvd_ckpt.planning.chain import Block, Run, simulate
 from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
 from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline, virtual_stages_of
@@ -324,7 +324,7 @@ class StagePlanner:
 
 def plan_stages(
     planner: StagePlanner,
-    budget: int | float | str | None,
+    budget: Budget,
     device: torch.device,
     plan_of: Callable[..., Plan],
 ) -> Plan:
@@ -336,7 +336,7 @@ def plan_stages(
     Raises:
         BudgetError: no plan stays within it; names the smallest budget that works.
     """
-    limit = planner.limit(parse_budget(budget), device)
+    limit = planner.limit(budget, device)
 
     def made(within: float) -> Plan:
         pipeline, choices = planner.pipeline(within)

@@ -27,7 +27,7 @@ class Step:
         autocast: torch.dtype | None,
     ) -> None:
         self.model = model
-        self.device = _device(model, args)
+        self.device = device_of(model, args)
         self._sample = (args, dict(kwargs))
         self._loss_function = loss
         self._autocast = autocast
@@ -144,7 +144,8 @@ class Step:
         return loss
 
 
-def _device(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
+def device_of(model: nn.Module, args: tuple[Any, ...]) -> torch.device:
+    """The device of a model and its arguments."""
     for tensor in (*model.parameters(), *tensors_of(args)):
         return tensor.device
     return torch.device("cpu")

@@ -4,6 +4,7 @@ launchers     how a job was started: horovodrun, mpirun, Slurm, alone
 hosts         hosts as ranks name them
 rendezvous    the first exchange, before Horovod runs
 grid          stages and replicas: the place of each rank
+links         messages between all processes of a grid, and how it is formed
 runtime       init, shutdown and what Horovod needs set before it starts
 devices       the device of each process
 watchdog      ranks that die or stand still, named

@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.utils.extras import BUILD_HOROVOD
+from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 NO_GPU_OPERATIONS = "this Horovod is built without operations on GPUs"
 

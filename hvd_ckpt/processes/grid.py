@@ -1,59 +1,28 @@
-"""The grid of a job with pipeline stages: which stage and which replica this process is, and links between all processes.
+"""The grid of a job with pipeline stages: which stage and which replica this process is, and what stages tell each other.
 
 A job of np processes runs ``stages`` times ``replicas`` of them; the process number is ``stage * replicas + replica``, so the
 replicas of a stage are close together. The replicas of each stage form a Horovod world of their own. Everything that talks to
-Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data-parallel job per stage, over MPI and over Gloo:
-
-- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator.
-- Over Gloo, Horovod is initialized with a rendezvous server of the stage, as Horovod's own Ray and Spark integrations do; the
-  links are a ``ProcessGroupGloo`` of PyTorch. Addresses are exchanged through the launcher's rendezvous server.
+Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data-parallel job per stage, over MPI and over Gloo.
+How the processes find and reach each other is in :mod:`.links`.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import os
 import pickle
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
-from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
-from horovod.runner.http.http_server import RendezvousServer
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from hvd_ckpt.processes import watchdog
-from hvd_ckpt.processes.hosts import Peer
-from hvd_ckpt.processes.launchers import GLOO_ADDRESS, whole_in
-from hvd_ckpt.processes.rendezvous import PORT, own_address, rank_variables
+if TYPE_CHECKING:
+    from hvd_ckpt.processes.hosts import Peer
+    from hvd_ckpt.processes.links import GlooLink, MpiLink
 
-SCOPE = "hvd_ckpt.processes.grid"  # in the launcher's rendezvous server
-ASK_SECONDS = 0.02  # between two questions to it
 GATHER_TAG, FAILURE_TAG = 0, 1  # of messages; a pipeline's values have tags from FIRST_TAG
 FIRST_TAG = 2
-FAILURE_BYTES = 1000
-FAILURE_SECONDS = 1.0  # in which the message of a process that ends by an error is sent
-GRACE_SECONDS = (
-    4.0  # in which that process shows its traceback: a launcher of MPI ends all when the first one has gone
-)
-LARGEST = 2**30  # bytes of one MPI message
-EAGER_TESTS = 200  # of an MPI request, before the process sleeps between two of them
-SLEEP_SECONDS = 50e-6
-NO_LIMIT = timedelta(days=1000)  # of a wait in Gloo: the watchdog has the limit
-
-
-class StageFailed(RuntimeError):
-    """Another process of the job has raised an error or ended, so this one ends with it."""
-
-    raised_elsewhere = True  # for hvd_ckpt.processes.uncaught: that process shows the traceback
 
 
 @dataclass
@@ -139,97 +108,6 @@ class Grid:
         return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
 
-class MpiLink:
-    """Messages over mpi4py: requests that are tested, since the process that they wait for may have failed meanwhile.
-
-    Args:
-        communicator: of all processes, for messages of this library.
-        name: gives a process in words.
-    """
-
-    def __init__(self, communicator: Any, name: Callable[[int], str]) -> None:
-        self._communicator, self._name = communicator, name
-
-    def send(self, memory: Tensor, to: int, tag: int) -> list[Any]:
-        """Starts to send bytes; gives what :meth:`wait` takes."""
-        return [self._communicator.Isend(part.numpy(), dest=to, tag=tag) for part in _parts(memory)]
-
-    def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
-        """Starts to receive bytes; gives what :meth:`wait` takes."""
-        return [self._communicator.Irecv(part.numpy(), source=source, tag=tag) for part in _parts(memory)]
-
-    def is_sent(self, request: Any) -> bool:
-        """Whether it is known to be sent, without a wait."""
-        return bool(request.Test())
-
-    def wait(self, request: Any, awaited: str, other: int) -> None:
-        """Waits for a message to or from another process; ``awaited`` says for what, if that takes too long.
-
-        Raises:
-            StageFailed: that process, or over MPI any other, has ended by an error.
-        """
-        for _ in range(EAGER_TESTS):
-            if request.Test():
-                return
-        with watchdog.waiting(awaited):
-            while not request.Test():
-                self._raise_failure()
-                time.sleep(SLEEP_SECONDS)
-
-    def _raise_failure(self) -> None:
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        if self._communicator.Iprobe(source=MPI.ANY_SOURCE, tag=FAILURE_TAG, status=status):
-            text = bytearray(FAILURE_BYTES)
-            self._communicator.Recv(text, source=status.Get_source(), tag=FAILURE_TAG, status=status)
-            reason = bytes(text[: status.Get_count()]).decode(errors="replace")
-            time.sleep(GRACE_SECONDS)
-            raise StageFailed(f"{self._name(status.Get_source())} has ended with {reason}")
-
-    def fail(self, reason: str) -> None:
-        """Tells the other processes that this one ends by an error."""
-        own = self._communicator.Get_rank()
-        text = reason.encode()[:FAILURE_BYTES]
-        left = [
-            self._communicator.Isend(text, dest=other, tag=FAILURE_TAG)
-            for other in range(self._communicator.Get_size())
-            if other != own
-        ]
-        end = time.monotonic() + FAILURE_SECONDS
-        while left and time.monotonic() < end:
-            left = [request for request in left if not request.Test()]
-
-
-class GlooLink:
-    """The same over PyTorch's Gloo. A process that ends closes its connections, which the others notice."""
-
-    def __init__(self, group: Any, name: Callable[[int], str]) -> None:
-        self._group, self._name = group, name
-
-    def send(self, memory: Tensor, to: int, tag: int) -> list[Any]:
-        with noticing_ends(self._name(to)):
-            return [self._group.send([memory], to, tag)] if memory.numel() else []
-
-    def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
-        with noticing_ends(self._name(source)):
-            return [self._group.recv([memory], source, tag)] if memory.numel() else []
-
-    def is_sent(self, request: Any) -> bool:
-        return False  # it is known only to those who wait
-
-    def wait(self, request: Any, awaited: str, other: int) -> None:
-        with watchdog.waiting(awaited), noticing_ends(self._name(other)):
-            request.wait()
-
-    def fail(self, reason: str) -> None:
-        """The connections say it when this process ends."""
-
-
-def _parts(memory: Tensor) -> list[Tensor]:
-    return [memory[start : start + LARGEST] for start in range(0, memory.numel(), LARGEST)]
-
-
 _grid: Grid | None = None
 
 
@@ -250,175 +128,7 @@ def stages() -> int:
     return current().stages
 
 
-@contextlib.contextmanager
-def noticing_ends(who: str) -> Iterator[None]:
-    """Turns Gloo's error about a connection that is closed into a :class:`StageFailed`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, StageFailed):
-            raise
-        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0] if str(error) else ""
-        raise StageFailed(f"{who} has ended or gone ({reason[:200]})") from None
-
-
-def leave() -> None:
-    """Forgets the grid: Horovod is to start without stages."""
+def set_current(grid: Grid | None) -> None:
+    """Makes a grid that of this job; None: Horovod is to start without stages."""
     global _grid
-    _grid = None
-
-
-def enter(stages: Any, mpi: Callable[[], Any] | None) -> Grid:
-    """Finds this process's place, and links all processes; before Horovod starts. Collective.
-
-    Args:
-        stages: how many, 2 or more.
-        mpi: imports mpi4py's ``MPI``; None in a job over Gloo.
-
-    Raises:
-        ValueError: ``stages`` is not a number of stages that divides np; on every process.
-        RuntimeError: the job is elastic, or MPI lets only one thread call it.
-    """
-    global _grid
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
-        raise ValueError(f"init(): stages must be a number of pipeline stages from 1, got {stages!r}")
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise RuntimeError(
-            f"init(): stages={stages} cannot be used in an elastic job; start it with a fixed -np"
-        )
-    _grid = _over_mpi(stages, mpi()) if mpi is not None else _over_gloo(stages)
-    watchdog.introduce(_grid.peers, _grid.process(_grid.stage))
-    return _grid
-
-
-@contextlib.contextmanager
-def starting(grid: Grid) -> Iterator[None]:
-    """Within it Horovod's environment is that of the stage's own world."""
-    before = {name: os.environ.get(name) for name in grid.horovod.get("environment", {})}
-    os.environ.update(grid.horovod.get("environment", {}))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _place(stages: int, process: int, processes: int) -> Grid:
-    if processes % stages:
-        raise ValueError(
-            f"init(): stages={stages} does not divide the number of processes, {processes}; start stages times replicas of them, "
-            f"such as -np {max(1, round(processes / stages)) * stages}"
-        )
-    replicas = processes // stages
-    return Grid(stages, replicas, *divmod(process, replicas))
-
-
-# ------------------------------------------------------------------------------------------------------------ MPI
-
-
-def _over_mpi(stages: int, mpi: Any) -> Grid:
-    if not mpi.Is_initialized():
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        atexit.register(_finalize, mpi)  # before Horovod registers its own end, so that it runs after that
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        raise RuntimeError(
-            f"init(): stages={stages} need an MPI that Horovod's thread and this one may call at the same time, with "
-            f"MPI_THREAD_MULTIPLE (level {mpi.THREAD_MULTIPLE}), and this one gives level {mpi.Query_thread()}: initialize it "
-            f"with that, use an Open MPI that has it, or run over Gloo (`horovodrun --gloo`)"
-        )
-    world = mpi.COMM_WORLD.Dup()
-    grid = _place(stages, world.Get_rank(), world.Get_size())
-    near = world.Split_type(mpi.COMM_TYPE_SHARED)
-    grid.local_rank, grid.local_size = near.Get_rank(), near.Get_size()
-    near.Free()
-    grid.peers = world.allgather(Peer.here(world.Get_rank()))
-    grid.link = MpiLink(world, grid.name)
-    grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage, grid.replica)}
-    return grid
-
-
-def _finalize(mpi: Any) -> None:
-    """Ends MPI, unless this process ends by an error: MPI would wait for the others, which wait for this one."""
-    if getattr(sys, "last_value", None) is None and not mpi.Is_finalized():
-        mpi.Finalize()
-
-
-# ------------------------------------------------------------------------------------------------------------ Gloo
-
-
-class _Board:
-    """The launcher's rendezvous server, where each process leaves what the others need to find it."""
-
-    _starts = 0
-
-    def __init__(self) -> None:
-        self.address, self._port = os.environ[GLOO_ADDRESS], int(os.environ[PORT])
-        self._scope = f"{SCOPE}.{_Board._starts}"  # a second start in this process finds nothing of the first
-        _Board._starts += 1
-
-    def put(self, key: str, value: Any) -> None:
-        put_data_into_kvstore(self.address, self._port, self._scope, quote(key), value)
-
-    def get(self, key: str) -> Any:
-        with watchdog.waiting(f"{key} to start"):
-            while True:
-                try:
-                    return read_data_from_kvstore(self.address, self._port, self._scope, quote(key))
-                except RuntimeError:  # not there yet
-                    time.sleep(ASK_SECONDS)
-
-    def own_address(self) -> str:
-        """This host's address on the way to the launcher."""
-        return own_address(self.address)
-
-
-def _over_gloo(stages: int) -> Grid:
-    if GLOO_ADDRESS not in os.environ:
-        return _place(stages, 0, 1)
-    process, processes = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
-    grid = _place(stages, process, processes)
-    grid.local_rank, grid.local_size = (
-        whole_in("HOROVOD_LOCAL_RANK") or 0,
-        whole_in("HOROVOD_LOCAL_SIZE") or 1,
-    )
-    board = _Board()
-    board.put(f"rank {process}", (Peer.here(process), board.own_address()))
-    everyone = [board.get(f"rank {other}") for other in range(processes)]
-    grid.peers = [peer for peer, _ in everyone]
-    grid.horovod = {"environment": _stage_environment(grid, board)}
-    grid.link = GlooLink(_group(board, process, processes), grid.name)
-    return grid
-
-
-def _stage_environment(grid: Grid, board: _Board) -> dict[str, str]:
-    """What a launcher would tell this process if the replicas of its stage were the whole job."""
-    key = f"the rendezvous server of stage {grid.stage}"
-    if grid.replica == 0:
-        server = RendezvousServer()  # a daemon thread, which ends with the process
-        board.put(key, (board.own_address(), server.start()))
-    hosts = [_machine(grid.peers[grid.process(grid.stage, replica)]) for replica in range(grid.replicas)]
-    return rank_variables(grid.replica, hosts, *board.get(key))
-
-
-def _machine(peer: Peer) -> tuple[str, tuple[str, ...]]:
-    return peer.host, peer.addresses
-
-
-def _group(board: _Board, process: int, processes: int) -> Any:
-    key = "the store of rank 0"
-    own = board.own_address()
-    if process == 0:
-        store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        board.put(key, (own, store.port))
-    else:
-        address, port = board.get(key)
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False)
-    group: Any = ProcessGroupGloo
-    options = group._Options()
-    options._devices = [group.create_device(hostname=own)]
-    options._timeout = NO_LIMIT
-    with watchdog.waiting("all ranks to connect"):
-        return group(store, process, processes, options)
+    _grid = grid

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import grid, rendezvous, uncaught, watchdog
+from hvd_ckpt.processes import grid, links, rendezvous, uncaught, watchdog
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -141,7 +141,7 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     _set_mpi_prefix()
     _watch(stall_timeout)
     if stages == 1:
-        grid.leave()
+        grid.set_current(None)
         hvd.init(*args, **kwargs)
     else:
         kwargs = _init_stages(stages, *args, **kwargs)
@@ -167,10 +167,10 @@ def _init_stages(stages: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
         raise ValueError(
             f"init(): stages={stages} makes the communicator of each stage itself; leave comm out"
         )
-    own = grid.enter(stages, _import_mpi if _starts_over_mpi() else None)
+    own = links.enter(stages, _import_mpi if _starts_over_mpi() else None)
     if "comm" in own.horovod:
         kwargs["comm"] = own.horovod["comm"]
-    with grid.starting(own):
+    with links.starting(own):
         hvd.init(**kwargs)
     watchdog.introduce(own.peers, own.process(own.stage))
     return kwargs

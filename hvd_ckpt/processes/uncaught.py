@@ -25,6 +25,7 @@ import horovod.torch as hvd
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.hosts import host_name
 from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.utils.waits import awaited_by
 
 JOB_VARIABLES = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE")
 HOLD_SECONDS = 1.0  # in which the other ranks come to the same error
@@ -66,7 +67,7 @@ def _line_for(error: Exception, trace: TracebackType | None) -> str:
     if isinstance(error, hvd.HorovodInternalError) and any(word in text for word in GONE):
         lost = watchdog.lost_hosts()
         reason = lost or ("" if "has been shut down" in text else text)
-        awaited = watchdog.waited_for(reversed(list(traceback.walk_tb(trace))))
+        awaited = watchdog.waited_for(reversed(list(traceback.walk_tb(trace))), awaited_by(error))
         return f"{_who()}: ended, waiting for {awaited}, because another rank has ended or gone{reason and ': '}{reason}"
     if not _is_first("".join(traceback.format_exception(error))):
         return f"{_who()}: ended by the same error: {type(error).__name__}: {textwrap.shorten(text, 160)}"

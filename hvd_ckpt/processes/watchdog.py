@@ -35,6 +35,7 @@ from horovod.torch import mpi_ops
 
 from hvd_ckpt.processes.hosts import Peer, describe_silent, diagnose, host_name, silent_hosts
 from hvd_ckpt.processes.launchers import has_broken, launched_rank, launcher_chain
+from hvd_ckpt.utils.waits import awaited_in
 
 TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
@@ -359,18 +360,17 @@ def _noted(
 def _waited_for(thread: int) -> str:
     """What a thread waits for, and where the user's code called it: what its stack tells."""
     frame = sys._current_frames().get(thread)
-    return waited_for([] if frame is None else traceback.walk_stack(frame))
+    return waited_for([] if frame is None else traceback.walk_stack(frame), awaited_in(thread))
 
 
-def waited_for(frames: Iterable[tuple[FrameType, int]]) -> str:
+def waited_for(frames: Iterable[tuple[FrameType, int]], words: str) -> str:
     """The collective that a stack waits for, its tensor, and where the user's code called it.
-
-    A function of this library that waits may say what for in words, in a local variable ``awaited``.
 
     Args:
         frames: with their lines, the innermost first.
+        words: what :func:`hvd_ckpt.utils.waits.waiting_for` was told, in place of collective and tensor.
     """
-    operation = tensor = place = words = ""
+    operation = tensor = place = ""
     for frame, line in frames:
         path = frame.f_code.co_filename
         if not path.startswith(_LIBRARIES):
@@ -384,7 +384,4 @@ def waited_for(frames: Iterable[tuple[FrameType, int]]) -> str:
         name = frame.f_locals.get("name")
         if not tensor and isinstance(name, str) and name:
             tensor = f" '{name}'"
-        awaited = frame.f_locals.get("awaited")
-        if not words and isinstance(awaited, str):
-            words = awaited
     return f"{words or (operation or 'a collective') + tensor}{place}"

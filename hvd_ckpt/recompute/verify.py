@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from hvd_ckpt.recompute.keeper import in_layout
 from hvd_ckpt.torch_private import current_graph_task_id, execution_engine
+from hvd_ckpt.utils.backward_errors import hand_over
 from hvd_ckpt.utils.fingerprint import distinct, fingerprints
 from hvd_ckpt.utils.frames import aside
 from hvd_ckpt.utils.text import read_when
@@ -337,9 +338,6 @@ def _difference(first: Observation, again: Observation) -> tuple[str, bool]:
 # ---------------------------------------------------------------------------------------- the end of a backward pass
 
 _open: dict[int, list[Verification]] = {}
-
-raise_on_all: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Reducers, whose ``take_over(error)`` says whether they will raise this rank's error on every rank."""
 _lock = threading.Lock()
 
 
@@ -361,5 +359,5 @@ def _finish(verifications: list[Verification]) -> None:
         differences = verification.differences()
         if differences:
             error = verification.error(differences)
-            if not any(reducer.take_over(error) for reducer in list(raise_on_all)):
+            if not hand_over(error):
                 raise error

@@ -12,7 +12,8 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.recompute.verify import RecomputationMismatch, raise_on_all
+from hvd_ckpt.reduction.stats import ReductionStats
+from hvd_ckpt.utils import backward_errors
 
 # A parameter's gradient may arrive in several parts: once per use in a recomputed segment, once per micro-batch. The number of
 # accumulations between two synchronizations is learned, and a gradient is ready after as many.
@@ -89,17 +90,22 @@ class AccumulationCounts:
         self._lower = [int(lower.get(name, -1)) for name in names]
 
 
-# Several optimizers of one parameter: it belongs to the one that was made or synchronized last, since two that counted its
-# gradients would both launch them. Each of the others holds the owner, so that the owner is there on every rank for as long as
-# one of them may be stepped: nothing that ranks do together depends on when Python collects an optimizer.
+# Several optimizers of one parameter: one of them owns it, the one that was made or synchronized last, since two that counted
+# its gradients would both launch them. Each of the others holds the owner, so that the owner is there on every rank for as long
+# as one of them may be stepped: nothing that ranks do together depends on when Python collects an optimizer.
 #
-# What a new optimizer takes over it has for itself, so its gradients leave during the backward pass at once. If an older one
-# is synchronized after that, it takes its parameters back: first the owner leaves nothing in flight. Optimizers that take
-# turns let the gradients of what they share leave in ``synchronize()``, until one of them is used twice in a row.
+# A reducer is in one of three states for each of its parameters:
 #
-# So usually there are no other owners, and ``take_turn()`` does nothing. Else ``take_turn()`` of B calls ``give_way()`` of the
-# owner A, which settles (reduces what has left), and takes the parameters, which A loses; ``have_alone()`` follows when B has had
-# two turns in a row.
+#   exclusive   it owns the parameter; its gradient may leave during the backward pass
+#   shared      it owns the parameter again, after another one had it; its gradient leaves in ``synchronize()``
+#   released    another reducer owns the parameter; the hooks here are removed
+#
+#   acquire()            new here        -> exclusive   the owner's step, if one has begun, is dropped
+#   release()            exclusive       -> released    another reducer acquires the parameter
+#   reacquire()          released        -> shared      first the owner drains: it reduces what has left
+#   become_exclusive()   shared          -> exclusive   two synchronizations in a row were this reducer's
+#
+# Usually there are no other owners, and ``reacquire()`` does nothing.
 
 
 @dataclass
@@ -132,6 +138,9 @@ class OwningReducer(ABC):
 
     Attributes:
         active: a gradient has arrived since the last synchronization.
+        stats: what has left when.
+        notice: the next synchronization tells all ranks that one of them has something to say.
+        noticed: whether any rank had a notice in the last synchronization.
         optimizer: weak reference to the optimizer, once :meth:`begin` has been called.
     """
 
@@ -140,38 +149,40 @@ class OwningReducer(ABC):
 
     def __init__(self, parameters: Sequence[torch.Tensor], watched: Container[int]) -> None:
         self.active = False
+        self.stats = ReductionStats()
+        self.notice = self.noticed = False
         self.optimizer: Callable[[], Any] = lambda: None
         self._parameters, self._watched_indices = parameters, watched
         self._number_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._handles: dict[int, list[Any]] = {}
-        self._unhooked: list[int] = []  # own parameters that have no hooks yet
+        self._unhooked: list[int] = []  # parameters owned here that have no hooks yet
         self._owners: dict[int, Any] = {}  # by index: the other optimizer that owns the parameter
-        self._mismatch: RecomputationMismatch | None = None
-        raise_on_all.add(self)
+        self._mismatch: Exception | None = None
+        backward_errors.register(self)
 
     @property
     @abstractmethod
-    def _process_set(self) -> Any:
+    def process_set(self) -> Any:
         """The ranks that reduce together."""
 
-    def take_over(self, error: RecomputationMismatch) -> bool:
+    def take_over(self, error: Exception) -> bool:
         """Raises an error of this rank's backward pass on every rank, in the next synchronization.
 
         Returns:
             False where no synchronization is to come, or this rank is the only one.
         """
-        if not self.active or self._process_set.size() == 1:
+        if not self.active or self.process_set.size() == 1:
             return False
         self._mismatch = self._mismatch or error
         return True
 
     def begin(self, optimizer: Any) -> None:
-        """Makes all parameters this optimizer's own. To be called on every rank."""
+        """Acquires all parameters. To be called on every rank."""
         self.optimizer = weakref.ref(optimizer)
-        self.own(range(len(self._parameters)))
+        self.acquire(range(len(self._parameters)))
 
-    def own(self, indices: Iterable[int]) -> None:
-        """Makes the parameters, which are new here, this optimizer's own; a step of their owners' that has begun is dropped."""
+    def acquire(self, indices: Iterable[int]) -> None:
+        """Makes this reducer the owner of parameters that are new here; a step that their owners have begun is dropped."""
         indices = list(indices)
         before: dict[OwningReducer, None] = {}
         for index in indices:
@@ -183,11 +194,11 @@ class OwningReducer(ABC):
             if owner is not None:
                 before[owner] = None
         for owner in before:
-            owner._interrupt()
-        self._take(indices)
+            owner.interrupt()
+        self._acquire(indices)
 
-    def take_turn(self) -> bool:
-        """Takes back the parameters that another optimizer has been made or synchronized for since the last turn.
+    def reacquire(self) -> bool:
+        """Acquires the parameters that another optimizer has been made or synchronized for since the last call.
 
         To be called before each synchronization, on every rank; collective where there are any.
 
@@ -195,13 +206,13 @@ class OwningReducer(ABC):
             Whether there are any.
         """
         if not self._owners:
-            self.have_alone()
+            self.become_exclusive()
             return False
         distinct = {id(optimizer): optimizer for optimizer in self._owners.values()}
-        for optimizer in sorted(distinct.values(), key=lambda optimizer: optimizer._identity):
-            optimizer.give_way()
+        for optimizer in sorted(distinct.values(), key=lambda optimizer: optimizer.identity):
+            optimizer.release_gradients()
         taken, self._owners = self._owners, {}
-        self._take(sorted(taken))
+        self._acquire(sorted(taken))
         return True
 
     @property
@@ -213,18 +224,18 @@ class OwningReducer(ABC):
     def unreduced(self) -> bool:
         """A backward pass has added to a gradient since the last synchronization, of this optimizer or the parameter's owner."""
         return self.active or any(
-            owner._reducer is not None and owner._reducer.has_accumulated(self._parameters[index])
+            owner.reducer is not None and owner.reducer.has_accumulated(self._parameters[index])
             for index, owner in self._owners.items()
         )
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         """Another optimizer begins with parameters of this one: a step that has begun is dropped."""
         if self.active:
             self.abandon()
         else:
-            self.rename(self._identity, self._generation + 1)
+            self.rename_anew()
 
-    def _take(self, indices: Iterable[int]) -> None:
+    def _acquire(self, indices: Iterable[int]) -> None:
         losers: dict[OwningReducer, list[torch.Tensor]] = {}
         for index in indices:
             reducers = _reducers[self._parameters[index]]
@@ -235,20 +246,21 @@ class OwningReducer(ABC):
                 if other is not None and other is not self:
                     losers.setdefault(other, []).append(self._parameters[index])
         for other, parameters in losers.items():
-            other._give(parameters, self.optimizer())
+            other.release_to(parameters, self.optimizer())
         self.hook_parameters()
 
-    def _give(self, parameters: Iterable[torch.Tensor], to: Any) -> None:
+    def release_to(self, parameters: Iterable[torch.Tensor], to: Any) -> None:
+        """Another optimizer owns these parameters now."""
         indices = [self._number_of[id(parameter)] for parameter in parameters]
         for index in indices:
             for handle in self._handles.pop(index, ()):
                 handle.remove()
             self._owners[index] = to
         self._unhooked = [index for index in self._unhooked if index not in self._owners]
-        self.lose(indices)
+        self.release(indices)
 
     def hook_parameters(self) -> None:
-        """Hooks own parameters that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
+        """Hooks parameters owned here that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
         frozen = []
         for index in self._unhooked:
             parameter = self._parameters[index]
@@ -271,6 +283,34 @@ class OwningReducer(ABC):
         """Names this optimizer's tensors; the same on every rank."""
         self._identity, self._generation = identity, generation
         self._name_tensors(f"hvd_ckpt.{identity}.{generation}")
+
+    def rename_anew(self) -> None:
+        """Gives tensors names that were not used before, since those with the last ones may still be on their way."""
+        self.rename(self._identity, self._generation + 1)
+
+    def synchronize(self) -> None:
+        """Reduces what is left of this step's gradients. Collective.
+
+        Raises:
+            ValueError, RuntimeError: what ranks have does not fit; the same on every rank.
+            horovod.common.exceptions.HorovodInternalError: a rank has gone.
+        """
+        try:
+            self._synchronize()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def forget_step(self) -> None:
+        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
+        self._end_step(learn=False)
+
+    @abstractmethod
+    def _synchronize(self) -> None: ...
+
+    @abstractmethod
+    def _end_step(self, learn: bool) -> None:
+        """The next step begins; with ``learn`` it expects what this one has had."""
 
     @abstractmethod
     def _name_tensors(self, prefix: str) -> None: ...
@@ -300,16 +340,16 @@ class OwningReducer(ABC):
         """All ranks alike have changed their reduced gradients, which count as the last synchronization's from now on."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
 
     @abstractmethod
-    def lose(self, indices: Sequence[int]) -> None:
-        """Parameters belong to another optimizer now; taken back, they leave in synchronization only, until :meth:`have_alone`."""
+    def release(self, indices: Sequence[int]) -> None:
+        """Another reducer owns these parameters. Acquired again, they leave in synchronization until :meth:`become_exclusive`."""
 
     @abstractmethod
-    def have_alone(self) -> None:
-        """Two turns in a row were this reducer's."""
+    def become_exclusive(self) -> None:
+        """The last two synchronizations of the shared parameters were this reducer's."""
 
     @abstractmethod
     def abandon(self) -> None:

@@ -200,7 +200,15 @@ def raise_together(error: Exception | None, process_set: Any, name: str) -> None
     raise_first_failure(error, failures)
 
 
+def raise_gathered(errors: Sequence[Exception | None]) -> None:
+    """Raises the first of the errors of all ranks, in rank order, as the same error on all of them: each shows it itself."""
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise type(error)(f"rank {rank}: {error}")
+
+
 def raise_first_failure(error: Exception | None, failures: Sequence[Failure | None]) -> None:
+    """Raises this rank's own error, or the first failure of another rank, which shows the traceback."""
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):

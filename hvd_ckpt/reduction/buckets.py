@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hvd_ckpt.reduction.accumulation import moved
+from hvd_ckpt.reduction.state import ReducerState
 from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
 # Flat gradient buckets: how gradients are laid out in memory to be reduced together.
@@ -19,6 +20,8 @@ from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 
 MEBIBYTE = 1 << 20
 LAST_BUCKET_BYTES = MEBIBYTE
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -252,26 +255,44 @@ def lay_out(
             total_tail += size
             tail_from -= 1
 
-    closed: list[tuple[int, Bucket]] = []  # (position in the order of its last parameter, bucket)
-    open_buckets: dict[object, tuple[int, Bucket]] = {}
-    for place, index in enumerate(order):
-        parameter = parameters[index]
-        kind = (parameter.dtype, parameter.device)
-        key: object = (kind, place >= tail_from if keys is None else keys[index])
-        entry = open_buckets.get(key)
-        limit = cap_bytes if keys is None and place < tail_from else float("inf")
-        if entry is not None and entry[1].nbytes + _nbytes(parameter) > limit:
-            closed.append(entry)
-            entry = None
-        bucket = entry[1] if entry is not None else Bucket(0, parameter.dtype, parameter.device)
-        bucket.add(index, parameter)
-        open_buckets[key] = (place, bucket)
-    closed.extend(open_buckets.values())
-    closed.sort(key=lambda entry: entry[0])
-    buckets = [bucket for _, bucket in closed]
-    for position, bucket in enumerate(buckets):
-        bucket.position = position
+    kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+    places = (
+        (
+            place,
+            (kinds[index], place >= tail_from if keys is None else keys[index]),
+            _nbytes(parameters[index]),
+        )
+        for place, index in enumerate(order)
+    )
+    runs = pack(places, cap_bytes if keys is None else float("inf"))
+    buckets = []
+    for position, run in enumerate(
+        sorted(runs, key=lambda run: run[-1])
+    ):  # by when the last gradient is final
+        bucket = Bucket(position, *kinds[order[run[0]]])
+        for place in run:
+            bucket.add(order[place], parameters[order[place]])
+        buckets.append(bucket)
     return buckets
+
+
+def pack(items: Iterable[tuple[T, Hashable, int]], cap_bytes: float) -> list[list[T]]:
+    """Packs items into runs that travel together, in order of their first items.
+
+    Args:
+        items: each with its kind, which all items of a run share, and its bytes.
+        cap_bytes: a run is closed before it grows past this size; one item may be larger by itself.
+    """
+    runs: list[list[T]] = []
+    open_runs: dict[Hashable, tuple[list[T], int]] = {}
+    for item, kind, nbytes in items:
+        run, total = open_runs.get(kind, (None, 0))
+        if run is None or (total and total + nbytes > cap_bytes):
+            run, total = [], 0
+            runs.append(run)
+        run.append(item)
+        open_runs[kind] = run, total + nbytes
+    return runs
 
 
 def _nbytes(parameter: torch.Tensor) -> int:
@@ -427,13 +448,14 @@ class BucketAssignment:
         """Loads a state.
 
         Raises:
-            ValueError: the state names a parameter that is not here, or is of another version.
+            ValueError: the state is of another version, not valid, or names a parameter that is not here.
         """
         if state.get("version") != VERSION:
             raise ValueError(
                 f"reduction state of version {state.get('version')!r} cannot be read; "
                 f"this library reads version {VERSION}"
             )
+        ReducerState.check(state, "reduction state")
         index_of = {name: index for index, name in enumerate(self.names)}
         for name in [*state["order"], *state["sparse"], *state["densified"]]:
             if name not in index_of:

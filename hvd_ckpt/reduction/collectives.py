@@ -95,7 +95,7 @@ def join(device: int = -1) -> int:
     """
     gc.collect()  # an optimizer that nobody has any more is no reason to refuse
     for optimizer in live_optimizers():
-        members = optimizer._process_set
+        members = optimizer.process_set
         for wrong, reason in (
             (
                 not optimizer.can_join,
@@ -180,7 +180,7 @@ def broadcast_optimizer_state(
     names = [] if stage else [_names_in(optimizer, group) for group in optimizer.param_groups]
     options = described(
         root_rank=root_rank,
-        optimizer=getattr(optimizer, "_wrapped_class", type(optimizer)),
+        optimizer=getattr(optimizer, "wrapped_class", type(optimizer)),
         shard=stage,
         replicas=None
         if replicas is None
@@ -220,7 +220,7 @@ def broadcast_optimizer_state(
 
 def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:
     """The names of a group's parameters; their places where they have none."""
-    named = getattr(optimizer, "_parameter_names", {})
+    named = getattr(optimizer, "parameter_names", {})
     given = group.get("param_names") or map(str, range(len(group["params"])))
     return [named.get(parameter, name) for parameter, name in zip(group["params"], given)]
 

@@ -19,6 +19,7 @@ from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.utils.spans import span
+from hvd_ckpt.utils.waits import waiting_for
 
 __all__ = ["Compression", "Compressor"]
 
@@ -39,9 +40,10 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     Horovod's looks without a pause, on a core that the thread which does the work may need.
 
     Args:
-        name, awaited: of the tensor, and in words what is waited for: the watchdog reads them from the stack.
+        name: of the tensor; the watchdog reads it from the stack.
+        awaited: in words what is waited for, which it says in place of that.
     """
-    with span("wait", lambda: f"wait for {name}"):
+    with span("wait", lambda: f"wait for {name}"), waiting_for(awaited):
         begun = time.monotonic()
         for _ in pauses():
             if mpi_ops.poll(handle):

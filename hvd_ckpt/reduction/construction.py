@@ -1,17 +1,17 @@
-"""The parts of a DistributedOptimizer: checked arguments, named parameters, and its state in an elastic job."""
+"""What all optimizers of ranks need before they are made: named parameters that are the same on every rank, and elastic jobs."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
-from horovod.torch.mpi_ops import Adasum, Average, global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.processes.devices import check_devices
@@ -25,8 +25,8 @@ from hvd_ckpt.reduction.agreement import (
     raise_first_failure,
 )
 from hvd_ckpt.reduction.collectives import broadcast_optimizer_state
-from hvd_ckpt.reduction.communicator import adasum_unavailable
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.utils.unmaterialized import is_split
 
 # Preconditions of wrapping an optimizer: right arguments, named parameters, and the same on every rank.
 #
@@ -39,49 +39,6 @@ _constructed = itertools.count(1)
 def is_elastic() -> bool:
     """True in a job of Horovod Elastic, where ranks come and go."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def check_options(
-    optimizer: Any,
-    passes: int,
-    op: int,
-    predivide: float,
-    groups: Any,
-    process_set: Any,
-    bucket_cap_mb: float,
-) -> None:
-    """Raises ValueError or TypeError for the first argument that is wrong on this rank."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
-    if predivide != 1.0 and mpi_ops.rocm_built():
-        raise ValueError("gradient_predivide_factor not supported yet with ROCm")
-    if predivide != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
-    if op == Adasum and mpi_ops.size() > 1:
-        if process_set != global_process_set:
-            raise ValueError(
-                "op=Adasum works on all ranks only, not on a process set; use op=Average, or the global process set"
-            )
-        reason = adasum_unavailable()
-        if reason is not None:
-            raise ValueError(reason)
-    if groups is not None:
-        if isinstance(groups, bool) or not (
-            isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)
-        ):
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        if isinstance(groups, list):
-            seen: set[int] = set()
-            for parameter in itertools.chain.from_iterable(groups):
-                if not isinstance(parameter, torch.Tensor):
-                    raise ValueError("groups must consist of torch.Tensor.")
-                if id(parameter) in seen:
-                    raise ValueError("A parameter can only appear once in groups.")
-                seen.add(id(parameter))
 
 
 def name_parameters(
@@ -137,6 +94,29 @@ def name_parameters(
                 f"of its own dtype; leave grad_dtype alone"
             )
     return named, known_names
+
+
+def warn_of_unsynchronized(model: torch.nn.Module) -> None:
+    """Warns of a torch ``SyncBatchNorm``, which is plain batch norm as long as ``torch.distributed`` does not run."""
+    if mpi_ops.size() == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.SyncBatchNorm)]
+    if names:
+        warnings.warn(
+            f"module '{names[0]}' is a torch.nn.SyncBatchNorm ({len(names)} in all), which does not synchronize over Horovod's "
+            f"ranks: call hc.SyncBatchNorm.convert(model), or use torch.nn.BatchNorm",
+            stacklevel=3,
+        )
+
+
+def check_not_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError for the first parameter that is split over the ranks already."""
+    for name, parameter in named:
+        if is_split(parameter):
+            raise ValueError(
+                f"parameter '{name}' is split over the ranks by another DistributedOptimizer already; call optimizer.unshard() on "
+                "that one first, on all ranks; if it is gone, build the model again and load its weights"
+            )
 
 
 def describe_groups(groups: Any, known_names: Any) -> Any:

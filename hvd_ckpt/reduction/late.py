@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters, check_present
+from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters, check_present, raise_gathered
 from hvd_ckpt.reduction.buckets import BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
@@ -79,17 +79,6 @@ def sent_in_buckets(assignment: BucketAssignment) -> list[int]:
     ]
 
 
-def raise_first(errors: Sequence[Exception | None]) -> None:
-    """Raises the error of the first rank that has one, with its number.
-
-    Args:
-        errors: of all ranks, in rank order.
-    """
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise type(error)(f"rank {rank}: {error}")
-
-
 def check_reports(reports: Sequence[Report]) -> None:
     """Raises, the same on every rank, if the ranks cannot continue together.
 
@@ -101,7 +90,7 @@ def check_reports(reports: Sequence[Report]) -> None:
         RuntimeError: gradients in flight were changed in place, or only on some ranks replaced, dropped or converted.
         ValueError: the ranks' parameters differ.
     """
-    raise_first([report.error for report in reports])
+    raise_gathered([report.error for report in reports])
     check_parameters([report.table for report in reports])
     names = [facts.name for facts in reports[0].table]
     for rank, report in enumerate(reports):

@@ -35,12 +35,12 @@ class CommonState(NamedTuple):
 
 def common_state(optimizer: Any) -> CommonState | None:
     """That of an optimizer; None where it is not distributed or reduces nothing."""
-    if not isinstance(optimizer, ReducedOptimizer) or optimizer._reducer is None:
+    if not isinstance(optimizer, ReducedOptimizer) or optimizer.reducer is None:
         return None
-    state = optimizer._reducer.state_dict()
+    state = optimizer.reducer.state_dict()
     shared = {name: value for name, value in state.items() if name not in PER_RANK}
-    names = list(optimizer._parameter_names.values())
-    return CommonState(digest(names), optimizer._reducer.naming, digest(shared))
+    names = list(optimizer.parameter_names.values())
+    return CommonState(digest(names), optimizer.reducer.naming, digest(shared))
 
 
 def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: int) -> None:
@@ -52,7 +52,7 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     """
     if common_state(optimizer) is None:
         return
-    process_set, reducer = optimizer._process_set, optimizer._reducer
+    process_set, reducer = optimizer.process_set, optimizer.reducer
     members = sorted(process_set.ranks or range(process_set.size()))
     known = [state for rank in members if (state := states[rank]) is not None]
     alike = len({state.names for state in known}) == 1
@@ -62,14 +62,14 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     own = reducer.state_dict()
     theirs = broadcast_from(own, leader, process_set, "hvd_ckpt.level")
     reducer.load_state_dict({**theirs, **{name: own[name] for name in PER_RANK if name in own}})
-    optimizer._drop_gradients()
-    optimizer._identity = max(state.naming[0] for state in known)
-    reducer.rename(optimizer._identity, 1 + max(state.naming[1] for state in known))
+    optimizer.drop_gradients()
+    optimizer.identity = max(state.naming[0] for state in known)
+    reducer.rename(optimizer.identity, 1 + max(state.naming[1] for state in known))
 
 
 def live_states() -> dict[int, CommonState | None]:
     """Those of the optimizers of this process, by their identities, which ranks have agreed on."""
-    return {optimizer._identity: common_state(optimizer) for optimizer in live_optimizers()}
+    return {optimizer.identity: common_state(optimizer) for optimizer in live_optimizers()}
 
 
 def level_all(states: Sequence[Mapping[int, CommonState | None]], root_rank: int) -> None:
@@ -78,8 +78,8 @@ def level_all(states: Sequence[Mapping[int, CommonState | None]], root_rank: int
     Args:
         states: what :func:`live_states` returns, by rank. A rank may have collected an optimizer that others still have.
     """
-    for optimizer in sorted(live_optimizers(), key=lambda optimizer: optimizer._identity):
-        by_rank = {rank: own.get(optimizer._identity) for rank, own in enumerate(states)}
+    for optimizer in sorted(live_optimizers(), key=lambda optimizer: optimizer.identity):
+        by_rank = {rank: own.get(optimizer.identity) for rank, own in enumerate(states)}
         level(optimizer, by_rank, root_rank)
 
 
@@ -90,8 +90,8 @@ def level_after(call: str, root_rank: int) -> None:
 
 def agree_on_naming(optimizer: Any) -> None:
     """Gives an optimizer's messages names that are the same on every rank and new. Collective."""
-    reducer = optimizer._reducer
+    reducer = optimizer.reducer
     if reducer is not None:
-        namings = allgather_objects(reducer.naming, optimizer._process_set, "agree_on_naming()")
-        optimizer._identity = max(identity for identity, _ in namings)
-        reducer.rename(optimizer._identity, 1 + max(generation for _, generation in namings))
+        namings = allgather_objects(reducer.naming, optimizer.process_set, "agree_on_naming()")
+        optimizer.identity = max(identity for identity, _ in namings)
+        reducer.rename(optimizer.identity, 1 + max(generation for _, generation in namings))

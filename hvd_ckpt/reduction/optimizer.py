@@ -14,7 +14,7 @@ reaches a step. Where nothing may be asked, since the caller says that all is re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from horovod.torch.mpi_ops import Adasum, Sum
 
 from hvd_ckpt.reduction import phases
 from hvd_ckpt.reduction.agreement import in_order
-from hvd_ckpt.reduction.communicator import adasum_step, mean_over_ranks
+from hvd_ckpt.reduction.communicator import Communicator, adasum_step, mean_over_ranks
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.results import changed_apart
@@ -51,14 +51,14 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _mark = "_reduced_by_hvd_ckpt"
     _reduced_by_hvd_ckpt = True
 
-    _wrapped_class: type[torch.optim.Optimizer]
-    _reducer: Reducer | None
-    _parameter_names: dict[torch.Tensor, str]
-    _known_names: Any
-    _identity: int
+    wrapped_class: type[torch.optim.Optimizer]
+    reducer: Reducer | None
+    parameter_names: dict[torch.Tensor, str]
+    known_names: Any
+    identity: int  # of tensor names; the same on every rank
     _op: int
     _compression: Any
-    _process_set: Any
+    process_set: Any
     _phase = Phase.ACCUMULATING
     _step_reduces = StepReduces.YES
     _keeps_zeros = False  # the last zero_grad() has set gradients to zero
@@ -68,6 +68,26 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     replicas: Any = None
     can_join = True  # allreduces alone, in which ranks without data may be absent
     outlasts_ranks = True  # of an elastic job
+
+    def begin_reduction(
+        self,
+        communicator: Communicator,
+        identity: int,
+        named: Iterable[tuple[str, torch.Tensor]],
+        known_names: Any,
+    ) -> None:
+        """Tells a new optimizer how it reduces, and which parameters; a reducer may follow.
+
+        Args:
+            communicator: of plain gradients.
+            identity: as :func:`agree_at_construction` has returned it.
+            named: the parameters that are reduced.
+            known_names: the names of all parameters that may be added.
+        """
+        self._op, self._compression = communicator.op, communicator.compression
+        self.process_set, self.identity = communicator.process_set, identity
+        self.parameter_names = {parameter: name for name, parameter in named}
+        self.known_names = known_names
 
     # -------------------------------------------------------------------------------- Horovod's public methods
 
@@ -82,10 +102,10 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _reduce(self) -> bool:
         """Reduces, unless no rank has anything new since the last time; returns whether it did."""
-        reducer = self._reducer if self._op != Adasum else None
-        others_turn = reducer is not None and reducer.take_turn()
+        reducer = self.reducer if self._op != Adasum else None
+        reacquired = reducer is not None and reducer.reacquire()
         reduces = reducer is not None and (
-            others_turn or not self._phase.is_reduced or self._any_new_gradients(reducer)
+            reacquired or not self._phase.is_reduced or self._any_new_gradients(reducer)
         )
         if reducer is not None and reduces:
             reducer.synchronize()
@@ -96,17 +116,17 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _take_note(self) -> None:
         """Passes the notice on where there is no reducer."""
-        if self._reducer is None and (self._notice or not self._phase.is_reduced):
+        if self.reducer is None and (self._notice or not self._phase.is_reduced):
             self._noticed, self._notice = self._notice, False
 
     def _any_new_gradients(self, reducer: Reducer) -> bool:
         """Whether any rank has new gradients since the last synchronization, other ones than others, or a notice. Collective."""
         new = None if reducer.notice else reducer.changes()
-        return changed_apart(new, f"hvd_ckpt.{self._identity}.again", self._process_set)
+        return changed_apart(new, f"hvd_ckpt.{self.identity}.again", self.process_set)
 
     @property
     def _has_unreduced(self) -> bool:
-        return self._reducer is not None and not self.reduces_updates and self._reducer.unreduced
+        return self.reducer is not None and not self.reduces_updates and self.reducer.unreduced
 
     def check_reduced(self) -> None:
         """Raises RuntimeError where a step that does not reduce would use a gradient which was not reduced."""
@@ -116,7 +136,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within it ``step()`` does not reduce, because ``synchronize()`` already has."""
-        if self._op == Adasum and self._reducer is not None:
+        if self._op == Adasum and self.reducer is not None:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         with self._stepping(StepReduces.NOT_IN_SKIP):
             yield
@@ -149,7 +169,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Raises:
             RuntimeError: within :meth:`skip_synchronize`, a backward pass has added to gradients since ``synchronize()``.
         """
-        reducer = self._reducer
+        reducer = self.reducer
         if reducer is None:
             self._take_note()
             self._phase = Phase.STEPPED
@@ -179,8 +199,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         if closure is None and not args and not kwargs:
-            return self._wrapped_class.step(self)
-        return self._wrapped_class.step(self, closure, *args, **kwargs)
+            return self.wrapped_class.step(self)
+        return self.wrapped_class.step(self, closure, *args, **kwargs)
 
     def _reduced_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:
@@ -190,7 +210,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             else:
                 self.check_reduced()
             self._phase = Phase.STEPPED
-            return mean_over_ranks(result, f"hvd_ckpt.{self._identity}.loss", self._process_set)
+            return mean_over_ranks(result, f"hvd_ckpt.{self.identity}.loss", self.process_set)
 
         return reduced
 
@@ -199,12 +219,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reducer.take_turn()
+        reducer.reacquire()
         reducer.hook_parameters()
         adasum_step(
             list(zip(reducer.assignment.names, reducer.assignment.parameters)),
             lambda: self._local_step(None),
-            self._identity,
+            self.identity,
             self._compression,
         )
         reducer.forget_step()
@@ -217,28 +237,28 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Raises:
             AssertionError: gradients have arrived since the last ``step()`` or ``synchronize()`` (as in Horovod).
         """
-        if self._reducer is not None:
+        if self.reducer is not None:
             if self._phase is Phase.LOADED:
                 self._drop_in_flight()
                 self._phase = Phase.ACCUMULATING
-            elif self._reducer.active and self._op != Adasum:
+            elif self.reducer.active and self._op != Adasum:
                 raise AssertionError(phases.CLEARED_UNREDUCED)
-            self._reducer.hook_parameters()
+            self.reducer.hook_parameters()
         self._clear(*args, **kwargs)
-        if self._reducer is not None and not self._phase.is_reduced:
-            self._reducer.note_changes()
+        if self.reducer is not None and not self._phase.is_reduced:
+            self.reducer.note_changes()
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         used = next((parameter for parameter in parameters if parameter.grad is not None), None)
-        self._wrapped_class.zero_grad(self, *args, **kwargs)
+        self.wrapped_class.zero_grad(self, *args, **kwargs)
         if used is not None:
             self._keeps_zeros = used.grad is not None
 
     def _drop_in_flight(self) -> None:
         """Puts zeros in place of gradients that may be on their way, so that they can be cleared, on some ranks only, too."""
-        for parameter in self._parameter_names:
-            if parameter.grad is not None and self._reducer is not None and self._reducer.active:
+        for parameter in self.parameter_names:
+            if parameter.grad is not None and self.reducer is not None and self.reducer.active:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,15 +266,15 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
         Gradients stay as they are; those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
         """
-        result: Any = self._wrapped_class.load_state_dict(self, *args, **kwargs)
-        self._state_loaded()
+        result: Any = self.wrapped_class.load_state_dict(self, *args, **kwargs)
+        self.note_state_loaded()
         return result
 
-    def _state_loaded(self) -> None:
+    def note_state_loaded(self) -> None:
         if not self._phase.is_reduced:
             self._phase = Phase.LOADED  # where it is on some ranks only, they all still take the same way
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         self._phase, self._step_reduces = Phase.ACCUMULATING, StepReduces.YES
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -262,15 +282,15 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters are reduced from the next step on. To be called on every rank."""
-        self._wrapped_class.add_param_group(self, param_group)
+        self.wrapped_class.add_param_group(self, param_group)
         group, named = len(self.param_groups) - 1, []
         for position, parameter in enumerate(self.param_groups[-1]["params"]):
-            name = self._known_names.get(parameter, f"allreduce.noname.{group}.{position}")
+            name = self.known_names.get(parameter, f"allreduce.noname.{group}.{position}")
             named.append((name, parameter))
-        named = in_order(named, self._known_names)
-        self._parameter_names.update((parameter, name) for name, parameter in named)
-        if self._reducer is not None:
-            self._reducer.add_parameters(named)
+        named = in_order(named, self.known_names)
+        self.parameter_names.update((parameter, name) for name, parameter in named)
+        if self.reducer is not None:
+            self.reducer.add_parameters(named)
 
     # -------------------------------------------------------------------------------- beyond Horovod
 
@@ -305,41 +325,41 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
         """``state_dict()`` on rank 0, or on all ranks, and None elsewhere: what a sharded optimizer gives."""
         state: dict[str, Any] = self.state_dict()
-        return state if all_ranks or self._process_set.rank() == 0 else None
+        return state if all_ranks or self.process_set.rank() == 0 else None
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
         """A copy of ``model.state_dict()`` on the CPU, on rank 0, or on all ranks, and None elsewhere."""
-        return copied_state(model) if all_ranks or self._process_set.rank() == 0 else None
+        return copied_state(model) if all_ranks or self.process_set.rank() == 0 else None
 
     @property
     def reduction_stats(self) -> ReductionStats:
         """Launches per bucket, launches during the backward pass, late gradients: since the start and in the last step."""
-        return self._reducer.stats if self._reducer is not None else ReductionStats()
+        return self.reducer.stats if self.reducer is not None else ReductionStats()
 
     def notify(self) -> None:
         """Has the next :meth:`synchronize` tell every rank, at no cost, that a rank has something to say: see :attr:`notified`.
 
         So that ranks need a collective of their own only where something has happened on one of them: a signal, a loss that is nan.
         """
-        if self._reducer is not None:
-            self._reducer.notice = True
+        if self.reducer is not None:
+            self.reducer.notice = True
         else:
             self._notice = True
 
     @property
     def notified(self) -> bool:
         """Whether any rank called :meth:`notify` before the last :meth:`synchronize`; the same on every rank."""
-        return self._reducer.noticed if self._reducer is not None else self._noticed
+        return self.reducer.noticed if self.reducer is not None else self._noticed
 
     def reduction_state_dict(self) -> dict[str, Any]:
         """Order, layout and learned counts of the reducer: plain data. Each rank has its own counts.
 
         Kept apart from :meth:`state_dict`, which is the wrapped optimizer's own and so loads everywhere.
         """
-        state = self._reducer.state_dict() if self._reducer is not None else {}
+        state = self.reducer.state_dict() if self.reducer is not None else {}
         if self._keeps_zeros and self.shard_stage < 2:
             state["zeros"] = [
-                name for parameter, name in self._parameter_names.items() if parameter.grad is not None
+                name for parameter, name in self.parameter_names.items() if parameter.grad is not None
             ]
         return state
 
@@ -353,10 +373,10 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """
         zeros = set(state.get("zeros", ()))
         learned = {name: value for name, value in state.items() if name != "zeros"}
-        if self._reducer is not None and learned:
-            self._reducer.load_state_dict(learned)
-            self._drop_gradients()
-        for parameter, name in self._parameter_names.items():
+        if self.reducer is not None and learned:
+            self.reducer.load_state_dict(learned)
+            self.drop_gradients()
+        for parameter, name in self.parameter_names.items():
             if name in zeros and self.shard_stage < 2:
                 parameter.grad = torch.zeros_like(parameter)
         self._keeps_zeros = bool(zeros)
@@ -364,7 +384,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     @property
     def reduces_updates(self) -> bool:
         """True with ``op=Adasum``, which combines the ranks' updates: ``p.grad`` stays each rank's own."""
-        return self._op == Adasum and self._reducer is not None
+        return self._op == Adasum and self.reducer is not None
 
     @property
     def finds_overflow_alone(self) -> bool:
@@ -394,8 +414,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def note_changes(self) -> None:
         """All ranks have changed their reduced gradients alike, so that they need not be reduced again."""
-        if self._reducer is not None:
-            self._reducer.note_changes()
+        if self.reducer is not None:
+            self.reducer.note_changes()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -405,15 +425,15 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 yield
         finally:
             self._phase = Phase.STEPPED
-            if self.reduces_updates and self._reducer is not None:
-                self._reducer.forget_step()
+            if self.reduces_updates and self.reducer is not None:
+                self.reducer.forget_step()
 
-    def give_way(self) -> None:
+    def release_gradients(self) -> None:
         """Another optimizer of the same parameters is to have this step's gradients: none stays on its way. Collective."""
-        if self._reducer is not None:
-            if self._op == Sum and not self._any_new_gradients(self._reducer):
-                self._reducer.note_changes()  # these are sums still
-            self._reducer.settle()
+        if self.reducer is not None:
+            if self._op == Sum and not self._any_new_gradients(self.reducer):
+                self.reducer.note_changes()  # these are sums still
+            self.reducer.drain()
         self._phase = Phase.ACCUMULATING
 
     def reset_reduction(self) -> None:
@@ -429,14 +449,14 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 f"an optimizer with replicas={self.replicas.number} computes those of the ranks that it was made for; when ranks "
                 f"change, make model and optimizer anew and load optimizer.replicas.state_dict(), as hvd-ckpt train does"
             )
-        if self._reducer is not None:
-            self._reducer.reset()
-        self._drop_gradients()
+        if self.reducer is not None:
+            self.reducer.reset()
+        self.drop_gradients()
 
     def _get_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step() asks for this before it looks at the gradients, on every rank: the one place to
         # stop a scaler that would decide on gradients which are not reduced yet, and so differently on each rank.
-        reduced = self._reducer is None or (self._phase.is_reduced and not self._has_unreduced)
+        reduced = self.reducer is None or (self._phase.is_reduced and not self._has_unreduced)
         if not reduced and self._step_reduces is not StepReduces.NOT_FOR_SCALER:
             raise RuntimeError(phases.SCALED_UNREDUCED)
         return self._wrapped_supports_amp_scaling

@@ -35,7 +35,7 @@ from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, sent_in_buckets
 from hvd_ckpt.reduction.modified import ModifiedGradients
 from hvd_ckpt.reduction.results import Change, Results
-from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.weights import WeightVerification
 from hvd_ckpt.utils.spans import span
 
@@ -51,8 +51,6 @@ class Reducer(OwningReducer):
         keep_buckets: keep the buckets' storage between steps; False frees it with the gradients.
 
     Attributes:
-        notice: the next synchronization tells all ranks that one of them has something to say.
-        noticed: whether any rank had a notice in the last synchronization.
         weights: their verification.
     """
 
@@ -68,8 +66,6 @@ class Reducer(OwningReducer):
         self._watched: set[int] = set()
         super().__init__(assignment.parameters, self._watched)
         self.assignment = assignment
-        self.stats = ReductionStats()
-        self.notice = self.noticed = False
         self._communicator = communicator
         self.weights = WeightVerification(assignment.names, assignment.parameters, communicator.process_set)
         self.rename(identity, generation=0)
@@ -95,11 +91,11 @@ class Reducer(OwningReducer):
             index = self.assignment.add(name, parameter)
             if index is not None:
                 self._counts.extend(1)
-                self.own([index])
+                self.acquire([index])
         self._watch_sums()
 
     @property
-    def _process_set(self) -> Any:
+    def process_set(self) -> Any:
         return self._communicator.process_set
 
     # ---------------------------------------------------------------------------------- the backward pass
@@ -154,22 +150,22 @@ class Reducer(OwningReducer):
         if self._communicator.sums_once and not self._communicator.is_leader:
             self._watched.update(range(len(self.assignment.parameters)))
 
-    def lose(self, indices: Sequence[int]) -> None:
-        """Parameters belong to another optimizer now; taken back, their buckets leave in :meth:`synchronize`."""
+    def release(self, indices: Sequence[int]) -> None:
+        """Another optimizer owns these parameters; acquired again, their buckets leave in :meth:`synchronize`."""
         with self._lock:
             self._shared.update(indices)
             self._counts.forget(indices)
             self.active = any(self._counts.arrived)
             self._prepare_buckets()
 
-    def have_alone(self) -> None:
-        """Two turns in a row were this reducer's: from the next step on all buckets may leave early."""
+    def become_exclusive(self) -> None:
+        """From the next step on all buckets may leave early."""
         self._shared.clear()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
         begun = torch.tensor([bool(self._in_flight)], dtype=torch.float32)
-        if self._sum(begun, "settle")[0] > 0:
+        if self._sum(begun, "drain")[0] > 0:
             self.synchronize()
 
     # ---------------------------------------------------------------------------------- changes since the last synchronization
@@ -187,21 +183,13 @@ class Reducer(OwningReducer):
 
     # ---------------------------------------------------------------------------------- synchronization
 
-    def synchronize(self) -> None:
-        """Reduces the gradients of this step. Collective; afterwards every ``grad`` is the same on every rank.
+    def _synchronize(self) -> None:
+        """Afterwards every ``grad`` is the same on every rank.
 
         Raises:
             ValueError, RuntimeError: the ranks' models do not fit each other, or gradients were changed in flight; the
                 same on every rank.
-            horovod.common.exceptions.HorovodInternalError: a rank has gone.
         """
-        try:
-            self._synchronize()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _synchronize(self) -> None:
         assignment = self.assignment
         self.hook_parameters()
         replaced = self._modified.find_replaced(assignment)
@@ -413,10 +401,6 @@ class Reducer(OwningReducer):
             bucket.waiting = sum(self._counts.expected[index] > 0 for index in bucket.indices)
             bucket.waiting += not self._shared.isdisjoint(bucket.indices)
 
-    def forget_step(self) -> None:
-        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
-        self._end_step(learn=False)
-
     def abandon(self) -> None:
         """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. To be called on every rank.
 
@@ -428,8 +412,7 @@ class Reducer(OwningReducer):
         for parameter in self.assignment.parameters:
             parameter.grad = None
         self._left.clear()
-        self._generation += 1
-        self.rename(self._identity, self._generation)
+        self.rename_anew()
         self._end_step(learn=False)
 
     def _name_tensors(self, prefix: str) -> None:

@@ -31,9 +31,9 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
         "_step_supports_amp_scaling", getattr(wrapped, "_step_supports_amp_scaling", False)
     )
     vars(new).update(attributes)
-    new._wrapped_class = wrapped
-    new._wrapped_supports_amp_scaling = supports_scaling
-    new._reducer = None
+    new.wrapped_class = wrapped
+    new._step_supports_amp_scaling = supports_scaling
+    new.reducer = None
     if "step" in vars(optimizer):
         new.register_step_post_hook(_tell_schedulers(weakref.ref(optimizer)))
     return new
@@ -53,8 +53,8 @@ def _tell_schedulers(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[
 def register(optimizer: ReducedOptimizer) -> None:
     """Hooks the parameters' gradients (``Reducer.begin``) and adds the optimizer to :func:`live_optimizers`."""
     _live.append(weakref.ref(optimizer))
-    if optimizer._reducer is not None:
-        optimizer._reducer.begin(optimizer)
+    if optimizer.reducer is not None:
+        optimizer.reducer.begin(optimizer)
 
 
 def live_optimizers() -> list[ReducedOptimizer]:

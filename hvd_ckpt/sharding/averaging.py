@@ -105,7 +105,7 @@ class AveragedWeights:
             RuntimeError: inside ``optimizer.gathered_parameters()``, or a forward or backward pass.
         """
         self.before_change()
-        sharding = getattr(self._optimizer, "_sharding", None)
+        sharding = getattr(self._optimizer, "sharding", None)
         changing: list[torch.Tensor] = []
         if sharding is not None:
             sharding.store.check_apart("AveragedWeights.applied()")
@@ -153,7 +153,7 @@ class AveragedWeights:
             ValueError: an element of this rank's part is in none of them; on every rank.
         """
         parts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        name, members = f"hvd_ckpt.{self._optimizer._identity}.averages", self._optimizer._process_set
+        name, members = f"hvd_ckpt.{self._optimizer.identity}.averages", self._optimizer.process_set
         with errors_on_all(name, members) if self._optimizer.shard_stage else contextlib.nullcontext():
             loaded = self._assembled(parts)
         with torch.no_grad():

@@ -65,7 +65,7 @@ def clip_grad_norm_(
 
 def _parameters(given: Any) -> list[torch.Tensor]:
     if isinstance(given, ShardedOptimizer):
-        return list(itertools.chain.from_iterable(given._sharding.groups))
+        return list(itertools.chain.from_iterable(given.sharding.groups))
     if isinstance(given, torch.optim.Optimizer):
         return [parameter for group in given.param_groups for parameter in group["params"]]
     return [given] if isinstance(given, torch.Tensor) else list(given)
@@ -74,7 +74,7 @@ def _parameters(given: Any) -> list[torch.Tensor]:
 def owners_of(chosen: Iterable[torch.Tensor]) -> list[ReducedOptimizer]:
     """The distributed optimizers that the parameters belong to, in an order that is the same on every rank."""
     owners = {id(owner): owner for parameter in chosen if (owner := owner_of(parameter)) is not None}
-    return sorted(owners.values(), key=lambda owner: owner._identity)
+    return sorted(owners.values(), key=lambda owner: owner.identity)
 
 
 def split_gradients(
@@ -92,7 +92,7 @@ def split_gradients(
     if not split:
         return None
     if len(owners) > 1 or any(
-        parameter.grad is not None and split[0]._sharding.layout.index(parameter) is None
+        parameter.grad is not None and split[0].sharding.layout.index(parameter) is None
         for parameter in chosen
     ):
         raise ValueError(
@@ -116,11 +116,11 @@ class SplitGradients:
     """
 
     def __init__(self, optimizer: ShardedOptimizer, chosen: Sequence[torch.Tensor]) -> None:
-        sharding = self._sharding = optimizer._sharding
+        sharding = self.sharding = optimizer.sharding
         indices = (sharding.layout.index(parameter) for parameter in chosen)
         wanted = dict.fromkeys(index for index in indices if index is not None)
         self._exchange = sharding.exchange
-        self._in_order = [index for index in wanted if optimizer._reducer.used[index]]
+        self._in_order = [index for index in wanted if optimizer.reducer.used[index]]
         self._used = sorted(self._in_order)
         self.pieces = [
             piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
@@ -129,7 +129,7 @@ class SplitGradients:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Those of the parameters that have gradients."""
-        return {self._sharding.layout.parameters[index].dtype for index in self._used}
+        return {self.sharding.layout.parameters[index].dtype for index in self._used}
 
     def norm(self, order: float) -> float | None:
         """The norm of these gradients together, or None if no rank has any. Collective.
@@ -162,10 +162,10 @@ class SplitGradients:
         """
         if not self._in_order:
             return torch.tensor(0.0, dtype=torch.float32)
-        layout, weights = self._sharding.layout, self._sharding.store.shards
+        layout, weights = self.sharding.layout, self.sharding.store.shards
         shards: dict[int, torch.Tensor] = {}
         for position in {layout.group_of[index].position for index in self._used}:
-            stepped = self._sharding.masters.by_group.get(position, weights[position])
+            stepped = self.sharding.masters.by_group.get(position, weights[position])
             shards[position] = torch.zeros_like(stepped)
         for piece in self.pieces:
             piece.span.of(shards[layout.group_of[piece.index].position]).copy_(_gradient(piece))

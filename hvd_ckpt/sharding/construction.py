@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +24,12 @@ from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import Offload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
+from hvd_ckpt.sharding.options import Options
 from hvd_ckpt.sharding.parameters import ShardedParameters
-from hvd_ckpt.sharding.reducer import ShardReducer
+from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.units import UnitModules, find_units
+from hvd_ckpt.sharding.unshard import Gathering
 
 OFFLOADS = ("optimizer", "parameters")
 
@@ -45,6 +46,8 @@ class ShardOptions:
         gradients, parameters: the formats in which they travel.
         master_weights: whether half-precision parameters have float32 copies in the shards.
         within: groups of ranks that have shards of their own: None, ``"host"``, or lists of ranks.
+        bucket_bytes: largest group of parameters at stages 1 and 2.
+        op, prescale: Horovod's operation, and what gradients are multiplied by before it.
     """
 
     stage: int
@@ -56,6 +59,9 @@ class ShardOptions:
     parameters: WireFormat
     master_weights: bool
     within: Any
+    bucket_bytes: float
+    op: int
+    prescale: float
 
     def all_parameters(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Those that are split: the optimizer's, at stage 3 all of the model's, in its order."""
@@ -122,32 +128,17 @@ def check_stage(
     return stage, gradients, parameters
 
 
-def check_shard_options(
-    optimizer: torch.optim.Optimizer,
-    shard: object,
-    op: int,
-    compression: Any,
-    groups: Any,
-    named_parameters: Any,
-    model: torch.nn.Module | None,
-    units: Sequence[Any] | None,
-    offload: str | None,
-    offload_folder: str | Path | None,
-    wire: str | Mapping[str, str],
-    master_weights: bool | None,
-    elementwise: bool,
-    within: str | Sequence[Sequence[int]] | None,
-    process_set: Any,
-) -> ShardOptions | None:
-    """The options of a sharded optimizer, or None for stage 0. The arguments are those of ``DistributedOptimizer``.
+def shard_options(given: Options) -> ShardOptions | None:
+    """The options of a sharded optimizer, or None for stage 0.
 
     Raises:
-        ValueError, TypeError: for the first one that is wrong.
+        ValueError, TypeError: for the first argument that is wrong.
     """
-    stage, gradients, parameters = check_stage(shard, offload, wire)
+    stage, gradients, parameters = check_stage(given.shard, given.offload, given.wire)
     if stage == 0:
-        for name, value in (("units", units), ("master_weights", master_weights or None), ("within", within)):
-            if value is not None:
+        for name in ("units", "master_weights", "within"):
+            value = getattr(given, name)
+            if value is not None and value is not False:
                 raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
         return None
     if is_elastic():
@@ -155,106 +146,97 @@ def check_shard_options(
             "shard cannot be used in an elastic job: a worker that dies takes its shard along; start again from snapshots instead "
             "(hvd-ckpt train --max-restarts)"
         )
-    if op not in (Average, Sum):
+    if given.op not in (Average, Sum):
         raise ValueError("shard works with op=Average and op=Sum only")
-    if stage > 1 and compression is not Compression.none:
+    if stage > 1 and given.compression is not Compression.none:
         raise ValueError("compression is for gradients that are not split; with this shard, pass wire='fp16'")
-    if stage > 1 and groups not in (None, 0):
+    if stage > 1 and given.groups not in (None, 0):
         raise ValueError(
             "groups is for gradients that are not split; leave it out, or set bucket_cap_mb or units"
         )
-    if stage < 3 and units is not None:
+    if stage < 3 and given.units is not None:
         raise ValueError("units needs shard='parameters'")
-    if within is not None and (stage < 3 or process_set != global_process_set):
-        raise ValueError(f"within={within!r} needs shard='parameters' over all ranks")
-    check_elementwise(optimizer, elementwise)
-    found = model if model is not None else model_of(named_parameters)
+    if given.within is not None and (stage < 3 or given.process_set != global_process_set):
+        raise ValueError(f"within={given.within!r} needs shard='parameters' over all ranks")
+    check_elementwise(given.optimizer, given.elementwise)
+    model = given.model
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if stage == 3 and found is None:
+    if stage == 3 and model is None:
         raise ValueError(
             "shard='parameters' must know the module whose parameters it splits; pass model=model"
         )
     return ShardOptions(
-        stage,
-        found,
-        find_units(found, units) if stage == 3 and found is not None else (),
-        offload,
-        None if offload_folder is None else Path(offload_folder),
-        gradients,
-        parameters,
-        master_weights is not False,
-        check_within(within),
+        stage=stage,
+        model=model,
+        units=find_units(model, given.units) if stage == 3 and model is not None else (),
+        offload=given.offload,
+        offload_folder=None if given.offload_folder is None else Path(given.offload_folder),
+        gradients=gradients,
+        parameters=parameters,
+        master_weights=given.master_weights is not False,
+        within=check_within(given.within),
+        bucket_bytes=given.bucket_cap_mb * MEBIBYTE,
+        op=given.op,
+        prescale=given.prescale,
     )
-
-
-def model_of(named_parameters: Any) -> torch.nn.Module | None:
-    """The module whose ``named_parameters()`` this is, if it is that generator, not begun."""
-    if inspect.isgenerator(named_parameters) and named_parameters.gi_code.co_name == "named_parameters":
-        frame = named_parameters.gi_frame
-        owner = None if frame is None else frame.f_locals.get("self")
-        return owner if isinstance(owner, torch.nn.Module) else None
-    return None
 
 
 def shard_optimizer(
     optimizer: ShardedOptimizer,
     named: Sequence[tuple[str, torch.Tensor]],
     options: ShardOptions,
-    bucket_cap_mb: float,
-    prescale: float,
 ) -> None:
     """Splits what ``options`` say over the ranks. Collective.
 
     Args:
         named: all parameters that are split; each rank's are alike but for their values.
-        prescale: what gradients are multiplied by before they are added up.
     """
-    members = optimizer._process_set
-    before: dict[str, Any] = optimizer._wrapped_class.state_dict(optimizer)
+    members = optimizer.process_set
+    before: dict[str, Any] = optimizer.wrapped_class.state_dict(optimizer)
     for _, parameter in named:
         if not is_packed(parameter):
             parameter.data = parameter.data.contiguous()
-    start_alike(named, options.model, members, f"hvd_ckpt.{optimizer._identity}.start")
-    exchange = Exchange(members, f"hvd_ckpt.{optimizer._identity}.0")
+    start_alike(named, options.model, members, f"hvd_ckpt.{optimizer.identity}.start")
+    exchange = Exchange(members, f"hvd_ckpt.{optimizer.identity}.0")
     added = [] if options.within is None else _divide(exchange, options.within)
     offload = None
     if options.offload:
         device = named[0][1].device if named else torch.device("cpu")
         offload = Offload(options.offload_folder, device, options.offload == "parameters")
     masters = Masters(options.master_weights, offload)
-    shards = offload if offload is not None and offload.parameters else None  # has those of parameters, too
-    cap, whole = bucket_cap_mb * MEBIBYTE, [group["params"] for group in optimizer.param_groups]
+    whole = [group["params"] for group in optimizer.param_groups]
     try:
         with raised_everywhere(exchange, offload):
-            layout, store = _stored(named, options, exchange, cap, shards, deferred=offload is not None)
+            layout, store = _stored(named, options, exchange, offload)
             masters.add(layout.groups, store.shards)
             sharding = Sharding(
-                options.stage, layout, exchange, store, offload, masters, cap, added_sets=added
+                stage=options.stage,
+                layout=layout,
+                exchange=exchange,
+                store=store,
+                offload=offload,
+                masters=masters,
+                bucket_bytes=options.bucket_bytes,
+                added_sets=added,
             )
             for group in optimizer.param_groups:
                 group["params"] = sharding.add_param_group(group["params"])
             if offload is not None:
                 offload.reserve(optimizer)
             if options.stage > 1:
-                optimizer._reducer = ShardReducer(
-                    layout,
-                    exchange,
-                    options.gradients,
-                    1.0 / (exchange.ranks * prescale) if optimizer._op == Average else 1.0,
-                    prescale,
-                    optimizer.backward_passes_per_step,
-                    optimizer._op,
-                    shards,
-                    store if isinstance(store, ShardedParameters) else None,
+                how = HowReduced(
+                    options.gradients, options.op, options.prescale, optimizer.backward_passes_per_step
                 )
+                split = store if isinstance(store, ShardedParameters) else None
+                optimizer.reducer = ShardReducer(layout, exchange, how, _memory_of_shards(offload), split)
     except Exception as error:  # the model is as it was
         for group, parameters in zip(optimizer.param_groups, whole):
             group["params"] = parameters
         if offload is not None and isinstance(error, (OffloadError, ValueError)):  # raised on all ranks
             release(added)
         raise
-    optimizer._sharding = sharding
+    optimizer.sharding = sharding
     if offload is not None and isinstance(store, ShardedParameters):
         store.split()
     if any(options.parameters.changes(group.dtype) for group in layout.groups):
@@ -263,7 +245,7 @@ def shard_optimizer(
     if before["state"]:
         state.load_parts(optimizer, [before])
     if options.stage > 1:
-        optimizer._reducer.rename(optimizer._identity, 0)
+        optimizer.reducer.rename(optimizer.identity, 0)
 
 
 def start_alike(
@@ -295,14 +277,12 @@ def _stored(
     named: Sequence[tuple[str, torch.Tensor]],
     options: ShardOptions,
     exchange: Exchange,
-    cap: float,
     offload: Offload | None,
-    deferred: bool,
 ) -> tuple[Layout, FlatParameters | ShardedParameters]:
-    """Lays parameters out and makes the store of their weights, which splits them only later if ``deferred`` (stage 3)."""
+    """Lays parameters out and makes the store of their weights, which splits them only later where there is offload (stage 3)."""
     layout = Layout(exchange.ranks)
     if options.stage < 3:
-        layout.add(list(reversed(named)), cap)
+        layout.add(list(reversed(named)), options.bucket_bytes)
         return layout, FlatParameters(layout, exchange, options.parameters)
     assert options.model is not None
     names = {id(parameter): name for name, parameter in named}
@@ -312,5 +292,10 @@ def _stored(
         for unit in [*reversed(blocks), rest]
     }
     units = [(unit.modules, groups[id(unit)]) for unit in options.units]
-    store = ShardedParameters(options.model, layout, units, exchange, options.parameters, offload, deferred)
-    return layout, store
+    gathering = Gathering(layout, exchange, options.parameters, _memory_of_shards(offload))
+    return layout, ShardedParameters(options.model, units, gathering, deferred=offload is not None)
+
+
+def _memory_of_shards(offload: Offload | None) -> Offload | None:
+    """What has the memory of parameters' and gradients' shards, if that is not beside the parameters."""
+    return offload if offload is not None and offload.parameters else None

@@ -60,7 +60,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, promised: bool = False) 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class that steps: of a distributed optimizer the wrapped one."""
-    kind: type[Any] = getattr(optimizer, "_wrapped_class", type(optimizer))
+    kind: type[Any] = getattr(optimizer, "wrapped_class", type(optimizer))
     return kind
 
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.buckets import is_dense
+from hvd_ckpt.reduction.buckets import MEBIBYTE, is_dense, pack
 
+RUN_BYTES = 32 * MEBIBYTE  # of what local SGD averages together, counted in memory estimates, too
 ALIGNMENT = 64  # elements, so at least the 64 bytes at which PyTorch allocates on a CPU; parameters and shards begin at multiples
 
 
@@ -176,8 +177,7 @@ class Layout:
         Returns:
             The new groups.
         """
-        first = len(self.groups)
-        open_groups: dict[object, Group] = {}
+        first, fresh = len(self.groups), []
         for name, parameter in named:
             if id(parameter) in self._index_of:
                 continue
@@ -186,14 +186,15 @@ class Layout:
             self.parameters.append(parameter)
             self.specs.append(TensorSpec.of(parameter))
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
-            group = open_groups.get(kind)
-            size = parameter.numel() * parameter.dtype.itemsize
-            if group is None or (group.numel and group.nbytes + size > cap_bytes):
-                group = Group(len(self.groups), self.ranks, *kind)
-                open_groups[kind] = group
-                self.groups.append(group)
-            group.add(index, parameter.numel())
-            self.group_of.append(group)
+            fresh.append(((index, kind), kind, parameter.numel() * parameter.dtype.itemsize))
+        group_of = {}
+        for run in pack(fresh, cap_bytes):
+            group = Group(len(self.groups), self.ranks, *run[0][1])
+            for index, _ in run:
+                group.add(index, self.parameters[index].numel())
+                group_of[index] = group
+            self.groups.append(group)
+        self.group_of.extend(group_of[index] for (index, _), _, _ in fresh)
         return self.groups[first:]
 
     def views(self, group: Group, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.sharding.formats import FP32, sum_dtype, wire_format
+from hvd_ckpt.sharding.layout import RUN_BYTES
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory
 from hvd_ckpt.utils.text import show_bytes, unknown
 
@@ -117,7 +117,6 @@ class MemoryEstimate:
         return self.table()
 
 
-RUN_BYTES = 32 * MEBIBYTE  # of the parameters that local SGD averages together; one may be larger by itself
 DEFAULTS = {"every": 100, "fragments": 1, "delay": 0, "within": 1, "outer": None, "wire": "fp32"}
 
 

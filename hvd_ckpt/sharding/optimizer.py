@@ -37,29 +37,29 @@ class ShardedOptimizer(ReducedOptimizer):
 
     _mark = "_sharded_by_hvd_ckpt"
     _sharded_by_hvd_ckpt = True
-    _sharding: Sharding
-    _reducer: Any  # a Reducer or ReplicaReducer at stage 1, else a ShardReducer or ShardReplicaReducer
+    sharding: Sharding
+    reducer: Any  # a Reducer or ReplicaReducer at stage 1, else a ShardReducer or ShardReplicaReducer
 
     # -------------------------------------------------------------------------------- what it is
 
     @property
     def shard_stage(self) -> int:
         """1: optimizer state is split; 2: gradients, too; 3: parameters, too."""
-        return self._sharding.stage
+        return self.sharding.stage
 
     @property
     def is_offloaded(self) -> bool:
-        return self._sharding.offload is not None
+        return self.sharding.offload is not None
 
     @property
     def pieces(self) -> list[Piece]:
         """The parts of the parameters that this rank holds and updates, in the order of ``param_groups``."""
-        return self._sharding.pieces
+        return self.sharding.pieces
 
     @property
     def traffic(self) -> Any:
         """Bytes that this rank has sent for shards, by kind."""
-        return self._sharding.exchange.traffic
+        return self.sharding.exchange.traffic
 
     @contextlib.contextmanager
     def gathered_parameters(self) -> Iterator[None]:
@@ -68,9 +68,9 @@ class ShardedOptimizer(ReducedOptimizer):
         Stages 1 and 2: they always are. Stage 3: outside of it and of forward and backward passes a parameter has its shape and no
         values, and reading it raises RuntimeError.
         """
-        with self._sharding.store.gathered():
+        with self.sharding.store.gathered():
             yield
-        self._sharding.masters.follow(self._sharding.store.shards)
+        self.sharding.masters.follow(self.sharding.store.shards)
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
         """The ``state_dict()`` of the model, whole, in memory of its own on the CPU. Collective.
@@ -84,8 +84,8 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             RuntimeError: at stage 3, inside a forward or backward pass.
         """
-        here = all_ranks or self._process_set.rank() == 0
-        with self._sharding.store.collected(here) as copies:
+        here = all_ranks or self.process_set.rank() == 0
+        with self.sharding.store.collected(here) as copies:
             return copied_state(model, {copy.data_ptr() for copy in copies}) if here else None
 
     def unshard(self) -> None:
@@ -96,18 +96,18 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             RuntimeError: inside :meth:`gathered_parameters`, or a forward or backward pass.
         """
-        sharding, reducer = self._sharding, self._reducer
+        sharding, reducer = self.sharding, self.reducer
         sharding.store.unshard()
         release(sharding.added_sets)
         if reducer is not None:
             reducer.abandon()
-        self._reducer = None
+        self.reducer = None
         self.state.clear()
         for group, whole in zip(self.param_groups, sharding.groups):
             group["params"] = whole
             for parameter in whole:
                 parameter.grad = None
-        self._sharding = cast(Any, Released())
+        self.sharding = cast(Any, Released())
 
     # -------------------------------------------------------------------------------- gradients
 
@@ -116,27 +116,27 @@ class ShardedOptimizer(ReducedOptimizer):
 
         Collective.
         """
-        if self._reduce() and self._sharding.stage > 1:
-            self._sharding.take_gradient_shards(self._reducer)
-            self._sharding.store.reshard()
+        if self._reduce() and self.sharding.stage > 1:
+            self.sharding.take_gradient_shards(self.reducer)
+            self.sharding.store.reshard()
 
-    def give_way(self) -> None:
+    def release_gradients(self) -> None:
         """Another optimizer of the same parameters is to have this step's gradients: they come back. Collective."""
-        ReducedOptimizer.give_way(self)
-        if self._reducer is not None:  # else unshard() has been called
-            self._sharding.drop_gradients()
+        ReducedOptimizer.release_gradients(self)
+        if self.reducer is not None:  # else unshard() has been called
+            self.sharding.drop_gradients()
 
-    def _drop_gradients(self) -> None:
-        ReducedOptimizer._drop_gradients(self)
-        for parameter in itertools.chain.from_iterable(self._sharding.groups):
+    def drop_gradients(self) -> None:
+        ReducedOptimizer.drop_gradients(self)
+        for parameter in itertools.chain.from_iterable(self.sharding.groups):
             parameter.grad = None
-        self._sharding.drop_gradients()
+        self.sharding.drop_gradients()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are added up on each rank before they are reduced (stages 2 and 3), from the next step on."""
         ReducedOptimizer.set_backward_passes_per_step(self, passes)
-        if isinstance(self._reducer, ShardReducer):
-            self._reducer.set_passes(passes)
+        if isinstance(self.reducer, ShardReducer):
+            self.reducer.set_passes(passes)
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         self._consume()
@@ -144,15 +144,15 @@ class ShardedOptimizer(ReducedOptimizer):
             ReducedOptimizer._clear(self, *args, **kwargs)
 
     def _drop_in_flight(self) -> None:
-        if self._sharding.stage > 1:
-            self._reducer.abandon()  # every rank has loaded its part
+        if self.sharding.stage > 1:
+            self.reducer.abandon()  # every rank has loaded its part
         else:
             ReducedOptimizer._drop_in_flight(self)
 
     def _consume(self) -> None:
-        self._sharding.drop_gradients()
-        if self._sharding.stage > 1:
-            self._reducer.consume()
+        self.sharding.drop_gradients()
+        if self.sharding.stage > 1:
+            self.reducer.consume()
 
     @contextlib.contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -170,7 +170,7 @@ class ShardedOptimizer(ReducedOptimizer):
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:
         """Within it ``param_groups`` hold what carries the gradients that a scaler divides: at stage 1 the whole parameters."""
-        if self._sharding.stage > 1:
+        if self.sharding.stage > 1:
             yield
         else:
             with self._whole_groups():
@@ -182,7 +182,7 @@ class ShardedOptimizer(ReducedOptimizer):
         """Within it ``param_groups`` hold the whole parameters."""
         pieces = [group["params"] for group in self.param_groups]
         try:
-            for group, whole in zip(self.param_groups, self._sharding.groups):
+            for group, whole in zip(self.param_groups, self.sharding.groups):
                 group["params"] = whole
             yield
         finally:
@@ -192,12 +192,12 @@ class ShardedOptimizer(ReducedOptimizer):
     @property
     def finds_overflow_alone(self) -> bool:
         """True at stages 2 and 3: a rank sees an inf or nan only in its own shard."""
-        return self._sharding.stage > 1
+        return self.sharding.stage > 1
 
     # -------------------------------------------------------------------------------- the step
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        sharding, offload = self._sharding, self._sharding.offload
+        sharding, offload = self.sharding, self.sharding.offload
         if offload is not None:
             try:
                 with self._room():  # before any rank has changed a weight
@@ -230,20 +230,20 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
         """Within it a lack of room for offloaded state is an error on all ranks. Collective, where state is offloaded."""
-        return raised_everywhere(self._sharding.exchange, self._sharding.offload)
+        return raised_everywhere(self.sharding.exchange, self.sharding.offload)
 
     def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def taken() -> Any:
             loss = closure()
-            self._sharding.take_gradients()
+            self.sharding.take_gradients()
             return loss
 
         return taken
 
     def _used(self) -> list[bool]:
-        if self._sharding.stage > 1:
-            return list(self._reducer.used)
-        return [parameter.grad is not None for parameter in self._sharding.layout.parameters]
+        if self.sharding.stage > 1:
+            return list(self.reducer.used)
+        return [parameter.grad is not None for parameter in self.sharding.layout.parameters]
 
     # -------------------------------------------------------------------------------- groups and state
 
@@ -253,7 +253,7 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             ValueError: a parameter is in a group already, or at stage 3 not in the model.
         """
-        sharding = self._sharding
+        sharding = self.sharding
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
         names = [pair[0] if isinstance(pair, tuple) else None for pair in whole]
@@ -262,7 +262,7 @@ class ShardedOptimizer(ReducedOptimizer):
         taken = set(map(id, itertools.chain.from_iterable(sharding.groups)))
         named = []
         for position, (given_name, parameter) in enumerate(zip(names, whole)):
-            name = given_name or self._known_names.get(parameter, f"allreduce.noname.{number}.{position}")
+            name = given_name or self.known_names.get(parameter, f"allreduce.noname.{number}.{position}")
             if id(parameter) in taken:
                 raise ValueError(f"add_param_group: parameter '{name}' is in a parameter group already")
             if sharding.stage == 3 and sharding.layout.index(parameter) is None:
@@ -271,9 +271,9 @@ class ShardedOptimizer(ReducedOptimizer):
                     f"before DistributedOptimizer"
                 )
             named.append((name, parameter))
-        named = in_order(named, self._known_names)
-        self._parameter_names.update((parameter, name) for name, parameter in named)
-        self._wrapped_class.add_param_group(self, param_group)
+        named = in_order(named, self.known_names)
+        self.parameter_names.update((parameter, name) for name, parameter in named)
+        self.wrapped_class.add_param_group(self, param_group)
         fresh = sharding.layout.add(list(reversed(named)), sharding.bucket_bytes)
         if fresh:
             assert isinstance(sharding.store, FlatParameters)  # at stage 3 the layout has the whole model
@@ -283,9 +283,9 @@ class ShardedOptimizer(ReducedOptimizer):
                 sharding.masters.add(fresh, sharding.store.shards)
         self.param_groups[-1]["params"] = sharding.add_param_group(whole)
         if sharding.stage > 1:
-            self._reducer.add_groups()
-        elif self._reducer is not None:
-            self._reducer.add_parameters(named)
+            self.reducer.add_groups()
+        elif self.reducer is not None:
+            self.reducer.add_parameters(named)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state: the wrapped optimizer's over its pieces, and which these are.
@@ -296,14 +296,14 @@ class ShardedOptimizer(ReducedOptimizer):
         own = {id(piece.parameter) for piece in self.pieces}
         for parameter in [one for one, values in self.state.items() if not values and id(one) not in own]:
             del self.state[parameter]  # somebody has asked for the state of a parameter of the model
-        self._sharding.masters.follow(
-            self._sharding.store.shards
+        self.sharding.masters.follow(
+            self.sharding.store.shards
         )  # of weights that a forward pass has written, say
-        part: dict[str, Any] = self._wrapped_class.state_dict(self)
+        part: dict[str, Any] = self.wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)
         part["stage"] = self.shard_stage
-        part["ranks"] = self._sharding.exchange.ranks
-        part["rank"] = self._sharding.exchange.rank
+        part["ranks"] = self.sharding.exchange.ranks
+        part["rank"] = self.sharding.exchange.rank
         masters = {
             number: piece.parameter.detach() for number, piece in enumerate(self.pieces) if piece.has_master
         }
@@ -333,7 +333,7 @@ class ShardedOptimizer(ReducedOptimizer):
             state.load(self, own)
         else:
             state.load_parts(self, [state_dict])
-        self._state_loaded()
+        self.note_state_loaded()
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
         """The whole state (on the CPU), as the bare wrapped optimizer has it. Collective.
@@ -341,7 +341,7 @@ class ShardedOptimizer(ReducedOptimizer):
         Args:
             all_ranks: every rank gets it; else rank 0 does, and the other ranks get None.
         """
-        sharding, members = self._sharding, self._process_set
+        sharding, members = self.sharding, self.process_set
         own = ShardedOptimizer.state_dict(self)
         parts = []
         for rank, root in enumerate(ranks_of(members)):
@@ -351,7 +351,7 @@ class ShardedOptimizer(ReducedOptimizer):
                     "pieces": own["pieces"],
                     "state": pytree.tree_map_only(torch.Tensor, _on_cpu, own["state"]),
                 }
-            found = broadcast_from(mine, root, members, f"hvd_ckpt.{self._identity}.state.{rank}")
+            found = broadcast_from(mine, root, members, f"hvd_ckpt.{self.identity}.state.{rank}")
             if all_ranks or sharding.exchange.rank == 0:
                 parts.append(found)
         if not parts:
@@ -361,11 +361,11 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def weight_pieces(self) -> list[tuple[str, int, int, torch.Tensor]]:
         """This rank's exact weights: name, first and last + 1 element in the parameter's memory order, values (1-D, not copied)."""
-        layout, shards = self._sharding.layout, self._sharding.store.shards
+        layout, shards = self.sharding.layout, self.sharding.store.shards
         return [
             (layout.names[span.parameter], span.start, span.stop, span.of(shards[group.position]))
             for group in layout.groups
-            for span in group.spans(self._sharding.exchange.rank)
+            for span in group.spans(self.sharding.exchange.rank)
         ]
 
     def load_weight_pieces(self, parts: Iterable[tuple[str, int, int, torch.Tensor]]) -> None:
@@ -374,7 +374,7 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             ValueError: an element of this rank's weights is in none of them.
         """
-        sharding = self._sharding
+        sharding = self.sharding
         by_name: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
         for name, start, stop, values in parts:
             by_name.setdefault(name, []).append((start, stop, values))

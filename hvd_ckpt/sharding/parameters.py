@@ -12,13 +12,9 @@ import torch
 from torch import nn
 
 from hvd_ckpt.sharding.divergence import Divergence
-from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import FP32, WireFormat
-from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.sharding.layout import Group
 from hvd_ckpt.sharding.passes import Passes
-from hvd_ckpt.sharding.unshard import UnitParameters
-from hvd_ckpt.sharding.written import WrittenWeights
+from hvd_ckpt.sharding.unshard import Gathering, UnitParameters
 from hvd_ckpt.utils.unmaterialized import forget_split, note_split
 
 Unit = tuple[list[nn.Module], list[Group]]  # modules, and the groups of their parameters
@@ -32,11 +28,9 @@ class ShardedParameters:
 
     Args:
         model: its parameters are those of the layout, and are placeholders from now on: of the right shape, and an error to read.
-        layout: all of them, with their values, each in memory of its own.
         units: modules that run one after the other, as :func:`hvd_ckpt.sharding.units.find_units` gave them, with the groups of
             their parameters; the last one is the model's own.
-        exchange, format: how the ranks' shards are gathered.
-        offload: has the memory of the shards; None for memory of the parameters' device.
+        gathering: the layout of all parameters, which still have their values, and how the ranks' shards are gathered.
         deferred: the model stays as it is until :meth:`split`.
 
     Attributes:
@@ -50,24 +44,21 @@ class ShardedParameters:
     def __init__(
         self,
         model: nn.Module,
-        layout: Layout,
         units: Sequence[Unit],
-        exchange: Exchange,
-        format: WireFormat = FP32,
-        offload: Offload | None = None,
+        gathering: Gathering,
         deferred: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
-        self._layout, self._exchange, self._format = layout, exchange, format
-        self.written = WrittenWeights()
+        layout = gathering.layout
+        self._layout, self._exchange, self._format = layout, gathering.exchange, gathering.format
+        self.written = gathering.written
         titles = list(_titles(model, units))
-        divergence = Divergence(exchange, titles)
-        own = [
-            UnitParameters(
-                layout, groups, exchange, format, title, divergence, offload, self.written, deferred
-            )
-            for (_, groups), title in zip(units, titles)
-        ]
+        divergence = Divergence(self._exchange, titles)
+        own = []
+        for (_, groups), title in zip(units, titles):
+            own.append(UnitParameters(gathering, groups, title, divergence))
+            if not deferred:
+                own[-1].split()  # before the shards of the next unit need memory
         self.shards: list[torch.Tensor] = [torch.empty(0, dtype=torch.float32)] * len(layout.groups)
         for (_, groups), parameters in zip(units, own):
             for group, shard in zip(groups, parameters.shards):

@@ -147,13 +147,13 @@ class Passes:
         self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         """A module of the unit, by its number there, is about to run; returns what it is given instead."""
-        unit.running += 1
         with _quietly():
-            if _in_backward():
-                self._begin_backward()
-            elif self._backward is not None:  # that pass has failed
+            in_backward = _in_backward()
+            if not in_backward and self._backward is not None:  # that pass has failed
                 self.reset()
-                unit.running += 1  # which the line before has set to 0
+            unit.running += 1
+            if in_backward:
+                self._begin_backward()
             if unit is self.root and number == 0 and self._forward is None and not _in_backward():
                 self._forward = Pass("training" if torch.is_grad_enabled() else "evaluation")
             self._unshard(unit)

@@ -17,15 +17,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from horovod.torch.mpi_ops import Sum
+from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
-from hvd_ckpt.reduction.agreement import allgather_objects, flag_of
-from hvd_ckpt.reduction.late import raise_first
-from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.agreement import allgather_objects, flag_of, raise_gathered
+from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
@@ -40,7 +40,7 @@ from hvd_ckpt.sharding.schedule import Schedule
 USED, LATE = 1.0, 2.0
 
 
-class ControlFlags(NamedTuple):
+class ShardFlags(NamedTuple):
     """What a rank tells the others in each synchronization, and the greatest of each over the ranks.
 
     Attributes:
@@ -77,7 +77,7 @@ class ControlFlags(NamedTuple):
         return torch.tensor(values, dtype=torch.float32)
 
     @classmethod
-    def of(cls, values: Sequence[float], parameters: int, groups: int) -> ControlFlags:
+    def of(cls, values: Sequence[float], parameters: int, groups: int) -> ShardFlags:
         """From the values of :meth:`tensor`."""
         ends = [parameters, 2 * parameters, 2 * parameters + groups, 2 * (parameters + groups)]
         vectors = [values[start:end] for start, end in zip([0, *ends], ends)]
@@ -102,6 +102,27 @@ def whole_gradients(
         yield from zip(group.indices, layout.views(group, flat))
 
 
+@dataclass(frozen=True)
+class HowReduced:
+    """How gradients become those of all ranks.
+
+    Attributes:
+        format: what they travel as.
+        op: Horovod's, ``Average`` or ``Sum``.
+        prescale: of each rank's gradients, before the sum.
+        passes: backward passes that are accumulated in full before a round.
+    """
+
+    format: WireFormat
+    op: int
+    prescale: float = 1.0
+    passes: int = 1
+
+    def scale(self, ranks: int) -> float:
+        """What the sum over the ranks is multiplied by."""
+        return 1.0 / (ranks * self.prescale) if self.op == Average else 1.0
+
+
 class ShardReducer(OwningReducer):
     """Reduces the gradients of all parameters of a layout into this rank's shards, once per :meth:`synchronize`.
 
@@ -110,18 +131,11 @@ class ShardReducer(OwningReducer):
     Args:
         layout: the parameters, the same on every rank.
         exchange: the ranks.
-        gradient_format: what gradients travel as.
-        op_scale: of the sum over the ranks.
-        prescale: of each rank's gradients, before the sum.
-        passes: backward passes that are accumulated in full before a round.
-        op: Horovod's.
+        how: format, scales and rounds.
         offload: has the memory of the shards, if that is not the parameters' own.
         store: the parameters of stage 3, which passes may have written; ranks compare what.
 
     Attributes:
-        stats: what was launched when; groups are named by their position in the layout.
-        notice: the next synchronization tells all ranks that one of them has something to say.
-        noticed: whether any rank had a notice in the last synchronization.
         weights: their verification.
     """
 
@@ -129,30 +143,24 @@ class ShardReducer(OwningReducer):
         self,
         layout: Layout,
         exchange: Exchange,
-        gradient_format: WireFormat,
-        op_scale: float,
-        prescale: float,
-        passes: int,
-        op: int,
+        how: HowReduced,
         offload: Offload | None,
         store: ShardedParameters | None = None,
     ) -> None:
         super().__init__(layout.parameters, range(sys.maxsize))
-        self.stats = ReductionStats()
-        self.notice = self.noticed = False
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
-        self._prescale = prescale
+        self._prescale = how.prescale
         self._store = store
-        self._in_flight = InFlight(exchange, gradient_format, op_scale, offload, layout.groups)
-        self._schedule = Schedule(layout, passes)
+        self._in_flight = InFlight(exchange, how.format, how.scale(exchange.ranks), offload, layout.groups)
+        self._schedule = Schedule(layout, how.passes)
         self._lock = threading.RLock()
         self._step = StepStats()
         self._sent = SentGradients(layout)
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
-        self._sums_once = op == Sum
+        self._sums_once = how.op == Sum
         self._keeps_sums = self._sums_once and exchange.rank > 0
         self._whole = store is None
         self.weights = WeightVerification(layout.names, layout.parameters, exchange.process_set, Maxima)
@@ -164,7 +172,7 @@ class ShardReducer(OwningReducer):
         return self._sent.held
 
     @property
-    def _process_set(self) -> Any:
+    def process_set(self) -> Any:
         return self._exchange.process_set
 
     # ---------------------------------------------------------------------------------- parameters come and go
@@ -179,25 +187,25 @@ class ShardReducer(OwningReducer):
         self.used.extend([False] * len(fresh))
         self._ever_used.extend([False] * len(fresh))
         self._schedule.grow()
-        self.own(fresh)
+        self.acquire(fresh)
 
     # ---------------------------------------------------------------------------------- other optimizers of a parameter
 
-    def lose(self, indices: Sequence[int]) -> None:
-        """Parameters belong to another optimizer now; taken back, their groups leave in :meth:`synchronize`."""
+    def release(self, indices: Sequence[int]) -> None:
+        """Another optimizer owns these parameters; acquired again, their groups leave in :meth:`synchronize`."""
         with self._lock:
             self._sent.drop(indices)
-            self._schedule.lose(indices)
+            self._schedule.release(indices)
             self.active = self._schedule.has_begun
 
-    def have_alone(self) -> None:
-        """Two turns in a row were this reducer's: from the next step on all groups may leave early."""
-        self._schedule.have_alone()
+    def become_exclusive(self) -> None:
+        """From the next step on all groups may leave early."""
+        self._schedule.become_exclusive()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Another optimizer is to have the gradients of this step: what has left comes back, reduced and whole. Collective."""
         begun = float(any(self._schedule.launched) or any(self.used))
-        if not self._exchange.maximum(torch.tensor([begun], dtype=torch.float32), "settle")[0]:
+        if not self._exchange.maximum(torch.tensor([begun], dtype=torch.float32), "drain")[0]:
             return
         self.synchronize()
         for index, gradient in whole_gradients(self._layout, self._exchange, self._in_flight.shards):
@@ -273,21 +281,13 @@ class ShardReducer(OwningReducer):
 
     # ---------------------------------------------------------------------------------- synchronization
 
-    def synchronize(self) -> None:
-        """Reduces what is left of this step's gradients. Collective; afterwards :attr:`used` and :meth:`shard` tell the result.
+    def _synchronize(self) -> None:
+        """Afterwards :attr:`used` and :meth:`shard` tell the result.
 
         Raises:
             RecomputationMismatch: a rank has recomputed other values; the same on every rank.
             RuntimeError: a parameter was converted after it was laid out; the same on every rank.
-            horovod.common.exceptions.HorovodInternalError: a rank has gone.
         """
-        try:
-            self._synchronize()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _synchronize(self) -> None:
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
         pending = any(has_values(parameter.grad) for parameter in parameters)
@@ -296,7 +296,7 @@ class ShardReducer(OwningReducer):
         flags, values = self._exchange_flags(unsteady)
         self.noticed, self.notice = flags.notice > 0, False
         if flags.failed:
-            raise_first(allgather_objects(self._mismatch, self._process_set, "recomputation"))
+            raise_gathered(allgather_objects(self._mismatch, self.process_set, "recomputation"))
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.states, flags.by_hand)
         if flags.anew != -flags.not_anew:
@@ -332,7 +332,7 @@ class ShardReducer(OwningReducer):
 
     def _check_begun_anew(self) -> None:
         """Raises RuntimeError for the first gradient that was dropped on some ranks only, or between other passes."""
-        tables = allgather_objects(self._sent.begun_anew, self._process_set, "gradients begun anew")
+        tables = allgather_objects(self._sent.begun_anew, self.process_set, "gradients begun anew")
         for index, name in enumerate(self._layout.names):
             if any(table.get(index) != tables[0].get(index) for table in tables):
                 raise changed_by_hand(name, "dropped on some rank but not on all")
@@ -351,7 +351,7 @@ class ShardReducer(OwningReducer):
             self._in_flight.make_room(group)
             self._launch(group)
 
-    def _exchange_flags(self, unsteady: bool) -> tuple[ControlFlags, Sequence[float]]:
+    def _exchange_flags(self, unsteady: bool) -> tuple[ShardFlags, Sequence[float]]:
         """Tells the ranks what this one knows; returns the greatest of each flag, and with those of the weights."""
         schedule, layout = self._schedule, self._layout
         due = schedule.due
@@ -375,7 +375,7 @@ class ShardReducer(OwningReducer):
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
         written = 0.0 if self._store is None else self._store.written.digest
         anew = flag_of(self._sent.begun_anew)
-        flags = ControlFlags(
+        flags = ShardFlags(
             states,
             by_hand,
             needs,
@@ -393,7 +393,7 @@ class ShardReducer(OwningReducer):
         self._step.control_messages += 1
         values = self._exchange.maximum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags")
         own = values[: -self.weights.size]
-        return ControlFlags.of(own, len(layout.parameters), len(layout.groups)), values
+        return ShardFlags.of(own, len(layout.parameters), len(layout.groups)), values
 
     def _check_converted(self, number: int) -> None:
         if number:
@@ -443,10 +443,6 @@ class ShardReducer(OwningReducer):
         self._mismatch = None
         self.active = False
 
-    def forget_step(self) -> None:
-        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
-        self._end_step(learn=False)
-
     def abandon(self) -> None:
         """Drops the step that has begun, its result and all gradients (after an error, or when a state is loaded). On every rank.
 
@@ -456,7 +452,7 @@ class ShardReducer(OwningReducer):
         for parameter in self._layout.parameters:
             parameter.grad = None
         self.consume()
-        self.rename(self._identity, self._generation + 1)
+        self.rename_anew()
         self._agreed, self._may_wait = len(self._schedule.order), True
         self._end_step(learn=False)
 

@@ -107,9 +107,9 @@ class ShardReplicaReducer(ReplicaReducer):
     def changes(self) -> list[Change] | None:
         return None if self.active or any(has_values(one.grad) for one in self.assignment.parameters) else []
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         begun = float(bool(self._in_flight or self._results))
-        if self._sum(torch.tensor([begun], dtype=torch.float32), "settle")[0] > 0:
+        if self._sum(torch.tensor([begun], dtype=torch.float32), "drain")[0] > 0:
             self.synchronize()
         layout, exchange = self._communicator.layout, self._communicator.exchange
         for index, gradient in whole_gradients(layout, exchange, self._shards):

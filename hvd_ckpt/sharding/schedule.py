@@ -62,13 +62,13 @@ class Schedule:
         for counts in (self.launched, self._idle, self._expecting, self._waiting):
             counts.extend([0] * (len(self._layout.groups) - len(counts)))
 
-    def lose(self, indices: Sequence[int]) -> None:
+    def release(self, indices: Sequence[int]) -> None:
         """Another optimizer has these parameters now: their groups do not leave in the backward pass."""
         self._shared.update(self._layout.group_of[index].position for index in indices)
         self._counts.forget(indices)
         self.begin_step()
 
-    def have_alone(self) -> None:
+    def become_exclusive(self) -> None:
         """No other optimizer has been used for the parameters; this holds from the next step on."""
         self._shared.clear()
 

@@ -30,12 +30,12 @@ def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) 
     Raises:
         ValueError: the parts do not cover a rank's pieces, or are of an optimizer with other parameter groups; on every rank.
     """
-    if not hasattr(optimizer, "_sharding"):
+    if not hasattr(optimizer, "sharding"):
         optimizer.load_state_dict(_merged(optimizer, parts))
         return
     load(optimizer, lambda: _merged(optimizer, parts))
-    if optimizer._reducer is not None:
-        optimizer._state_loaded()
+    if optimizer.reducer is not None:
+        optimizer.note_state_loaded()
 
 
 def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -68,13 +68,13 @@ def numbered(
 
 def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
     """Loads the state of this rank's pieces that ``make`` returns, or raises on all ranks, where one cannot."""
-    sharding: Sharding = optimizer._sharding
+    sharding: Sharding = optimizer.sharding
     extra = ("pieces", "stage", "ranks", "rank", "master_weights")
     groups = optimizer.param_groups
-    with errors_on_all("load_state_dict() of a sharded optimizer", optimizer._process_set):
+    with errors_on_all("load_state_dict() of a sharded optimizer", optimizer.process_set):
         state = make()
         bare = {name: value for name, value in state.items() if name not in extra}
-        optimizer._wrapped_class.load_state_dict(optimizer, bare)
+        optimizer.wrapped_class.load_state_dict(optimizer, bare)
     for group, loaded in zip(groups, optimizer.param_groups):  # a schedule may hold these very groups
         group.update(loaded)
     optimizer.param_groups = groups
@@ -102,19 +102,19 @@ class ShardRange(NamedTuple):
 
 def ranges_of(optimizer: Any) -> list[ShardRange]:
     """The elements that an optimizer, sharded or not, has state of, in the order of its parameters."""
-    if not hasattr(optimizer, "_sharding"):
+    if not hasattr(optimizer, "sharding"):
         return whole_ranges(optimizer)
     return [ShardRange(piece.name, piece.start, piece.stop, piece.spec, False) for piece in optimizer.pieces]
 
 
 def whole_ranges(optimizer: Any) -> list[ShardRange]:
     """The whole parameters of an optimizer, sharded or not, in the order of its groups."""
-    if hasattr(optimizer, "_sharding"):
-        layout, groups = optimizer._sharding.layout, optimizer._sharding.groups
+    if hasattr(optimizer, "sharding"):
+        layout, groups = optimizer.sharding.layout, optimizer.sharding.groups
         found = [(one, layout.specs[layout.index(one)]) for one in itertools.chain.from_iterable(groups)]
     else:
         found = [(one, TensorSpec.of(one)) for group in optimizer.param_groups for one in group["params"]]
-    return [ShardRange(optimizer._parameter_names[one], 0, spec.numel, spec, True) for one, spec in found]
+    return [ShardRange(optimizer.parameter_names[one], 0, spec.numel, spec, True) for one, spec in found]
 
 
 class Sources:

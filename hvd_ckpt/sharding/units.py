@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from hvd_ckpt.planning.blocks import proposed_blocks
 from hvd_ckpt.planning.policy import is_head, policy_parts
 from hvd_ckpt.recompute.sequential import CheckpointSequential, split
-from hvd_ckpt.utils.unmaterialized import is_split
 
 
 @dataclass
@@ -198,16 +197,6 @@ def _users(
     visit(model, None)
     for parameter in model.parameters():
         yield parameter, list(users[id(parameter)])
-
-
-def check_not_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError for the first parameter that is split over the ranks already."""
-    for name, parameter in named:
-        if is_split(parameter):
-            raise ValueError(
-                f"parameter '{name}' is split over the ranks by another DistributedOptimizer already; call optimizer.unshard() on "
-                "that one first, on all ranks; if it is gone, build the model again and load its weights"
-            )
 
 
 def check_memory(

@@ -12,6 +12,7 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.written import WrittenWeights, data_was_written, forget_data, watched_class
 from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages
+from hvd_ckpt.utils.waits import waiting_for
 
 
 class _State(enum.Enum):
@@ -111,19 +113,34 @@ class _Flat:
         self._storage.resize_(0)
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """How the units of a model are gathered, and what they share.
+
+    Attributes:
+        layout: all parameters.
+        exchange: the ranks. Where its groups of ranks have shards of their own (hpZ of ZeRO++, Wang et al., 2023), all but the
+            first gather after a change are within the group.
+        format: what shards travel as.
+        offload: has the memory of the shards; None for memory of the parameters' device.
+        written: what this rank has written to parameters.
+    """
+
+    layout: Layout
+    exchange: Exchange
+    format: WireFormat = FP32
+    offload: Offload | None = None
+    written: WrittenWeights = field(default_factory=WrittenWeights)
+
+
 class UnitParameters:
     """The parameters of one unit.
 
     Args:
-        layout: all parameters, which still have their values.
-        groups: those of the unit.
-        exchange, format: how its shards are gathered. Where its groups of ranks have shards of their own (hpZ of ZeRO++,
-            Wang et al., 2023), all but the first gather after a change are within the group.
+        gathering: how its shards are gathered.
+        groups: those of the unit; its parameters still have their values, until :meth:`split`.
         title: names its modules, in messages.
         divergence: hears what this rank waits for.
-        offload: has the memory of its shards, if that is not the parameters' own.
-        written: what this rank has written to parameters.
-        deferred: the parameters stay as they are until :meth:`split`.
 
     Attributes:
         shards: by group of the unit.
@@ -131,20 +148,21 @@ class UnitParameters:
 
     def __init__(
         self,
-        layout: Layout,
+        gathering: Gathering,
         groups: Sequence[Group],
-        exchange: Exchange,
-        format: WireFormat,
         title: str,
         divergence: Divergence,
-        offload: Offload | None,
-        written: WrittenWeights,
-        deferred: bool,
     ) -> None:
-        self._written = written
+        layout, exchange, offload = gathering.layout, gathering.exchange, gathering.offload
+        self._written = gathering.written
         self._title, self._divergence = title, divergence
         self._versions: list[int] = []  # of the parameters since they are whole for a pass
-        self._layout, self._exchange, self._format, self._offload = layout, exchange, format, offload
+        self._layout, self._exchange, self._format, self._offload = (
+            layout,
+            exchange,
+            gathering.format,
+            offload,
+        )
         self._awaited = (
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
             "optimizer.gathered_parameters(), inside which one rank may run it alone)"
@@ -159,8 +177,6 @@ class UnitParameters:
         self._in_flight: list[Work] = []
         self._exact = False
         self._state = _State.WHOLE
-        if not deferred:
-            self.split()
 
     def split(self) -> None:
         """Makes the parameters placeholders, of which this rank has its shards."""
@@ -187,17 +203,19 @@ class UnitParameters:
         """Begins to gather, with ``exactly`` what the shards hold, whatever the format. Collective."""
         assert self._state is _State.SHARDED
         self._state = _State.UNSHARDING
-        awaited = self._awaited  # noqa: F841 (is read from the stack where another rank has gone before this one begins)
-        for flat in self._flats:
-            flat.allocate()
-            exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
-            if not exactly and flat.source is not shard:  # what was gathered, rounded if the format does so
-                assert exchange.within is not None
-                exchange, shard, format = exchange.within, flat.source, FP32
-            if shard.device != flat.whole.device:  # is offloaded: copied from pinned memory to its place
-                place = flat.whole.data[exchange.rank * shard.numel() :][: shard.numel()]
-                shard = place.copy_(shard, non_blocking=True)
-            self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
+        with waiting_for(self._awaited):  # another rank may have gone before this one begins
+            for flat in self._flats:
+                flat.allocate()
+                exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
+                if (
+                    not exactly and flat.source is not shard
+                ):  # what was gathered, rounded if the format does so
+                    assert exchange.within is not None
+                    exchange, shard, format = exchange.within, flat.source, FP32
+                if shard.device != flat.whole.device:  # is offloaded: copied from pinned memory to its place
+                    place = flat.whole.data[exchange.rank * shard.numel() :][: shard.numel()]
+                    shard = place.copy_(shard, non_blocking=True)
+                self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
         self._exact = exactly
 
     def gather_again(self) -> None:

@@ -44,7 +44,7 @@ def check_arguments(
 def _check_local(optimizer: LocalOptimizer, average: AveragedWeights | None) -> None:
     """Raises ValueError where what a rank of local SGD has is not a whole model."""
     for wrong, reason in (
-        (optimizer._members.process_set_id != 0, "is of a process set: give it all ranks"),
+        (optimizer.members.process_set_id != 0, "is of a process set: give it all ranks"),
         (average is not None, "has other weights on each rank: leave out average"),
         (current().stages > 1, "has parts of the model: use init(stages=1)"),
     ):

@@ -88,13 +88,13 @@ class RunShards:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.stage, self._pipeline_stages = optimizer.shard_stage, current().stages
         self.sharded = self.stage > 0 or self._pipeline_stages > 1
-        self.is_first = not isinstance(optimizer, LocalOptimizer) or 0 in ranks_of(optimizer._process_set)
+        self.is_first = not isinstance(optimizer, LocalOptimizer) or 0 in ranks_of(optimizer.process_set)
         self.aliases: dict[str, str] = {}
         if self.sharded:
             self._tensors, self.aliases = tensors_of(model, self._pipeline_stages > 1, optimizer)
             names = {*self._tensors, *self.aliases}
             self._buffers = [name for name in named_tensors(model) if name not in names]
-        self.splits_each = self.stage == 3 or (self.stage > 0 and optimizer._sharding.store.is_lossy)
+        self.splits_each = self.stage == 3 or (self.stage > 0 and optimizer.sharding.store.is_lossy)
 
     def stored_name(self, name: str) -> str:
         """The name of a parameter in a snapshot."""
@@ -160,7 +160,7 @@ class RunShards:
     def publish_weights(self, optimizer: Any) -> None:
         """Gives the model the weights it had after the last step, which lossy communication made of the exact ones. Collective."""
         if self.splits_each and self.stage < 3:
-            store, layout = optimizer._sharding.store, optimizer._sharding.layout
+            store, layout = optimizer.sharding.store, optimizer.sharding.layout
             store.shards_changed([group for group in layout.groups if group.requires_grad])
 
 
@@ -213,7 +213,7 @@ def tensors_of(
         buffers: also the buffers in ``state_dict()``.
         optimizer: that may have sharded them.
     """
-    layout = optimizer._sharding.layout if hasattr(optimizer, "_sharding") else None
+    layout = optimizer.sharding.layout if hasattr(optimizer, "sharding") else None
     known = getattr(model, "_first_names", None)  # of a Pipeline
     whole = model if known is None else model.__dict__["_model"]
     first: dict[int, str] = {}

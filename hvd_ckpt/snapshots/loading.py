@@ -28,7 +28,7 @@ def load_weights(snapshot: Snapshot, model: nn.Module, optimizer: Any, shards: R
     if shards.splits_each:
         pieces = [
             (name, 0, spec.numel, spec.flatten(snapshot.weights[name]))
-            for name, spec in zip(optimizer._sharding.layout.names, optimizer._sharding.layout.specs)
+            for name, spec in zip(optimizer.sharding.layout.names, optimizer.sharding.layout.specs)
         ]
         optimizer.load_weight_pieces(pieces)
     if not shards.sharded:

@@ -86,9 +86,9 @@ def load_local(
         elif own["pieces"] != _pieces_of(optimizer):
             fault = "its ranks have other shards of the weights"
         else:
-            assert optimizer._averaging is not None
+            assert optimizer.averaging is not None
             try:
-                optimizer._averaging.check(own["averages"])
+                optimizer.averaging.check(own["averages"])
             except ValueError as error:
                 fault = str(error)
         if fault is not None and shared["mid_period"]:

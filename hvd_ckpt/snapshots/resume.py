@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
@@ -31,41 +30,11 @@ from hvd_ckpt.snapshots.schema import (
     ShardMetadata,
     shard_file,
 )
-from hvd_ckpt.utils.schema import Strict, Wrong, first_error, shown
+from hvd_ckpt.utils.schema import Wrong, first_error, shown
+from hvd_ckpt.utils.states import OptimizerState, described, is_number
 
 FLAT = 7  # elements of a shard that stands for any
 OTHER_MODEL = "the snapshot is of another model"
-
-
-class OptimizerState(Strict):
-    """The structure of ``optimizer.state_dict()``."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    state: dict[int, dict[str, Any]]
-    param_groups: list[dict[str, Any]]
-
-    @model_validator(mode="after")
-    def _is_of_its_groups(self) -> OptimizerState:
-        numbers: list[Any] = []
-        for at, group in enumerate(self.param_groups):
-            params = group.get("params")
-            if not isinstance(params, list) or not all(type(one) is int for one in params):
-                raise ValueError(
-                    f"param_groups[{at}].params is {_described(params)}, and must be a list of integers"
-                )
-            numbers += params
-        if not self.param_groups or len(set(numbers)) < len(numbers):
-            raise ValueError("param_groups do not have each parameter once")
-        for number, entries in self.state.items():
-            if number not in numbers:
-                raise ValueError(f"state[{number}] is not of a parameter of its groups")
-            for name, value in entries.items():
-                if not (value is None or isinstance(value, (Tensor, bool)) or _is_number(value)):
-                    raise ValueError(
-                        f"state[{number}].{name} is {_described(value)}, and must be a tensor or a finite number"
-                    )
-        return self
 
 
 class OptimizerShard(OptimizerState):
@@ -95,7 +64,7 @@ def check_tensors(
         floats = value.is_floating_point() and expected.is_floating_point()
         if value.shape != expected.shape or not (floats or value.dtype == expected.dtype):
             raise Wrong(
-                f"{place}[{shown(name)}] is {_described(value)}, and must be {_described(expected)}: {OTHER_MODEL}"
+                f"{place}[{shown(name)}] is {described(value)}, and must be {described(expected)}: {OTHER_MODEL}"
             )
 
 
@@ -158,9 +127,9 @@ def _check_entries(
         if isinstance(found, Tensor):
             fits = found.shape == value.shape and found.is_complex() == value.is_complex()
         else:  # a count of steps may be a number
-            fits = value.dim() == 0 and _is_number(found)
+            fits = value.dim() == 0 and is_number(found)
         if not fits:
-            raise Wrong(f"{place}.{name} is {_described(found)}, and must be {_described(value)}")
+            raise Wrong(f"{place}.{name} is {described(found)}, and must be {described(value)}")
 
 
 def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[dict[str, Any]]:
@@ -186,7 +155,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
         parameters += alike
         twin.param_groups = [{**options, "params": alike}]
         with contextlib.suppress(RuntimeError):  # some read a value, when they have made all that they keep
-            getattr(optimizer, "_wrapped_class", type(optimizer)).step(twin)
+            getattr(optimizer, "wrapped_class", type(optimizer)).step(twin)
     return [twin.state[one] for one in parameters]
 
 
@@ -286,18 +255,4 @@ def check_shard(
         for number, value in values.items():
             fits = number in range(len(shards)) and value.shape == (shards[number].size,)
             if not fits or not value.is_floating_point():
-                raise Wrong(f"{entry}[{number}] is {_described(value)}, which is not that of its shard")
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) <= 2**62 if isinstance(value, int) else math.isfinite(value)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return (
-        shown(value) if value is None or isinstance(value, (bool, int, str)) else f"a {type(value).__name__}"
-    )
+                raise Wrong(f"{entry}[{number}] is {described(value)}, which is not that of its shard")

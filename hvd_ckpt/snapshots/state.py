@@ -7,47 +7,35 @@ from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
+from hvd_ckpt.distributed.replicas import ReplicasState
+from hvd_ckpt.local_sgd.state import AveragesState
 from hvd_ckpt.pipeline.pipeline import Pipeline
+from hvd_ckpt.reduction.state import ReducerState
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots.content import named_tensors
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import (
     OptimizerShard,
-    OptimizerState,
     check_averages,
     check_optimizer,
     check_sharding,
     check_tensors,
 )
-from hvd_ckpt.utils.schema import Strict, Wrong, first_error, shown
-
-Count = Annotated[int, Field(ge=0, le=2**62)]
-Positive = Annotated[int, Field(ge=1, le=2**62)]
+from hvd_ckpt.utils.schema import Wrong, first_error, shown
+from hvd_ckpt.utils.states import NUMBER, Count, OptimizerState, Positive, State
 
 
-def _no_tensor(value: Any) -> Any:
-    if isinstance(value, Tensor):  # pydantic takes one of a single element for a number
-        raise ValueError("must be a number, not a tensor")
-    return value
-
-
-NUMBER = BeforeValidator(_no_tensor)
-Weight = Annotated[float, Field(ge=0), NUMBER]
-
-
-class Average(Strict):
+class Average(State):
     """The state of averaged weights."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     n_averaged: Count
     averages: dict[str, Tensor] | None
 
 
-class Scaler(Strict):
+class Scaler(State):
     """The state of a gradient scaler."""
 
     scale: Annotated[float, Field(gt=0), NUMBER]
@@ -57,103 +45,27 @@ class Scaler(Strict):
     growth_tracker: Annotated[int, Field(ge=0, lt=2**31, alias="_growth_tracker")]
 
 
-class Reduction(Strict):
-    """The state of a reducer of whole gradients; empty where it has none."""
-
-    version: Count
-    order: list[str]
-    sparse: dict[str, Count]
-    densified: dict[str, Count]
-    bucket_cap_bytes: Annotated[float, Field(gt=0), NUMBER]
-    counts: dict[str, Count] | None
-    lower_counts: dict[str, Count]
-    verified_part: Count = 0
-    zeros: list[str] = Field(default=[])
-
-    @model_validator(mode="after")
-    def _has_each_once(self) -> Reduction:
-        if len(set(self.order)) < len(self.order):
-            raise ValueError("order has a name twice")
-        twice = sorted(set(self.order) & set(self.sparse))
-        if twice:
-            raise ValueError(f"{shown(twice[0])} is both in a bucket and unbucketed")
-        return self
-
-
-class Replicas(Strict):
-    """The state of logical replicas: for each its buffers."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    number: Positive
-    seed: Annotated[int, Field(ge=0, lt=2**64)]
-    step: Count
-    buffers: dict[int, dict[str, Tensor]]
-
-    @model_validator(mode="after")
-    def _has_all(self) -> Replicas:
-        if set(self.buffers) != set(range(self.number)):
-            raise ValueError(f"buffers must be those of {self.number} replicas")
-        return self
-
-
-class _Run(Strict):
-    """State of one average of local SGD: what is under way, and of parameters the anchor and the outer optimizer."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    sent: Tensor | None
-    row: Tensor | None = None
-    gathering: bool = False
-    anchor: Tensor | None = None
-    exact: Tensor | None = None
-    rest: Tensor | None = None
-    outer: OptimizerState | None = None
-
-
-class _Fragment(Strict):
-    sent_at: Count | None
-    gathering: bool
-    weight: Weight
-    marks: tuple[Count, Weight]
-    moved: Weight
-    squares: Weight
-    runs: dict[str, _Run]
-
-
-class _Averages(Strict):
-    key: dict[str, Any]
-    step: Count
-    skipped: Count
-    tokens: Weight
-    worked: Count
-    moments: list[str]
-    fragments: list[_Fragment]
-
-
-class _Pieces(Strict):
+class _Pieces(State):
     weights: list[tuple[str, Count, Count]]
     optimizer: list[tuple[str, Count, Count]]
 
 
-class Local(Strict):
+class Local(State):
     """State that a rank of local SGD has of its own between averages; rank 0's weights and optimizer state are the snapshot's.
 
     With ``pieces`` both are shards, 1-D, which it has by name, first and last + 1 element; those of rank 0's group are the
     snapshot's own.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
     weights: dict[str, Tensor]
     optimizer: OptimizerShard | None
     groups: list[list[str]] = Field(default_factory=list)
     pieces: _Pieces | None
     scaler: Scaler | None
-    averages: _Averages
+    averages: AveragesState
 
 
-class ReplicatedState(Strict):
+class ReplicatedState(State):
     """State that is the same on every rank; ``optimizer`` and the averages of ``ema`` are None where they are in shards.
 
     ``kinds``: the names of the classes of optimizer and scheduler; ``groups``: the names of the parameters in each group.
@@ -167,14 +79,12 @@ class ReplicatedState(Strict):
     scaler: Scaler | None
     threads: Positive
     device: str
-    replicas: Replicas | None
+    replicas: ReplicasState | None
     mid_period: bool
 
 
-class PerRankState(Strict):
+class PerRankState(State):
     """State of one rank; a reducer of sharded gradients validates its ``reduction`` itself."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     random: dict[str, Any]
     reduction: dict[str, Any]
@@ -203,7 +113,7 @@ def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankS
             of_rank = per_rank.model_validate(state)
         if of_rank.reduction and (snapshot.sharding is None or snapshot.sharding.stage < 2):
             with _schema("per_rank.reduction"):
-                Reduction.model_validate(of_rank.reduction)
+                ReducerState.model_validate(of_rank.reduction)
     return found
 
 
@@ -217,7 +127,7 @@ def _schema(place: str) -> Iterator[None]:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> type:
     """The class of an optimizer, as it was before it was distributed."""
-    kind: type = getattr(optimizer, "_wrapped_class", type(optimizer))
+    kind: type = getattr(optimizer, "wrapped_class", type(optimizer))
     return kind
 
 

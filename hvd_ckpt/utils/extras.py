@@ -16,7 +16,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
+from hvd_ckpt.utils.text import BUILD_HOROVOD
+
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "pil": "pillow", "yaml": "pyyaml"}  # by the name that is imported
 PREFERRED = (
     "training",

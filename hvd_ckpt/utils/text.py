@@ -27,6 +27,8 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3"
 DOCUMENTS = ("lines", "jsonl")
 """What each line of a text may be, where it is a document: that itself, or a JSON object whose "text" it is."""
 
+BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
+
 LONGEST = 900  # characters of a message
 SECONDS = 25.0  # of silence, so that lines that take their time come within 30
 

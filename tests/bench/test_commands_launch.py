@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.compare import stages
 from hvd_ckpt.bench.compare.command import compare
-from hvd_ckpt.bench.faults.kill import FaultPlan, Kill
 from hvd_ckpt.bench.local.command import can_throttle
 
 pytestmark = pytest.mark.launch
@@ -88,24 +87,3 @@ def test_stages_are_right_where_micro_batches_have_unevenly_many_tokens(
         "hvd_ckpt, 1f1b": "right",
         "torch, 1f1b": "wrong",
     }
-
-
-def test_a_killed_run_ends_as_the_undisturbed_one_and_killed_saves_leave_a_good_snapshot(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kill = Kill("all ranks", "SIGKILL", "step", 20, 0.0)
-    monkeypatch.setattr(
-        "hvd_ckpt.bench.faults.kill.draw_plan", lambda seed, *_: FaultPlan(seed, 1, "gloo", (kill,))
-    )
-    file = tmp_path / "results.jsonl"
-    options = ("--np", "1", "--seed", "8", "--runs", "1", "--saves", "2", "--add", str(file))
-    output, report = run(bench, "faults", *options)
-    (killed,) = report["results"]["kill"]["found"]
-    assert (killed["seed"], killed["restarts"], killed["differences"]) == (8, 1, [])
-    assert (killed["lost"], killed["left"]) == (0, 0)
-    assert [one["signal"] for one in killed["kills"]] == ["SIGKILL"]
-    saves = report["results"]["save"]["found"]
-    assert [one["fault"] for one in saves] == [None] * 2
-    assert {one["writer"] for one in saves} == {"blocking", "background"}
-    assert len(file.read_text().splitlines()) == 3
-    assert "1 of 1 runs" in output and "2 of 2 kills" in output

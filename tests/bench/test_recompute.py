@@ -31,7 +31,7 @@ def installed(*names: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", ["gpt", "lstm"])
 def test_methods_compute_the_same(name: str, tmp_path: Path) -> None:
-    families = (*TORCH, *installed("torch_remat", "ckptplan"))
+    families = (*TORCH, *installed("torch_remat"))
     case = run_case(RecomputeJob(tmp_path, 1, name, "quick", None, families, (), 1), CPU)
     assert {entry.family for entry in case.entries} == {"keep", *families}
     assert {entry.name: entry.failure or entry.same for entry in case.entries} == {
@@ -79,7 +79,7 @@ def test_a_method_that_fails_is_an_entry_with_a_reason() -> None:
 
         raise AssertionError
 
-    first, second = Entry("one", "blocks"), Entry("two", "rockmate")
+    first, second = Entry("one", "blocks"), Entry("two", "torch_remat")
     measured.measure(first, refuse)
     measured.measure(second, missing)
     assert first.failure == "RuntimeError: no"
@@ -108,7 +108,7 @@ def ran(name: str, family: str, mib: int, seconds: list[float]) -> Entry:
 def test_a_plan_stands_beside_the_method_it_was_made_for() -> None:
     keep = ran("keep", "keep", 100, [1.0, 10.0])  # the machine is ten times as slow in the second round
     every = ran("every", "blocks", 50, [2.0, 20.0])
-    broken = Entry("broken", "rockmate", failure="it broke")
+    broken = Entry("broken", "torch_remat", failure="it broke")
     good, high = ran("plan a", "ours", 40, [1.8, 18.0]), ran("plan b", "ours", 71, [1.0, 10.0])
     good.predicted_bytes, good.predicted_seconds = 50 * MIB, 9.9
     answers = {"0.5x": "plan a", "every": "plan a"}
@@ -117,7 +117,7 @@ def test_a_plan_stands_beside_the_method_it_was_made_for() -> None:
     assert smallest is not None and smallest[2] == 0.8
     rows = {row[0]: row[1:] for row in method_table(case).rows}
     assert rows["every"] == ("50.0", "0.50", "2.00 [2.00, 2.00]", BITWISE, "40.0", "0.90 [0.90, 0.90]")
-    assert rows["rockmate"][3] == "does not run"
+    assert rows["torch_remat"][3] == "does not run"
     assert any("it broke" in line for line in remarks(case))
     assert plan_table(case).rows[0][4:] == (BITWISE, "0.800", "1.00", "2")
     assert case.sound

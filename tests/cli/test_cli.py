@@ -44,9 +44,9 @@ for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in 
 
 def test_defaults_that_help_lists_name_all_there_is() -> None:
     from hvd_ckpt.bench.compare import command as compare
-    from hvd_ckpt.bench.compare.engines import ENGINES
     from hvd_ckpt.bench.compare.scenarios import SCENARIOS
     from hvd_ckpt.bench.compare.workloads import WORKLOADS
+    from hvd_ckpt.bench.harness.engines import ENGINES
     from hvd_ckpt.bench.recompute import command as recompute
     from hvd_ckpt.bench.recompute.methods import FAMILIES
 

@@ -17,7 +17,7 @@ from hvd_ckpt.app.cli.plan_models import build
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.prepare import load_plan
+from hvd_ckpt.app.training.plans import load_plan
 from hvd_ckpt.planning.blocks import check_called, children_of, find_blocks
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.step import Step

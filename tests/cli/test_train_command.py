@@ -228,7 +228,7 @@ def test_what_the_run_finds_out_is_said_once_in_one_line(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--modle", "bert-tiny"], "No such option '--modle'. (Did you mean one of: '--model'"),
+        (["--modle", "bert-tiny"], "No such option '--modle'. Did you mean '--model'?"),
         ([], "model is missing"),
         (["no.yaml"], "'no.yaml': No such file"),
         (["--model", "gpt-tiny", "--model-option", "layers"], "--model-option 'layers': give NAME=VALUE"),

@@ -19,7 +19,7 @@ from watch import Finding, Kind, check_message
 
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.bench.compare.engines import launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import launched_rank_and_size
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.planner import plan
 from hvd_ckpt.processes import launchers, runtime

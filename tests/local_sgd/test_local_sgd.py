@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.sharding.formats import WIRE_FORMATS
+from hvd_ckpt.utils import memory
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
 
@@ -431,7 +432,7 @@ def test_an_average_holds_a_few_runs_at_a_time(offload: str | None) -> None:
     optimizer = hc.LocalSGD(SGD(model.parameters()), model.named_parameters(), **options, offload=offload)
     peaks = []
     for step in range(6):
-        with hc.memory.recording_peak() as recorded:
+        with memory.recording_peak() as recorded:
             optimizer.step()
         if step == 0:
             assert (recorded.held_bytes < 1 << 20) == (offload is not None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hvd_ckpt as hc
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.pipeline.microbatch import Accumulated
-from hvd_ckpt.processes import grid
+from hvd_ckpt.processes import links
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers" / "scripts"))
 import stages as jobs
@@ -219,4 +219,4 @@ def test_outputs_without_dimensions_become_a_vector_of_micro_batches() -> None:
 def test_an_mpi_for_one_thread_is_refused() -> None:
     mpi = SimpleNamespace(THREAD_MULTIPLE=3, Is_initialized=lambda: True, Query_thread=lambda: 1)
     with pytest.raises(RuntimeError, match="MPI_THREAD_MULTIPLE"):
-        grid.enter(2, lambda: mpi)
+        links.enter(2, lambda: mpi)

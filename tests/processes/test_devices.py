@@ -7,7 +7,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.prepare import device_of
+from hvd_ckpt.app.training.model import device_of
 from hvd_ckpt.processes import devices
 from hvd_ckpt.processes.grid import Grid
 

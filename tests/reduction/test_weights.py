@@ -292,9 +292,9 @@ def test_ranks_at_different_parts_are_levelled() -> None:
     model = chain(2)
     optimizer = wrap(model)
     trained(model, optimizer)
-    optimizer._reducer.weights.turn = hc.rank() + 1  # after steps of some ranks alone
+    optimizer.reducer.weights.turn = hc.rank() + 1  # after steps of some ranks alone
     assert not found(model, optimizer, 2 * parts_of(model))
-    assert len(set(hc.allgather_object(optimizer._reducer.weights.turn, name="test.turn"))) == 1
+    assert len(set(hc.allgather_object(optimizer.reducer.weights.turn, name="test.turn"))) == 1
     change(model[1][0].weight)
     assert "'1.0.weight'" in found(model, optimizer, parts_of(model))
 

@@ -103,7 +103,7 @@ def test_padding_is_zero_and_counts_nowhere(shard: int) -> None:
     plain(torch.ones(7, 3, 6)).sum().backward()
     torch.testing.assert_close(norm, hc.clip_grad_norm_(plain.parameters(), 1e9))
     optimizer.step()
-    sharding = optimizer._sharding
+    sharding = optimizer.sharding
     for group in sharding.layout.groups:
         shard_of = sharding.store.shards[group.position]
         inside = torch.zeros(group.shard_numel, dtype=torch.bool)

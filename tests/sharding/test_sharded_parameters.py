@@ -25,6 +25,7 @@ from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Layout
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.units import find_units
+from hvd_ckpt.sharding.unshard import Gathering
 from hvd_ckpt.utils.memory import measure_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
@@ -46,7 +47,7 @@ class Split:
             (unit.modules, self.layout.add([(names[id(one)], one) for one in unit.parameters]))
             for unit in found
         ]
-        self.store = ShardedParameters(model, self.layout, self.units, self.exchange)
+        self.store = ShardedParameters(model, self.units, Gathering(self.layout, self.exchange))
 
     @property
     def sent(self) -> int:

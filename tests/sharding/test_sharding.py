@@ -590,7 +590,7 @@ def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: in
             hc.broadcast_parameters(model.named_parameters(), root_rank=0)
         with optimizer.gathered_parameters():
             hc.broadcast_parameters(model.state_dict(), root_rank=0)
-    reducer = weakref.ref(optimizer._reducer) if optimizer._reducer is not None else lambda: None
+    reducer = weakref.ref(optimizer.reducer) if optimizer.reducer is not None else lambda: None
     optimizer.unshard()
     assert reducer() is None  # so it counts no gradient of the next one
     if stage == 3:

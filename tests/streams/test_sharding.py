@@ -23,9 +23,10 @@ from hvd_ckpt.sharding.formats import FP32, WIRE_FORMATS, WireFormat
 from hvd_ckpt.sharding.layout import Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
-from hvd_ckpt.sharding.reducer import ShardReducer
+from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.units import find_units
+from hvd_ckpt.sharding.unshard import Gathering
 
 _number = itertools.count(1)
 
@@ -76,11 +77,11 @@ class Job:
         ]
         state = Offload(None, DEVICE, offload == "parameters") if offload else None
         shards = state if offload == "parameters" else None
-        store = ShardedParameters(model, layout, units, exchange, weights, shards)
+        store = ShardedParameters(model, units, Gathering(layout, exchange, weights, shards))
         self.sharding = Sharding(3, layout, exchange, store, state, Masters(False, None), float("inf"))
         pieces = self.sharding.add_param_group(layout.parameters)
         self.optimizer = torch.optim.AdamW(pieces, lr=0.01)
-        self.reducer = ShardReducer(layout, exchange, gradients, 1 / size, 1.0, 1, Average, shards, store)
+        self.reducer = ShardReducer(layout, exchange, HowReduced(gradients, Average), shards, store)
         self.reducer.begin(self.optimizer)
         self.reducer.rename(identity, 0)
 

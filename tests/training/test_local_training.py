@@ -203,7 +203,7 @@ def test_another_number_of_ranks_and_other_periods_begin_at_the_end_of_one(
             train(folder, **{**settings, **changes}, resume=within)
     path = copy(folder / "run", folder / "other", 2)
     again, _ = train(folder, **{**settings, "local_steps": 3, "wire": "int8"}, resume=path)
-    assert again.optimizer._averaging.step == 2
+    assert again.optimizer.averaging.step == 2
 
     def of_three(point: resuming.ResumePoint) -> Snapshot | None:
         assert point.snapshot is not None
@@ -213,7 +213,7 @@ def test_another_number_of_ranks_and_other_periods_begin_at_the_end_of_one(
     with pytest.raises(ConfigError, match="on 2 ranks: the snapshot of step 3 .* start 3 ranks"):
         train(folder, **settings, resume=within)
     again, _ = train(folder, **settings, resume=copy(folder / "run", folder / "two", 2))
-    assert again.optimizer._averaging.step == 2 and again.progress.step == 4
+    assert again.optimizer.averaging.step == 2 and again.progress.step == 4
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_next_entry_of_the_log(folder: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_loss_that_is_nan_skips_a_step_of_its_rank_or_ends_all(folder: Path, c
     trainer, _ = train(folder / "run", poisoned=3, local_steps=4, log_every=5, on_nan="skip")
     assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
     assert trainer.optimizer.skipped_steps == hc.rank()
-    assert trainer.optimizer._averaging._worked == STEPS - hc.rank()
+    assert trainer.optimizer.averaging._worked == STEPS - hc.rank()
     said = "step 3: the loss is nan on rank 1"
     assert said in capsys.readouterr().err.replace("\n", " ") or hc.rank() == 1
     with pytest.raises(NonFiniteLoss, match=said):

@@ -13,7 +13,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.passes import Passes
+from hvd_ckpt.app.training.modes import Plain
 from hvd_ckpt.app.training.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
@@ -65,13 +65,13 @@ def test_a_logged_loss_is_the_mean_over_all_terms_of_all_replicas(
 ) -> None:
     """And so is the mean of the losses that the backward passes of replicas begin with."""
     begun: list[float] = []
-    backward = Passes._backward
+    backward = Plain._backward
 
-    def noted(self: Passes, loss: torch.Tensor, last: bool) -> None:
+    def noted(self: Plain, loss: torch.Tensor, last: bool) -> None:
         begun.append(loss.item())
         backward(self, loss, last)
 
-    monkeypatch.setattr(Passes, "_backward", noted)
+    monkeypatch.setattr(Plain, "_backward", noted)
     _, objective = train(folder / "run", steps=1)
     all_terms = [pair for rank in hc.allgather_object(objective.terms) for pair in rank]
     assert len(all_terms) == R

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -51,6 +52,10 @@ class OneLineErrors(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
+            # click lists options that are hardly alike; the nearest one is enough.
+            if isinstance(error, click.NoSuchOption):
+                nearest = get_close_matches(error.option_name, error.possibilities or [], n=1)
+                error = click.NoSuchOption(error.option_name, possibilities=nearest, ctx=error.ctx)
             raise BadArgument(error.format_message()) from None
 
 
@@ -137,6 +142,7 @@ def progress_bar(each: bool = False) -> Progress:
         each: elsewhere, also print each new description of a task.
     """
     console = Console(stderr=True)
+    # A log file or a pipe must not fill with the control characters of a live line.
     if not console.is_terminal:
         return _Lines(console, each)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -174,4 +180,5 @@ class _Lines(Progress):
 def console_for_tables(width: int) -> Console:
     """Standard output; of that width where it is not a terminal."""
     console = Console()
+    # rich would fold a table to 80 columns there, in the middle of numbers.
     return console if console.is_terminal else Console(width=width)

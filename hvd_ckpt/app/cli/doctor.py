@@ -27,8 +27,9 @@ from hvd_ckpt.app.install.offline import LIMIT, fill
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.app.install.recipe import detect_target
 from hvd_ckpt.processes.probe import OPERATIONS, probe
-from hvd_ckpt.utils.extras import BUILD_HOROVOD, apex_unavailable, explain_import_error, first_line
+from hvd_ckpt.utils.extras import apex_unavailable, explain_import_error, first_line
 from hvd_ckpt.utils.folders import cache_folder, make_writable
+from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
 ENVIRONMENT_PREFIXES = ("HOROVOD_", "NCCL_", "GLOO_", "OMPI_MCA_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS")
@@ -82,6 +83,7 @@ def torch_facts() -> Facts:
         "devices": names,
     }
     try:
+        # The only file that imports private names of PyTorch, so it fails where a version lacks one.
         importlib.import_module("hvd_ckpt.torch_private")
     except ImportError as error:
         facts["unsupported"] = first_line(error)
@@ -143,6 +145,7 @@ def mpi_facts() -> Facts:
     facts["ssh"] = shutil.which("ssh") or shutil.which("rsh")
     try:
         mpi4py = importlib.import_module("mpi4py")
+        # Importing mpi4py.MPI would start MPI in this process, which is no rank.
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         text: str = importlib.import_module("mpi4py.MPI").Get_library_version()
         facts["version"] = text.split("\n")[0].split(",")[0].strip("\x00 ")
@@ -167,6 +170,7 @@ def problems(facts: Facts) -> list[str]:
     if "unsupported" in facts["torch"]:
         return [facts["torch"]["unsupported"]]
     home = [facts["home"]["error"]] if "error" in facts["home"] else []
+    # Without Horovod no controller can work, so its own fault is the only one that is told.
     if "error" in facts["horovod"]:
         build = facts["build"]
         missing = [f"the build of Horovod lacks something: {text}" for text in build["missing"]]
@@ -238,6 +242,7 @@ def _controller_cell(controller: Facts) -> tuple[str, str]:
 
 
 def _find_program(name: str) -> str | None:
+    # A virtual environment that is not activated has its programs beside its Python, and not on PATH.
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
 
@@ -316,9 +321,8 @@ def doctor(
         fill_folder(to_fill, python)
         return
     if gpu:
-        run_checks = importlib.import_module(
-            "hvd_ckpt.bench.gpu.command"
-        ).run_checks  # the laboratory, by its name
+        # By its name, since the application does not import the laboratory.
+        run_checks = importlib.import_module("hvd_ckpt.bench.gpu.command").run_checks
         run_checks(output, device, only, minutes, offline)
     facts = examine(timeout)
     if as_json:
@@ -356,8 +360,8 @@ def print_table(facts: Facts) -> None:
     for heading in ("what", "found", ""):
         table.add_column(heading, overflow="fold")
     colors = {"ok": "green", "-": "dim", "!": "red"}
-    for what, found, mark in rows(facts):
-        table.add_row(Text(what), Text(found), Text(mark, style=colors[mark]))
+    for what, fact, mark in rows(facts):
+        table.add_row(Text(what), Text(fact), Text(mark, style=colors[mark]))
     console.print(table)
     for problem in facts["problems"]:
         console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)

@@ -46,6 +46,7 @@ def export(run: str, kind: str, output: str | None, ema: bool) -> None:
     place = Path(output or OUTPUTS[kind])
     if os.path.lexists(place):
         raise BadArgument(f"--output: '{place}' is there: give another name")
+    # Imported after the arguments are checked, since this imports PyTorch.
     from hvd_ckpt.snapshots.export import export as write_export, write_pt
     from hvd_ckpt.snapshots.folder import SnapshotError
 
@@ -79,11 +80,13 @@ def snapshot_of(path: Path) -> Path:
     """
     from hvd_ckpt.snapshots.reader import find
 
+    # One snapshot: its folder is not a run's.
     if (path / "manifest.json").is_file():
         return path
     with warnings.catch_warnings():
+        # A damaged snapshot is passed over with a warning, which is one line here, without the place in the code.
         warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
-        found = find(path / "snapshots")
-    if found is None:
+        snapshot = find(path / "snapshots")
+    if snapshot is None:
         raise BadArgument(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
-    return found
+    return snapshot

@@ -53,7 +53,8 @@ def generate(
         ):
             if number == 0:
                 click.echo(plain(prompt), nl=False)
-            if text.startswith(shown) and not text.endswith("\ufffd"):  # the first bytes of a character
+            # A text that ends within a character is shown when the character's other bytes are there.
+            if text.startswith(shown) and not text.endswith("\ufffd"):
                 click.echo(plain(text[len(shown) :]), nl=False)
                 shown = text
     except (SnapshotError, Wrong, ValueError) as error:

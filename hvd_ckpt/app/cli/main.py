@@ -8,6 +8,7 @@ command only where it lives and what its one line of help says; ``hvd-ckpt --hel
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import click
@@ -68,6 +69,7 @@ class LazyGroup(click.Group):
         if entry is None:
             return None
         try:
+            # Here PyTorch is imported, which takes seconds; a list of the commands does not come here.
             module = import_module(entry.module)
         except ImportError as error:
             raise click.ClickException(
@@ -94,11 +96,32 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
 
 
+def _print_versions(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
+    """Prints the versions of this package and of what it runs on, as installed: nothing is imported."""
+    if asked:
+        versions = []
+        for name, distribution in (("hvd-ckpt", "hvd_ckpt"), ("Horovod", "horovod"), ("PyTorch", "torch")):
+            try:
+                versions.append(f"{name} {version(distribution)}")
+            except PackageNotFoundError:
+                versions.append(f"{name} is missing")
+        click.echo(", ".join(versions))
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="hvd_ckpt", prog_name="hvd-ckpt")
+@click.option(
+    "--version",
+    help="Show the versions and exit.",
+    is_flag=True,
+    callback=_print_versions,
+    expose_value=False,
+    is_eager=True,
+)
 def main() -> None:
     """Train models that do not fit: Horovod data parallelism with activation checkpointing."""
-    adopt_launcher()  # so that commands know their rank
+    # Each launcher tells ranks in variables of its own; all commands read Horovod's.
+    adopt_launcher()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from hvd_ckpt.app.cli.command_line import (
     progress_bar,
 )
 from hvd_ckpt.app.models import catalog
-from hvd_ckpt.planning.budget import BudgetError, parse_budget
+from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
 from hvd_ckpt.planning.schedule import NAMES
 from hvd_ckpt.utils.extras import explain_import_error, say_no_pictures
 from hvd_ckpt.utils.text import show_bytes
@@ -144,7 +144,7 @@ def plan(
     from hvd_ckpt.utils.schema import named
 
     try:
-        parse_budget(budget)
+        limit = parse_budget(budget)
         model_options = named("--model-option", options)
     except ValueError as error:
         raise BadArgument(str(error)) from None
@@ -155,15 +155,19 @@ def plan(
         raise BadArgument(
             f"--stages {stages['stages']}: leave out --load and --np, which are for a model without stages"
         )
+    # A plan file is read first: a model may take minutes to build.
     loaded = _load(file) if file is not None else None
     job = _job(
         name, {size: value for size, value in others.items() if value is not None}, model_options, place
     )
     if loaded is not None:
-        loaded = _fitting(loaded, job, budget, place)
+        loaded = _fitting(loaded, job, None if budget is None else limit, place)
     folder = output_folder(output, "plan")
     how = {"autocast": AUTOCAST.get(precision), "chunk_head": chunk_head}
-    chosen, baseline, unmet = _planned(job, loaded, budget, how, stages)
+    try:
+        chosen, baseline, unmet = _planned(job, loaded, limit, how, stages)
+    except BudgetError as error:
+        raise BadArgument(f"--budget {budget}: {error}") from None
     _report(chosen, baseline, folder, job, cluster, precision)
     if unmet is not None:
         nearest = unmet.smallest
@@ -193,7 +197,8 @@ def _job(name: str, sizes: dict[str, int], options: dict[str, Any], device: torc
     from hvd_ckpt.app.cli.plan_models import build
 
     here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:  # where module:function is most often
+    # A command does not look in its folder by itself, and module:function is mostly there.
+    if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)
     try:
         return build(name, sizes, options, device)
@@ -203,7 +208,7 @@ def _job(name: str, sizes: dict[str, int], options: dict[str, Any], device: torc
         raise BadArgument(f"--model {name}: {explain_import_error(error) or error}") from None
 
 
-def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -> Plan:
+def _fitting(loaded: Plan, job: Job, budget: Budget | None, device: torch.device) -> Plan:
     """The loaded plan, with the budget asked for, if it fits the model."""
     from hvd_ckpt.planning.plan import PlanError, sample_shapes
 
@@ -212,19 +217,21 @@ def _fitting(loaded: Plan, job: Job, budget: str | None, device: torch.device) -
     except PlanError as error:
         raise BadArgument(f"--load: {error}") from None
     sample = sample_shapes(job.sample, job.kwargs)
+    # The plan can be applied all the same, since its policies do not depend on shapes; only its numbers do.
     if sample != loaded.sample:
         made, given = (
-            ", ".join(f"{dtype}{list(shape)}" for dtype, shape in one) for one in (loaded.sample, sample)
+            ", ".join(f"{dtype}{list(shape)}" for dtype, shape in shapes)
+            for shapes in (loaded.sample, sample)
         )
         click.echo(f"The plan was made for {made}, the batch is {given}: predictions do not hold.", err=True)
     if budget is None:
         return loaded
-    limit = parse_budget(budget).bytes(loaded.baseline.peak_bytes, loaded.smallest.peak_bytes, device)
+    limit = budget.bytes(loaded.baseline.peak_bytes, loaded.smallest.peak_bytes, device)
     return dataclasses.replace(loaded, budget=limit)
 
 
 def _planned(
-    job: Job, loaded: Plan | None, budget: str | None, how: dict[str, Any], stages: dict[str, Any] | None
+    job: Job, loaded: Plan | None, budget: Budget, how: dict[str, Any], stages: dict[str, Any] | None
 ) -> tuple[Plan, Cost | None, BudgetError | None]:
     """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan.
     A plan for stages is not measured. ``how`` has further arguments of the planner."""
@@ -241,6 +248,7 @@ def _planned(
             chosen, unmet = _made(job, budget, {**how, "say": say}, stages)
         else:
             chosen = loaded
+        # One process cannot measure stages, whose costs are predicted from the blocks.
         if chosen.pipeline is not None:
             return chosen, None, unmet
         chosen, baseline = _measured(
@@ -250,27 +258,23 @@ def _planned(
 
 
 def _made(
-    job: Job,
-    budget: str | None,
-    how: dict[str, Any],
-    stages: dict[str, Any] | None,
+    job: Job, budget: Budget, how: dict[str, Any], stages: dict[str, Any] | None
 ) -> tuple[Plan, BudgetError | None]:
     """The plan, or the one that comes nearest, with the error that says so."""
-    from hvd_ckpt.planning.planner import Planner
-    from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
+    from hvd_ckpt.planning.planner import make_plan
+    from hvd_ckpt.planning.stages import Layout
 
-    arguments: dict[str, Any] = {"kwargs": job.kwargs, "loss": job.loss, **how}
     try:
         if stages is not None:
-            scale = stages.get("param_scale", PARAM_SCALE)
             layout = Layout.make(stages["stages"], stages.get("chunks"), stages.get("schedule", "1f1b"), None)
-            planner = Planner(job.model, *job.sample, **arguments, blocks=layout.blocks_of(job.model))
-            return planner.plan_stages(layout, budget, scale), None
-        return Planner(job.model, *job.sample, **arguments, budget=budget).plan(budget), None
+            how = {**how, "layout": layout}
+            if "param_scale" in stages:
+                how["param_scale"] = stages["param_scale"]
+        return make_plan(job.model, *job.sample, kwargs=job.kwargs, loss=job.loss, budget=budget, **how), None
     except BudgetError as error:
-        if error.nearest is not None:
-            return error.nearest, error
-        raise BadArgument(f"--budget {budget}: {error}") from None
+        if error.nearest is None:
+            raise
+        return error.nearest, error
     except ValueError as error:
         raise BadArgument(str(error)) from None
 
@@ -291,10 +295,12 @@ def _measured(chosen: Plan, step: Step, say: Callable[[str], None]) -> tuple[Pla
             say(f"measuring the memory {name} planning")
             with form():
                 step.run()
+                # A first step allocates what later ones reuse, so the second one is measured.
                 peaks[name], timeline = step.peak()
                 timelines[name] = thinned(timeline)
         for number in range(ROUNDS):
             say(f"timing, round {number + 1} of {ROUNDS}")
+            # Rounds begin with each in turn, so that a machine that slows down favours neither.
             for name in forms if number % 2 == 0 else reversed(forms):
                 with forms[name]():
                     seconds[name].append(step.seconds())

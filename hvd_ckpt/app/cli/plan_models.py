@@ -61,6 +61,7 @@ def build(
         ValueError: there is no such model or function, it does not take what is given, or returns something else.
     """
     options = options or {}
+    # Weights and samples are the same in each call, so that plans of one model can be compared.
     torch.manual_seed(SEED)
     if is_named(name):
         return _returned(name, sizes, options, device)
@@ -75,7 +76,8 @@ def _of_catalogue(
     draw, defaults = _SAMPLES[entry.kind]
     known = {"batch": BATCH, **defaults, **entry.data}
     if entry.folder is not None:
-        del known["vocabulary"]  # the folder's own
+        # The model of a folder has its own vocabulary.
+        del known["vocabulary"]
     for size, value in sizes.items():
         if size not in known:
             raise ValueError(
@@ -92,6 +94,7 @@ def _of_catalogue(
         if limits.length is not None and "length" not in sizes:
             known["length"] = min(known["length"], limits.length)
         elif limits.length is not None and known["length"] > limits.length:
+            # A length that was asked for is refused, while the default gives way above.
             raise ValueError(
                 f"--length {known['length']}: the model {name} takes {limits.length} tokens at most"
             )
@@ -103,7 +106,7 @@ def _of_catalogue(
 def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device) -> Job:
     function = import_named("model", name)
     known = inspect.signature(function).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for given, shown in (
         *((size, f"--{size} {value}") for size, value in sizes.items()),
         *((option, f"--model-option {option}={value}") for option, value in options.items()),
@@ -142,6 +145,7 @@ class _RandomTokens:
 
 
 def _text(kind: str, batch: int, length: int, vocabulary: int) -> Batch:
+    # One token more than the samples take, since the targets of causal models lie one token ahead.
     samples = TEXTS[kind](_RandomTokens(vocabulary, max(batch, 2) * length + 1), length)
     made: Batch = samples.batch(range(batch), [0] * batch)
     return made

@@ -54,17 +54,18 @@ def _logs(runs: tuple[str, ...]) -> dict[str, Path]:
     Raises:
         BadArgument: there is no such run, it has no log, or two have one name.
     """
-    found: dict[str, Path] = {}
+    logs: dict[str, Path] = {}
     for run in runs:
         name, log = _named_log(run)
-        if name in found:
-            raise BadArgument(f"two runs are named '{name}' ({found[name]} and {log}): give NAME=RUN")
-        found[name] = log
-    return found
+        if name in logs:
+            raise BadArgument(f"two runs are named '{name}' ({logs[name]} and {log}): give NAME=RUN")
+        logs[name] = log
+    return logs
 
 
 def _named_log(run: str) -> tuple[str, Path]:
     name, path = "", Path(run)
+    # A folder whose name has an equals sign is taken as it is.
     if "=" in run and not path.exists():
         name, _, rest = run.partition("=")
         path = Path(rest)

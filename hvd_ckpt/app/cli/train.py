@@ -47,6 +47,7 @@ def _flag(name: str, field: FieldInfo) -> click.Option:
             default=None,
             help=f"{help}  [default: {flag}]" if field.default else help,
         )
+    # A mapping is given by one flag for each of its entries, so the flag is the singular: --model-option layers=2.
     if field.annotation == Options:
         return click.Option([f"--{flag[:-1]}", name], multiple=True, metavar="NAME=VALUE", help=help)
     if field.default is not None and not field.is_required():
@@ -55,7 +56,7 @@ def _flag(name: str, field: FieldInfo) -> click.Option:
 
 
 def _is_text(annotation: Any) -> bool:
-    return annotation is str or any(_is_text(one) for one in get_args(annotation))
+    return annotation is str or any(_is_text(argument) for argument in get_args(annotation))
 
 
 def _train(
@@ -71,8 +72,9 @@ def _train(
         if max_restarts is None and np is None and launcher is None:
             run(config)
             return
-        if np is not None and np % config.stages:
-            raise ConfigError(f"--np {np}: stages {config.stages} do not divide it, give a multiple")
+        stages = config.stages
+        if np is not None and np % stages:
+            raise ConfigError(f"--np {np}: stages {stages} do not divide it, give a multiple")
         words = _launcher(np, launcher)
         commands = _commands(config, words, file, flags)
     except ConfigError as error:
@@ -86,6 +88,7 @@ def _launcher(np: int | None, launcher: str | None) -> list[str]:
     Raises:
         ConfigError: it cannot be, or is not here.
     """
+    # A launcher started by a rank would start a job in each rank.
     inside = next((name for name in RANK_VARIABLES if name in os.environ), None)
     if inside is not None:
         raise ConfigError(
@@ -117,6 +120,7 @@ def _commands(config: Config, launcher: list[str], file: str | None, flags: dict
     files = [] if file is None else [file]
     if config.resume is not None:
         run = _folder_of_run(config.resume).resolve()
+        # The first launch resumes from what was named, which may be one snapshot; later ones from the newest of the run.
         first = [*files, *_arguments({**flags, "resume": config.resume})]
         again = [*files, *_arguments({**flags, "resume": str(run)})]
         return Commands(launcher, first, again, run, resumed=True)
@@ -124,6 +128,7 @@ def _commands(config: Config, launcher: list[str], file: str | None, flags: dict
         run = new_folder(config.output, "train", make=not config.dry_run)
     except ValueError as error:
         raise ConfigError(f"output: {error}") from None
+    # The folder is chosen here and not by the ranks, so that a second launch finds the snapshots of the first.
     first = [*files, *_arguments({**flags, "output": str(run)})]
     return Commands(launcher, first, [f"--resume={run}"], run, resumed=False)
 
@@ -133,10 +138,11 @@ def _arguments(flags: dict[str, Any]) -> list[str]:
     written = []
     for setting in Config.model_fields:
         name, value = setting.replace("_", "-"), flags[setting]
+        # A flag that is given as no must be handed on as no: a file may say yes.
         if isinstance(value, bool):
             written.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, tuple):
-            written += [f"--{name.removesuffix('s')}={one}" for one in value]
+            written += [f"--{name.removesuffix('s')}={option}" for option in value]
         elif value is not None:
             written.append(f"--{name}={value}")
     return written
@@ -148,11 +154,13 @@ def _config(file: str | None, flags: dict[str, Any]) -> Config:
     resume = flags["resume"] or values.get("resume")
     if resume is not None:
         given = {*values, *(name for name, value in flags.items() if value is not None)}
+        # Settings of the file win over those of the resumed run, and flags, below, over both.
         values = {**_settings_of_run(str(resume), given), **values}
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
         try:
             if Config.model_fields[name].annotation == Options:
+                # Options of a flag are added to those of the file one by one; other settings replace.
                 if options := named(flag.removesuffix("s"), value):
                     values[name] = {**(values.get(name) or {}), **options}
             elif isinstance(value, str) and not _is_text(Config.model_fields[name].annotation):
@@ -162,7 +170,8 @@ def _config(file: str | None, flags: dict[str, Any]) -> Config:
         except ValueError as error:
             raise ConfigError(f"{flag}: {error}") from None
     if flags["offload"] == "none" and flags["offload_folder"] is None:
-        values.pop("offload_folder", None)  # that of the resumed run
+        # The folder of the resumed run has nothing to hold any more.
+        values.pop("offload_folder", None)
     return Config.make(values)
 
 
@@ -170,6 +179,7 @@ def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
     """The settings of a run, or of the run of a snapshot, without those that the settings given now replace."""
     values = read_yaml(_folder_of_run(resume) / "config.yaml")
     replaced = {"output", "resume"}
+    # A setting of the resumed run must not stand beside the one that replaces it: the two together are refused.
     for alternatives in ALTERNATIVES:
         if given & alternatives:
             replaced |= alternatives
@@ -198,17 +208,19 @@ def run(config: Config) -> None:
     from hvd_ckpt.processes.grid import current
     from hvd_ckpt.reduction.construction import is_elastic
 
-    folder = config.output or (config.resume and _folder_of_run(config.resume))
+    stages, folder = config.stages, config.output or (config.resume and _folder_of_run(config.resume))
     with exit_handler(Path(folder) if folder else None):
+        # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
         watchdog.end_with_parent()
-        if config.stages > 1 and is_elastic():
+        if stages > 1 and is_elastic():
             raise ConfigError(
-                f"stages {config.stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
+                f"stages {stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
             )
-        if config.within is not None:  # each group of ranks is a process set
+        # Each group of ranks is a process set, which Horovod must be told before it starts.
+        if config.within is not None:
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
-            runtime.init(stall_timeout=config.stall_timeout, stages=config.stages)
+            runtime.init(stall_timeout=config.stall_timeout, stages=stages)
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
         try:
@@ -231,6 +243,7 @@ def _prepared(config: Config) -> Trainer:
     from hvd_ckpt.app.training.build import assemble_in_turn
     from hvd_ckpt.app.training.trainer import Trainer
 
+    # Under a launcher several ranks would write over each other.
     if launched_rank():
         return Trainer(config, *assemble_in_turn(config))
     with talking("train", after=SECONDS) as say:

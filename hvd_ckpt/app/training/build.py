@@ -76,6 +76,7 @@ def assemble(config: Config) -> Assembly:
         objective = objective_of(config, entry.kind)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
+    # The weights follow from the configuration, whatever has been drawn before.
     torch.manual_seed(config.seed)
     on_disk = init_on_disk(config.offload_folder) if config.offload == "parameters" else nullcontext()
     try:
@@ -97,6 +98,7 @@ def assemble_in_turn(config: Config) -> Assembly:
     Raises:
         ConfigError: on every rank alike.
     """
+    # The first rank of a machine writes its tokens to a file, which the others then find. Both turns are collective.
     for turn in (True, False):
         with errors_everywhere("hvd_ckpt.train.assembly"):
             if turn == (current().local_rank == 0):
@@ -182,7 +184,8 @@ def _check_pixels(config: Config, model: nn.Module, train: Dataset) -> None:
     """Runs the model on a smallest micro-batch: it may halve its input to nothing, and a batch norm cannot train on one value."""
     count = min(config.batch // config.accumulate, len(train))
     sample = train.batch(range(count), [0] * count)
-    training = config.batch_norm != "synchronized"  # that trains on the samples of all ranks
+    # A synchronized batch norm would wait for the other ranks, which are not here yet.
+    training = config.batch_norm != "synchronized"
     try:
         with torch.no_grad(), undisturbed(model, torch.device("cpu")):
             model.train(training)(*sample.inputs)

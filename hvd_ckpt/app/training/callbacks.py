@@ -55,7 +55,8 @@ class TensorBoard(Tracker):
     def on_begin(self, trainer: Trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        step = trainer.progress.step  # what was written of later steps is hidden
+        # A resumed run writes steps again that a killed one had written: TensorBoard hides those.
+        step = trainer.progress.step
         folder, purge = str(trainer.folder / "tensorboard"), step + 1 if step else None
         make: Any = SummaryWriter
         self._board = make(folder, purge_step=purge, flush_secs=30)
@@ -86,7 +87,8 @@ class WandB(Tracker):
             config=trainer.config.as_dict(),
             resume="allow",
         )
-        self._run.define_metric("*", step_metric="step")  # a resumed run may write a step again
+        # A resumed run may write a step again, and wandb's own counter of steps never goes back.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         self._run.log({**numbers, "step": step})
@@ -145,17 +147,21 @@ def callbacks_of(config: Config) -> list[Any]:
     if config.tracker is not None and importlib.util.find_spec(config.tracker) is None:
         raise ValueError(f"tracker {config.tracker}: it is not installed: {pip_command(config.tracker)}")
     make = None if config.callback is None else import_named("callback", config.callback)
+    # The checks above run on every rank, and find the same; the callbacks themselves run on the first alone.
     if current().number != 0:
         return []
     made = []
+    # An unsuitable callback must end all ranks, so it is made where errors are raised on all.
     if make is not None:
         try:
             inspect.signature(make).bind()
         except TypeError as error:
             raise ValueError(f"callback {config.callback}: it is made without arguments: {error}") from None
         made.append(make())
-    for one in made:
-        methods = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name))]
+    for callback in made:
+        methods = [
+            name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))
+        ]
         if not methods:
             raise ValueError(f"callback {config.callback}: it has none of the methods {', '.join(METHODS)}")
         for name in methods:
@@ -181,23 +187,24 @@ class Callbacks:
     def __call__(self, method: str, argument: Any) -> None:
         """Calls a method, one of :data:`METHODS`, of all that have it."""
         callbacks = list(self._callbacks)
-        if method == "on_end":  # once, also if one raises
+        # The end is told once, also if a callback raises there and the run ends a second time.
+        if method == "on_end":
             self._callbacks.clear()
-        for one in callbacks:
-            function = getattr(one, method, None)
+        for callback in callbacks:
+            function = getattr(callback, method, None)
             if function is None:
                 continue
             try:
                 function(argument)
             except Exception as error:
-                if not isinstance(one, Tracker):
+                if not isinstance(callback, Tracker):
                     raise
-                if one in self._callbacks:
-                    self._callbacks.remove(one)
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
                 reason = explain_import_error(error) if isinstance(error, ImportError) else None
                 reason = reason or " ".join(f"{type(error).__name__}: {error}".split())
                 rest = "nothing" if method == "on_begin" else "no more"
-                self._say(f"Warning: {one.name} gets {rest} of this run: {reason}")
+                self._say(f"Warning: {callback.name} gets {rest} of this run: {reason}")
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hvd_ckpt.sharding import STAGES
@@ -55,14 +56,28 @@ def _default(config: Config, name: str) -> object:
     return type(config).model_fields[name].default
 
 
+def _is_given(config: Config, name: str) -> bool:
+    return bool(getattr(config, name) != _default(config, name))
+
+
+def _refuse(config: Config, setting: str, others: Iterable[tuple[str, bool, str]]) -> None:
+    """Refuses a setting beside the first of others that is wrong with it: name, whether it is wrong, and why."""
+    for name, wrong, reason in others:
+        if wrong:
+            raise ValueError(
+                f"{setting} {getattr(config, setting)} and {name} {getattr(config, name)}: {reason}"
+            )
+
+
 def _check_local(config: Config) -> None:
+    shard, stages = config.shard_stage, config.stages
     if config.local_steps is None:
         for name in OF_LOCAL_SGD:
-            if getattr(config, name) != _default(config, name):
+            if _is_given(config, name):
                 raise ValueError(
                     f"{name} {getattr(config, name)}: it is for local SGD, give local_steps as well"
                 )
-        if config.within is not None and (config.shard_stage < 3 or config.stages > 1):
+        if config.within is not None and (shard < 3 or stages > 1):
             raise ValueError(
                 f"within {config.within}: it is for local SGD and for shard {STAGES[3]} without stages, give one of them as well"
             )
@@ -76,30 +91,29 @@ def _check_local(config: Config) -> None:
         raise ValueError(
             f"outer_momentum {config.outer_momentum}: it is the outer optimizer's, give outer_lr as well"
         )
-    for name, wrong, reason in (
+    _refuse(config, "local_steps", (
         ("wire", config.wire == "int4", "it is for sharded gradients, give int8"),
-        ("shard", config.shard_stage > 0 and config.within is None, "it splits over the ranks of a group, give within as well"),
+        ("shard", shard > 0 and config.within is None, "it splits over the ranks of a group, give within as well"),
         ("accumulate_locally", config.accumulate_locally, "gradients are reduced within groups in each step, leave it out"),
-        ("stages", config.stages > 1, "each rank steps on a whole model, leave it out"),
-        ("replicas", config.replicas is not None, "ranks that step on their own have no bits in common, leave it out"),
+        ("stages", stages > 1, "each rank steps on a whole model, leave it out"),
+        ("replicas", _is_given(config, "replicas"), "ranks that step on their own have no bits in common, leave it out"),
         ("ema", config.ema is not None, "ranks have weights of their own between averages, leave it out"),
         ("compression", config.compression != "none", f"gradients stay on their rank, give wire {config.compression}"),
-        ("bucket_cap_mb", config.bucket_cap_mb != _default(config, "bucket_cap_mb"), "averages have other buckets, leave it out"),
+        ("bucket_cap_mb", _is_given(config, "bucket_cap_mb"), "averages have other buckets, leave it out"),
         ("batch_norm", config.batch_norm in ACROSS_RANKS, "each step would wait for all ranks, give local or deferred"),
         ("check_weights", config.check_weights is not None, "ranks have weights of their own between averages, leave it out"),
         ("precision", config.precision.startswith("apex"), "Apex replaces the parameters, give fp16 or bf16"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(f"local_steps {config.local_steps} and {name} {getattr(config, name)}: {reason}")
+    ))  # fmt: skip
 
 
 def _check_sharding(config: Config) -> None:
+    shard = config.shard_stage
     needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
-    if config.offload is not None and not config.shard_stage and config.local_steps is None:
+    if config.offload is not None and not shard and config.local_steps is None:
         raise ValueError(
             f"offload {config.offload}: it is for sharded runs and local SGD, give shard {STAGES[1]} or more, or local_steps"
         )
-    if config.offload == "parameters" and config.shard_stage < 3:
+    if config.offload == "parameters" and shard < 3:
         raise ValueError(
             f"offload parameters: whole parameters stay in memory, give shard {STAGES[3]} as well"
         )
@@ -107,29 +121,29 @@ def _check_sharding(config: Config) -> None:
         raise ValueError(
             f"offload_folder {config.offload_folder}: nothing is offloaded, give offload as well"
         )
-    if config.wire != "fp32" and config.shard_stage < 2 and config.local_steps is None:
+    if config.wire != "fp32" and shard < 2 and config.local_steps is None:
         raise ValueError(
             f"wire {config.wire}: it is for sharded gradients or averages, give shard {STAGES[2]} or {STAGES[3]}, or local_steps"
         )
-    if config.accumulate_locally and config.shard_stage < 2:
+    if config.accumulate_locally and shard < 2:
         raise ValueError(f"accumulate_locally: {needs_gradients}")
-    if config.shard_stage >= 2 and config.compression != "none":
+    if shard >= 2 and config.compression != "none":
         raise ValueError(
             f"compression {config.compression}: sharded gradients are not allreduced, give wire {config.compression} instead"
         )
-    if config.shard_stage and config.precision.startswith("apex"):
+    if shard and config.precision.startswith("apex"):
         raise ValueError(
             f"shard {config.shard}: Apex replaces the parameters after they were split, give precision fp16 or bf16"
         )
 
 
 def _check_stages(config: Config) -> None:
-    interleaved = config.pipeline_schedule == "interleaved"
-    if config.stages == 1:
+    stages, interleaved = config.stages, config.pipeline_schedule == "interleaved"
+    if stages == 1:
         if config.checkpoint == "auto":
             raise ValueError("checkpoint auto: it is for pipeline stages, give stages as well")
         for name in ("pipeline_schedule", "virtual_stages", "balance"):
-            if getattr(config, name) != _default(config, name):
+            if _is_given(config, name):
                 raise ValueError(
                     f"{name} {getattr(config, name)}: it is for pipeline stages, give stages as well"
                 )
@@ -138,7 +152,7 @@ def _check_stages(config: Config) -> None:
         raise ValueError(
             f"virtual_stages {config.virtual_stages}: it is for pipeline_schedule interleaved, give that as well"
         )
-    parts = config.stages * config.virtual_stages_of_each
+    parts = stages * config.virtual_stages_of_each
     if config.balance is not None and len(config.balance) != parts:
         raise ValueError(
             f"balance {config.balance}: it has {len(config.balance)} numbers of blocks, give one for each of {parts} parts"
@@ -152,7 +166,7 @@ def _check_stages(config: Config) -> None:
             if getattr(config, name) not in (_default(config, name), chosen):
                 raise ValueError(f"{name} {getattr(config, name)}: the plan chooses it, leave it out")
     if config.precision.startswith("apex"):
-        raise ValueError(f"stages {config.stages}: Apex wants the whole model, give precision fp16 or bf16")
+        raise ValueError(f"stages {stages}: Apex wants the whole model, give precision fp16 or bf16")
     if config.optimizer.strip().lower() == "adafactor":
         raise ValueError(
             f"optimizer {config.optimizer}: its state is not one of elements, which snapshots of stages hold, take adamw"
@@ -160,17 +174,16 @@ def _check_stages(config: Config) -> None:
 
 
 def _check_replicas(config: Config) -> None:
-    if config.replicas is None:
+    replicas = config.replicas
+    if replicas is None:
         return
-    if config.replicas & (config.replicas - 1):
-        raise ValueError(f"replicas {config.replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
-    for name, wrong, reason in (
-        ("stages", config.stages > 1, "the sums of stages are those of ranks, leave it out"),
+    if replicas & (replicas - 1):
+        raise ValueError(f"replicas {replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
+    _refuse(config, "replicas", (
+        ("stages", _is_given(config, "stages"), "the sums of stages are those of ranks, leave it out"),
         ("shard", config.shard_stage > 2, f"replicas are added up as whole gradients, give {STAGES[2]} or less"),
         ("wire", config.wire != "fp32", "it rounds what ranks send, leave it out"),
         ("compression", config.compression != "none", "it rounds the sums of ranks, leave it out"),
         ("batch_norm", config.batch_norm in ACROSS_RANKS, "its statistics are those of ranks, give local or deferred"),
         ("precision", config.precision.startswith("apex"), "Apex reduces after one backward pass, give fp16 or bf16"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(f"replicas {config.replicas} and {name} {getattr(config, name)}: {reason}")
+    ))  # fmt: skip

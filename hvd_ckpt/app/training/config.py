@@ -87,10 +87,10 @@ def first_and_last(steps: str) -> tuple[int, int]:
     Raises:
         ValueError: they are not such steps.
     """
-    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"{steps!r} is not allowed: give the first and the last step, such as '10:15'")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _steps(value: Any) -> Any:
@@ -377,10 +377,13 @@ class Config(Strict):
         """The stage of ZeRO, from 0 to 3."""
         return stage_of(self.shard)
 
-    @property
-    def is_local(self) -> bool:
-        """Whether ranks step on their own, and average their parameters every so many steps."""
-        return self.local_steps is not None
+    def parts_of_batch(self, ranks: int) -> int:
+        """Parts of a global batch: one for each rank, or for each logical replica."""
+        return self.replicas or ranks
+
+    def global_batch(self, ranks: int) -> int:
+        """Samples of a step on that many ranks (of one pipeline stage)."""
+        return self.batch * self.parts_of_batch(ranks)
 
     @property
     def micro_batch(self) -> int:

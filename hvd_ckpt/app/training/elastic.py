@@ -52,6 +52,7 @@ class RunState(TorchState):  # type: ignore[misc]
         """Takes commits from this trainer from now on, the first one at once unless a commit exists."""
         self._trainer = trainer
         trainer.requested_stop = self.stop
+        # A change of the ranks before the first commit would find no state to go back to.
         if self.point is None or self.point.commit is None:
             self.save()
 
@@ -69,6 +70,7 @@ class RunState(TorchState):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Releases the trainer."""
+        # The trainer is made anew on the ranks that are left; a request to stop must outlast it.
         if self._trainer is not None:
             self.stop = self._trainer.requested_stop
         self._trainer = None
@@ -93,7 +95,8 @@ def _restart(config: Config) -> None:
 
 
 def _train(state: RunState, config: Config) -> Outcome:
-    gc.collect()  # the trainer before, whose hooks and parameters refer to each other
+    # The hooks and parameters of the trainer before refer to each other, so only the collector frees them.
+    gc.collect()
     assembly = assemble_in_turn(config)
     if state.point is None:
         state.start(find_resume_point(config))
@@ -106,8 +109,7 @@ def _train(state: RunState, config: Config) -> Outcome:
         print(f"Resumes after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
 
     def commit() -> None:
-        due = trainer.progress.step % config.commit_every == 0
-        if trainer.optimizer.settled if config.is_local else due:
+        if trainer.mode.may_commit(trainer.progress.step):
             state.commit()
 
     return trainer.run(commit)

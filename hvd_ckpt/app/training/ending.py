@@ -66,9 +66,9 @@ def config_errors() -> Iterator[None]:
     """A ValueError inside, which is raised on all ranks alike, becomes a ConfigError."""
     try:
         yield
-    except ValueError as found:
-        passing = isinstance(found, (FailedElsewhere, SnapshotError)) or getattr(found, "passing", False)
-        raise ConfigError(str(found), passing) from None
+    except ValueError as error:
+        passing = isinstance(error, (FailedElsewhere, SnapshotError)) or getattr(error, "passing", False)
+        raise ConfigError(str(error), passing) from None
 
 
 def check_weights(model: nn.Module) -> None:
@@ -77,23 +77,22 @@ def check_weights(model: nn.Module) -> None:
     Raises:
         WeightsDiffer: some differ; on every rank of every stage.
     """
+    # Each stage has a world of its own, in which its ranks compare; the other stages hear of it afterwards.
     if current().stages == 1:
         check_equal_weights(model)
         return
+    difference = None
     try:
         check_equal_weights(model)
-        found = None
     except WeightsDiffer as error:
-        found = f"pipeline stage {current().stage}: {error}"
-    for text in of_all_processes(found, "hvd_ckpt.train.weights"):
+        difference = f"pipeline stage {current().stage}: {error}"
+    for text in of_all_processes(difference, "hvd_ckpt.train.weights"):
         if text is not None:
             raise WeightsDiffer(text)
 
 
 class Reports:
     """What single ranks report, for all to answer after the same step: a request to stop, or a loss that is not finite.
-
-    With local SGD the ranks of a step do not hear of each other: reports wait for the next entry of the log.
 
     Args:
         config: of the run.
@@ -107,33 +106,43 @@ class Reports:
     def __init__(self, config: Config, stop: StopRequest, say: Callable[[str], None]) -> None:
         self._config, self._stop, self._say = config, stop, say
         self.stopped: str | None = None
-        self._waiting: tuple[float, int] | None = None  # a loss and its step
 
     def has(self, loss: float | None) -> bool:
         """Whether this rank has anything for a step, in which ``loss`` is its loss if that is not finite."""
-        return loss is not None or (not self._config.is_local and self._stop.reason is not None)
+        return loss is not None or self._stop.reason is not None
 
     def handle(self, loss: float | None, step: int) -> bool:
-        """Answers a step for which some rank has anything; returns whether it is skipped. Collective, but with local SGD.
+        """Answers a step for which some rank has anything; returns whether it is skipped. Collective.
 
         Raises:
             NonFiniteLoss: ``on_nan`` is "stop"; on every rank.
         """
-        if not self._config.is_local:
-            return self._gather(loss, step)
-        self._waiting = self._waiting if loss is None else (loss, step)
+        reports: list[tuple[str | None, float | None, str, int]] = of_all_processes(
+            (self._stop.reason, loss, host_name(), step), "hvd_ckpt.train.reports"
+        )
+        # All ranks see the same reports in the same order, so they take the same one.
+        self.stopped = next((stop for stop, *_ in reports if stop is not None), None)
+        # Only the first stage is looked at, since all stages of a replica have the same loss.
+        reports = reports[: hvd.size()]
+        faults = [
+            (rank, loss, host, at) for rank, (_, loss, host, at) in enumerate(reports) if loss is not None
+        ]
+        if not faults:
+            return False
+        rank, loss, host, step = faults[0]
+        others = f" (and on {len(faults) - 1} more of {len(reports)} ranks)" if len(faults) > 1 else ""
+        fault = f"step {step}: the loss is {loss} on rank {rank}, host {host}{others}"
+        if self._config.on_nan == "stop":
+            raise NonFiniteLoss(f"{fault}: lower the learning rate, or give --on-nan skip")
+        self._say(f"Warning: {fault}: the step is skipped.")
         return True
 
     def handle_waiting(self) -> None:
-        """With local SGD, at an entry of the log: answers what ranks have had since the one before. Collective.
+        """Answers, at an entry of the log, what has waited for it. Collective.
 
         Raises:
             NonFiniteLoss: as :meth:`handle`.
         """
-        if self._config.is_local:
-            loss, step = self._waiting or (None, 0)
-            self._waiting = None
-            self._gather(loss, step)
 
     def acknowledge(self) -> None:
         """Forgets a request: the run has stopped."""
@@ -141,25 +150,24 @@ class Reports:
             self._stop.acknowledge()
         self.stopped = None
 
-    def _gather(self, loss: float | None, step: int) -> bool:
-        """Gathers all ranks' reports; returns whether there are losses that are not finite."""
-        reports: list[tuple[str | None, float | None, str, int]] = of_all_processes(
-            (self._stop.reason, loss, host_name(), step), "hvd_ckpt.train.reports"
-        )
-        self.stopped = next((stop for stop, *_ in reports if stop is not None), None)
-        reports = reports[: hvd.size()]  # the stages of a replica have the same loss
-        found = [
-            (rank, loss, host, at) for rank, (_, loss, host, at) in enumerate(reports) if loss is not None
-        ]
-        if not found:
-            return False
-        rank, loss, host, step = found[0]
-        others = f" (and on {len(found) - 1} more of {len(reports)} ranks)" if len(found) > 1 else ""
-        fault = f"step {step}: the loss is {loss} on rank {rank}, host {host}{others}"
-        if self._config.on_nan == "stop":
-            raise NonFiniteLoss(f"{fault}: lower the learning rate, or give --on-nan skip")
-        self._say(f"Warning: {fault}: the step is skipped.")
+
+class LocalReports(Reports):
+    """Reports with local SGD, where ranks do not hear of each other in a step: reports wait for the next entry of the log."""
+
+    _waiting: tuple[float, int] | None = None  # a loss and its step
+
+    def has(self, loss: float | None) -> bool:
+        return loss is not None
+
+    def handle(self, loss: float | None, step: int) -> bool:
+        """Notes a step of this rank's group; it is skipped."""
+        self._waiting = self._waiting if loss is None else (loss, step)
         return True
+
+    def handle_waiting(self) -> None:
+        loss, step = self._waiting or (None, 0)
+        self._waiting = None
+        super().handle(loss, step)
 
 
 # ------------------------------------------------------------------------------------ exit
@@ -190,13 +198,15 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         exit_now(130)
+    # Everything else ends the process here. Python's own end would wait for Horovod, which waits for the other ranks.
     except BaseException as error:
         missing = explain_import_error(error) if isinstance(error, ImportError) else None
         if missing or isinstance(error, FATAL_ERRORS):
             # Of one pipeline stage, or of one group of local SGD, the first rank shows it.
             of_some = error.first if isinstance(error, WeightsDiffer) else None
             shows = current().number == 0 if of_some is None else of_some
-            if not shows:  # once a rank has exited, the launcher leaves the others no time
+            # Once a rank has exited, the launcher ends the others, so they leave the first rank time to show the error.
+            if not shows:
                 time.sleep(MOMENT)
             elif isinstance(error, (FatalTrainingError, WeightsDiffer)):
                 _write_failure_file(folder, error)

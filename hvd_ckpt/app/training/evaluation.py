@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
@@ -16,18 +17,34 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.averaging import AveragedWeights
 
 
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """The batches of an evaluation, and how the model runs on them.
+
+    Attributes:
+        batch: samples of a batch.
+        device: of the batches.
+        autocast: returns the context of the forward pass.
+        batches: the most batches that each part of the samples has; None for all samples.
+        parts: of the samples that each rank evaluates, one after the other: its logical replicas, or 1.
+        in_step: run the model equally often on every rank, since each of its forward passes communicates; a rank that has no
+            samples left runs it on one without weight.
+    """
+
+    batch: int
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    batches: int | None = None
+    parts: int = 1
+    in_step: bool = False
+
+
 def evaluate(
     model: nn.Module,
     data: Dataset,
     objective: Objective,
-    *,
-    batch: int,
-    batches: int | None = None,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    in_step: bool = False,
+    options: EvaluationOptions,
     average: AveragedWeights | None = None,
-    parts: int = 1,
 ) -> dict[str, float]:
     """Loss and metrics over the samples of ``data``, each seen by one rank; means over all their terms, the same on every rank.
 
@@ -36,46 +53,43 @@ def evaluate(
     rank has which.
 
     Args:
-        batch: samples of a batch.
-        batches: the most batches that each part of the samples has; None for all samples.
-        autocast: returns the context of the forward pass.
-        in_step: run the model equally often on every rank, since each of its forward passes communicates; a rank that has no
-            samples left runs it on one without weight.
         average: averaged weights of the model, evaluated as well, under names that begin with ``ema_``.
-        parts: of the samples that each rank evaluates, one after the other: its logical replicas, or 1.
 
     Returns:
         ``{"loss": ..., ...}`` with the names of :meth:`Objective.metrics` and :meth:`Objective.of_loss`, and the number of samples.
     """
-    all_parts = hvd.size() * parts
-    samples = len(data) if batches is None else min(len(data), batches * batch * all_parts)
-    most = -(-samples // all_parts)  # of one part
+    all_parts, size = hvd.size() * options.parts, options.batch
+    samples = len(data) if options.batches is None else min(len(data), options.batches * size * all_parts)
+    longest = -(-samples // all_parts)  # samples of a part
 
     def run_part(part: int) -> tuple[float, dict[str, torch.Tensor]]:
         own = range(part, samples, all_parts)
         sums: dict[str, torch.Tensor] = {}
         terms = 0.0
-        for first in range(0, most if in_step else len(own), batch):
-            indices = own[first : first + batch] or range(1)
-            one = data.batch(indices, [0] * len(indices)).to(device)
-            with autocast():
-                output = model(*one.inputs, **one.shared)
-                if output is None:  # but on the last stage of a pipeline
+        for first in range(0, longest if options.in_step else len(own), size):
+            # Without samples left, the first sample stands in: it is computed and not counted.
+            indices = own[first : first + size] or range(1)
+            batch = data.batch(indices, [0] * len(indices)).to(options.device)
+            with options.autocast():
+                output = model(*batch.inputs, **batch.shared)
+                # Only the last stage of a pipeline has the output.
+                if output is None:
                     continue
-                means = {"loss": objective.loss(output, one), **objective.metrics(output, one)}
+                means = {"loss": objective.loss(output, batch), **objective.metrics(output, batch)}
             if first < len(own):
-                weight = objective.weight(one)
+                weight = objective.weight(batch)
                 terms += weight
                 for name, mean in means.items():
                     sums[name] = sums.get(name, 0.0) + mean.double() * weight
         return terms, sums
 
     def run() -> dict[str, float]:
-        found = _over_ranks([run_part(hvd.rank() * parts + part) for part in range(parts)])
+        first = hvd.rank() * options.parts
+        means = _over_ranks([run_part(part) for part in range(first, first + options.parts)])
         if current().stages > 1:
-            found = current().gather_objects(found)[-1]
-        of_loss = objective.of_loss(found["loss"])
-        return {**found, **{name: float(value) for name, value in of_loss.items()}}
+            means = current().gather_objects(means)[-1]
+        of_loss = objective.of_loss(means["loss"])
+        return {**means, **{name: float(value) for name, value in of_loss.items()}}
 
     training = model.training
     model.eval()
@@ -96,5 +110,6 @@ def _over_ranks(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> dict[str,
     ranks = hvd.allgather_object(own, name="hvd_ckpt.evaluation")
     everyone = [part for rank in ranks for part in rank]
     total = sum(count for count, _ in everyone)
-    names = next((list(found) for _, found in everyone if found), [])
-    return {name: sum(found.get(name, 0.0) for _, found in everyone) / total for name in names}
+    # A sum of floats in the order of the parts, whichever ranks have them: the same bits on every rank and any number of ranks.
+    names = next((list(sums) for _, sums in everyone if sums), [])
+    return {name: sum(sums.get(name, 0.0) for _, sums in everyone) / total for name in names}

@@ -1,18 +1,15 @@
-"""Local SGD in a run: its optimizer, what a step counts, and where a run may resume."""
+"""Local SGD in a run: its optimizer, and where a run may resume."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import horovod.torch as hvd
 import torch
-from horovod.torch import mpi_ops
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.local_sgd.construction import LocalSGD, Nesterov
+from hvd_ckpt.local_sgd.construction import LocalSGD
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.local_sgd.options import Nesterov
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.snapshots.reader import Snapshot
 
@@ -53,18 +50,9 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
         raise ConfigError(f"local_steps {config.local_steps}: {error}") from None
 
 
-def begin_mean_terms(optimizer: LocalOptimizer, own: float) -> Callable[[], float]:
-    """Begins the mean of the terms that the ranks of this rank's group have in a step, and returns a function that waits for it."""
-    members = optimizer._process_set
-    if members.size() == 1:
-        return lambda: own
-    terms = torch.tensor([own], dtype=torch.float64)
-    handle = mpi_ops.allreduce_async_(terms, name="hvd_ckpt.train.terms", op=mpi_ops.Sum, process_set=members)
-    return functools.cache(lambda: float(mpi_ops.synchronize(handle).item()) / members.size())
-
-
 def check_period(config: Config, resumed: Snapshot) -> None:
     """Raises ConfigError if ranks have weights of their own in a snapshot, and the run has other ranks or other periods."""
+    # Between periods all ranks have the same weights, so any number of ranks and any settings may follow.
     if not resumed.replicated["mid_period"]:
         return
     then = resumed.replicated["config"]

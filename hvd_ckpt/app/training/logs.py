@@ -31,6 +31,10 @@ from typing import Any
 from hvd_ckpt.utils.spans import KINDS
 from hvd_ckpt.utils.text import one_line
 
+TIMES = ("step_seconds", *(f"{kind}_seconds" for kind in KINDS))
+KEYS = (  # the others are metrics
+    "step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds", "sample", "mfu", *TIMES,
+)  # fmt: skip
 MAX_BYTES = 1 << 30
 # Okabe and Ito's colours, which people who are colour-blind can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -74,6 +78,7 @@ class Logs:
         self.path = Path(folder) / "log.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         records = _records(self.path) if self.path.exists() else []
+        # A resumed run writes records anew from its snapshot on. A line that a killed process left unfinished goes, too.
         end = next((start for start, record in records if record.get("step", step) > step), None)
         self._file = self.path.open("ab", buffering=0)
         self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1 if end is None else end)
@@ -86,6 +91,7 @@ class Logs:
         """
         line = json.dumps({name: _text(value) for name, value in record.items()}, ensure_ascii=False).encode()
         end = self._file.seek(0, os.SEEK_END)
+        # A full disk may take a part of a line. It is removed again, so that the file has whole lines only.
         if self._file.write(line + b"\n") <= len(line):
             self._file.truncate(end)
             raise OSError(f"the disk of '{self.path}' is full")
@@ -115,7 +121,7 @@ def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read the log '{path}': {error.strerror}") from None
-    found, start = [], 0
+    records, start = [], 0
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
         try:
             record = json.loads(line)
@@ -129,9 +135,9 @@ def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
             name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
             for name, value in record.items()
         }
-        found.append((start, known))
+        records.append((start, known))
         start += len(line)
-    return found
+    return records
 
 
 # ------------------------------------------------------------------------------------ plot
@@ -192,7 +198,7 @@ def time_plot(
         steps, seconds = _times(log)
         drawn = axes.stackplot(steps, *seconds, colors=(*COLORS[: len(KINDS)], "#bbbbbb"), labels=kinds)
         if len(steps) == 1:  # an area needs two steps
-            for area, top in zip(drawn, itertools.accumulate(one[0] for one in seconds)):
+            for area, top in zip(drawn, itertools.accumulate(values[0] for values in seconds)):
                 axes.plot(steps, [top], marker="_", color=area.get_facecolor()[0])
         axes.set_title(one_line(name)[:LONGEST], parse_math=False)
         axes.set_xlabel("step")
@@ -227,6 +233,7 @@ def _draw_run(axes: Any, number: int, name: str, log: str | os.PathLike[str], al
     label = f" {name}"  # matplotlib leaves out of a legend what begins with an underscore
     if training:
         axes.plot(
+            # Of several runs the first is thick and pale and the later ones thinner, so that lines that coincide are all seen.
             *zip(*training),
             color=color,
             alpha=0.45 if number == 0 and not alone else 1,

@@ -68,8 +68,8 @@ def build_optimizer(
         raise ValueError(f"optimizer '{name}' cannot be used here: {UNSUITABLE[key]}")
     if key not in optimizer_names():
         raise ValueError(unknown("optimizer", name, optimizer_names()))
-    found = optimizer_classes()[key]
-    decays = "weight_decay" in inspect.signature(found).parameters
+    optimizer_class = optimizer_classes()[key]
+    decays = "weight_decay" in inspect.signature(optimizer_class).parameters
     if weight_decay and not decays:
         raise ValueError(f"optimizer '{name}' has no weight decay: set weight_decay to 0, not {weight_decay}")
     given = {
@@ -83,7 +83,7 @@ def build_optimizer(
     if not groups:
         raise ValueError("the model has no parameter that is trained: unfreeze some")
     try:
-        optimizer: torch.optim.Optimizer = found(groups, lr=lr, **given)
+        optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=lr, **given)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise ValueError(f"optimizer '{name}': {' '.join(str(error).split())}") from None
     return optimizer
@@ -98,13 +98,13 @@ def freeze(model: nn.Module, patterns: str) -> None:
         ValueError: no name fits a pattern.
     """
     named = list(model.named_parameters(remove_duplicate=False))
-    for pattern in (one.strip() for one in patterns.split(",")):
-        found = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
-        if not found:
+    for pattern in (text.strip() for text in patterns.split(",")):
+        frozen = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+        if not frozen:
             raise ValueError(
                 f"freeze: no parameter fits '{pattern}'; there are '{named[0][0]}' to '{named[-1][0]}'"
             )
-        for parameter in found:
+        for parameter in frozen:
             parameter.requires_grad_(False)
 
 
@@ -116,7 +116,8 @@ def _groups_of_blocks(
     groups, seen = [], set[nn.Parameter]()
     for number, block in enumerate(model):
         own = [parameter for parameter in block.parameters() if parameter not in seen]
-        seen.update(own)  # a tied parameter is the first block's
+        # A tied parameter has the learning rate of the first block that has it.
+        seen.update(own)
         scale = layer_decay ** (len(model) - 1 - number)
         groups += [{**group, "lr_scale": scale} for group in _groups(own, weight_decay, decays)]
     return groups
@@ -126,6 +127,7 @@ def _groups(parameters: list[nn.Parameter], weight_decay: float, decays: bool) -
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not decays:
         return [{"params": trained}] if trained else []
+    # Biases and the scales of norms are vectors; matrices and filters have two dimensions or more.
     split = (
         ([parameter for parameter in trained if parameter.ndim >= 2], weight_decay),
         ([parameter for parameter in trained if parameter.ndim < 2], 0.0),

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from hvd_ckpt.app.models.catalog import FACTS
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.report import KEYS
+from hvd_ckpt.app.training.logs import KEYS
 from hvd_ckpt.data.dataset import Dataset, Purpose, generator, validation_size
 from hvd_ckpt.data.objectives import OBJECTIVES, Batch, Objective
 from hvd_ckpt.utils.measure import undisturbed
@@ -47,7 +47,9 @@ class OwnModel:
         self.name, self.kind = name, kind
         self._function = import_named("model", name)
         self._parameters = inspect.signature(self._function).parameters
-        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+        self._takes_all = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()
+        )
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Refuses options that the function does not take.
@@ -128,6 +130,7 @@ class Stream:
             ValueError: a pass has no samples.
         """
         first, last = min(indices), max(indices)
+        # Batches come in order, but the first was read before, to try functions on it or to plan.
         if first < self._first:
             self.seek(*self.pass_of(first))
         while self._first + len(self._kept) <= last:
@@ -138,7 +141,7 @@ class Stream:
 
     def pass_of(self, index: int) -> tuple[int, int]:
         """The pass of a sample that has been read since :meth:`seek`, else the first one; and the number of its first sample."""
-        return next((one for one in reversed(self._passes) if one[1] <= index), (0, 0))
+        return next((start for start in reversed(self._passes) if start[1] <= index), (0, 0))
 
     def seek(self, number: int, first: int) -> None:
         """Continues with a pass, and the number of its first sample."""
@@ -155,6 +158,7 @@ class Stream:
         for sample in self._iterator:
             return sample
         (number, first), index = self._passes[-1], self._first + len(self._kept)
+        # A pass without samples would be followed by the next one, and so on for ever.
         if index == first:
             raise ValueError(f"pass {number} over the stream has no samples")
         self._passes.append((number + 1, index))
@@ -202,16 +206,18 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     if isinstance(made, tuple) and len(made) != 2:
         raise ValueError(f"data: {name} returned a tuple of {len(made)}, and must return one data set or two")
     train, test = made if isinstance(made, tuple) else (made, None)
-    for one in (train,) if test is None else (train, test):
-        if not _are_numbered(one) and not is_stream(one):
+    for data_set in (train,) if test is None else (train, test):
+        if not _are_numbered(data_set) and not is_stream(data_set):
             raise ValueError(
                 f"data: {name} returned {type(made).__name__}, and must return a data set with a length and numbered samples, or "
                 "one to iterate over, or two, to train and to evaluate on"
             )
-        if is_stream(one) and iter(one) is one:
+        if is_stream(data_set) and iter(data_set) is data_set:
             raise ValueError(
-                f"data: {name} returned a {type(one).__name__}, which can be read once; return an object whose __iter__ begins anew"
+                f"data: {name} returned a {type(data_set).__name__}, which can be read once; return an object whose __iter__ "
+                "begins anew"
             )
+    # Before data sets are wrapped, since a wrapper does not have the attributes of the user's own.
     facts = {fact: getattr(train, fact) for fact in FACTS if hasattr(train, fact)}
     if is_stream(test):
         test = _beginning(config, test)
@@ -229,11 +235,13 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
                 f"data: {name} returned one {kind}, which cannot be split, return a second one to evaluate on{more}, or give "
                 "validation_split 0"
             )
+        # Sorted, so that files are read in order; which samples are in a part is random all the same.
         order = generator(Purpose.SPLIT, config.seed).permutation(len(train))
         train, test = (Subset(train, numpy.sort(part).tolist()) for part in (order[count:], order[:count]))
     samples: Dataset = train if _makes_batches(train) else Samples(train)
     evaluated: Dataset | None = test if test is None or _makes_batches(test) else Samples(test)
     try:
+        # One batch is made now, so that samples of a wrong form are an error here and not in the loader.
         samples.batch([0], [0])
     except Exception as error:
         reason = " ".join(str(error).split())
@@ -248,9 +256,7 @@ def _beginning(config: Config, stream: Any) -> list[Any]:
     """The samples of a stream that are evaluated."""
     if config.eval_batches is None:
         raise ValueError(f"data: {config.data} returned a stream to evaluate on, give eval_batches")
-    return list(
-        itertools.islice(stream, config.eval_batches * config.batch * (config.replicas or hvd.size()))
-    )
+    return list(itertools.islice(stream, config.eval_batches * config.global_batch(hvd.size())))
 
 
 def kind_of_data(config: Config) -> str:
@@ -301,7 +307,7 @@ class OwnObjective(Objective):
 
     def metrics(self, output: Any, batch: Batch) -> dict[str, Tensor]:
         known = {} if self._base is None or self._loss is not None else self._base.metrics(output, batch)
-        return {**known, **{name: one(output, batch.targets) for name, one in self._metrics.items()}}
+        return {**known, **{name: metric(output, batch.targets) for name, metric in self._metrics.items()}}
 
     def of_loss(self, loss: float) -> dict[str, float]:
         return {} if self._base is None or self._loss is not None else self._base.of_loss(loss)
@@ -346,9 +352,10 @@ def check_functions(
         return
     count = min(config.micro_batch, len(train))
     batch = train.batch(range(count), [0] * count).to(device)
-    shapes = ", ".join(str(tuple(one.shape)) for one in batch.inputs if isinstance(one, Tensor))
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch.inputs if isinstance(tensor, Tensor))
     with torch.no_grad(), undisturbed(model, device):
-        model.train(config.batch_norm != "synchronized")  # which trains on the samples of all ranks
+        # A synchronized batch norm would wait for the other ranks, whose functions may raise errors here.
+        model.train(config.batch_norm != "synchronized")
         try:
             with _explained(
                 f"model {config.model}: it cannot take a micro-batch of inputs of shape {shapes}"
@@ -362,8 +369,8 @@ def check_functions(
                     f"loss {config.loss}: it returned {what}, and must return a tensor of one element, the mean over the samples"
                 )
             with _explained("metrics: they cannot take the model's output and the targets"):
-                found = objective.metrics(output, batch)
-            for name, value in found.items():
+                metrics = objective.metrics(output, batch)
+            for name, value in metrics.items():
                 if not isinstance(value, Tensor) or value.numel() != 1:
                     raise ValueError(
                         f"metrics: {name} returned {shown(value)}, and must return a tensor of one element, a mean over the samples"

@@ -1,388 +1,271 @@
-"""What a run makes of its model: device, precision, recomputation, plan, pipeline stages, distributed optimizer."""
+"""The start of a run, from its configuration to its first step; for a resume it is the same, with the state of a snapshot.
+
+One function calls all steps, :func:`prepare`. Their order follows from what each of them needs:
+
+- The snapshot is compared with a model and an optimizer that are whole and of one rank, so it is read before these are distributed.
+- Planning runs the whole model with the weights of the snapshot, so it comes between the two.
+- Gradient hooks see the modules that the plan has changed and the blocks of this rank's stage, so the optimizer comes after both.
+- What shards, moments and random states a rank has is known last, and loaded last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch import nn
 
-from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.ending import errors_everywhere
-from hvd_ckpt.app.training.local import make_local
-from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
-from hvd_ckpt.batchnorm.synchronized import warn_of_unsynchronized
+from hvd_ckpt.app.training.build import Assembly
+from hvd_ckpt.app.training.callbacks import callbacks_of
+from hvd_ckpt.app.training.config import Config, ConfigError, first_and_last
+from hvd_ckpt.app.training.ending import Reports, config_errors, errors_everywhere
+from hvd_ckpt.app.training.model import device_of, precision_of, prepare_model
+from hvd_ckpt.app.training.modes import Plain, mode_of
+from hvd_ckpt.app.training.optim import Schedule, build_optimizer, freeze
+from hvd_ckpt.app.training.own import Stream, check_functions
+from hvd_ckpt.app.training.plans import choose_plan
+from hvd_ckpt.app.training.profiling import StepTrace, utilization_of_a_unit
+from hvd_ckpt.app.training.report import ProgressLine, Report
+from hvd_ckpt.app.training.resume import (
+    Progress,
+    ResumePoint,
+    average_weights,
+    find_resume_point,
+    plan_text,
+    read_snapshot,
+)
+from hvd_ckpt.app.training.summary import print_summary
+from hvd_ckpt.app.training.trained import Start, trained_on_text
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
-from hvd_ckpt.distributed.optimizer import DistributedOptimizer
-from hvd_ckpt.distributed.precision import AUTOCAST, Precision
-from hvd_ckpt.pipeline.chain import Chain
-from hvd_ckpt.pipeline.pipeline import Pipeline
-from hvd_ckpt.pipeline.random_state import seed_blocks
-from hvd_ckpt.planning.plan import Plan, PlanError
-from hvd_ckpt.planning.planner import plan
-from hvd_ckpt.processes import watchdog
-from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, has_gpu_operations, local_device
+from hvd_ckpt.data.sampler import DistributedSampler
+from hvd_ckpt.distributed.precision import Precision
+from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
-from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.agreement import of_first_process
+from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.reduction.leveling import agree_on_naming
 from hvd_ckpt.reduction.weights import verify_weights
-from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
-from hvd_ckpt.torch_private import AnyBatchNorm
-from hvd_ckpt.utils.extras import BUILD_HOROVOD
-from hvd_ckpt.utils.schema import write_text
+from hvd_ckpt.sharding.averaging import AveragedWeights
+from hvd_ckpt.snapshots.content import tensors_of
+from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
+from hvd_ckpt.snapshots.resume import state_of_shards
+from hvd_ckpt.snapshots.snapshots import Snapshots
+from hvd_ckpt.utils.text import show_bytes
 
-# ------------------------------------------------------------------------------------ device and precision
+DEFAULT_STEPS = 100
 
 
-def device_of(config: Config) -> torch.device:
-    """The configured device: by default this process's own GPU, or the CPU where there is none that Horovod can use.
+@dataclass(eq=False, repr=False)
+class Run:
+    """A run that is ready for its next step, on one rank.
 
-    Raises:
-        ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.
+    Attributes:
+        config: the settings.
+        folder: of logs, plan, pictures and snapshots.
+        objective, train, test: the loss, and the samples; ``test`` is None without a validation split.
+        sampler: the order of the samples to train on.
+        device, precision: of the passes.
+        model: on the device, with its plan; in pipeline stages this rank's part.
+        optimizer: the ``DistributedOptimizer``, or that of ``LocalSGD``.
+        mode: how the ranks share the work of a step.
+        average: of the weights, if configured.
+        plan, plan_text: the plan that recomputation follows, and its file, or None.
+        prompt: a text that the model continues at each evaluation, or None.
+        steps: of the whole run.
+        first_ranks: with which the run began.
+        rate_scale: factor of the configured learning rate: 1, but in an elastic job the number of ranks over that at the start.
+        schedule: of the learning rate.
+        progress: how far the run has come.
+        report: what it counts, shows and logs.
+        trace: of the configured steps.
+        snapshots: of the run, and requests to stop it.
+        reports: what single ranks report to all.
     """
-    name = config.device
-    try:
-        device = torch.device(name or "cuda")
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{name}': give cpu, cuda, or cuda:N")
-    if device.type == "cpu":
-        return device
-    if name is not None:
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device '{name}': this machine has no such device, see `hvd-ckpt doctor`")
-        if not has_gpu_operations():
-            raise ConfigError(f"device '{name}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
-    if ":" in (name or ""):
-        torch.cuda.set_device(device)
-        return device
-    try:
-        return local_device()
-    except RuntimeError as error:
-        raise ConfigError(f"device '{name or 'cuda'}': {error}") from None
+
+    config: Config
+    folder: Path
+    objective: Objective
+    train: Dataset
+    test: Dataset | None
+    sampler: DistributedSampler
+    device: torch.device
+    precision: Precision
+    model: Any
+    optimizer: Any
+    mode: Plain
+    average: AveragedWeights | None
+    plan: Plan | None
+    plan_text: str | None
+    prompt: Start | None
+    steps: int
+    first_ranks: int
+    rate_scale: float
+    schedule: Schedule
+    progress: Progress
+    report: Report
+    trace: StepTrace
+    snapshots: Snapshots
+    reports: Reports
 
 
-def precision_of(config: Config, device: torch.device) -> Precision:
-    """The configured precision.
-
-    Raises:
-        ConfigError: the device or a missing package rules it out.
-    """
-    try:
-        return Precision(config.precision, device.type)
-    except RuntimeError as error:
-        raise ConfigError(str(error)) from None
-
-
-# ------------------------------------------------------------------------------------ batch norm and recomputation
-
-
-def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """The model on its device, with the configured kind of batch norm, recomputed in segments if configured.
-
-    Each block of a chain has a random state of its own, so that dropout draws the same numbers in any number of pipeline stages.
-    With stages the model stays where it is: each rank's device is to hold its blocks only.
-
-    Raises:
-        ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments or stages.
-    """
-    if config.verify_recomputation is not None:
-        verify_recomputation(config.verify_recomputation)
-    check_stages(model, config)
-    kind = type(model).__name__
-    if config.stages == 1:
-        model = model.to(device)
-    if config.batch_norm != "local":
-        if not any(isinstance(module, AnyBatchNorm) for module in model.modules()):
-            raise ConfigError(f"batch_norm {config.batch_norm}: this {kind} has no batch norm, leave it out")
-        converter: Any = SyncBatchNorm if config.batch_norm == "synchronized" else DeferredBatchNorm
-        model = converter.convert(model)
-    warn_of_unsynchronized(model)
-    if config.segments is None:
-        return seed_blocks(model) if isinstance(model, nn.Sequential) else model
-    if not isinstance(model, nn.Sequential):
-        raise ConfigError(f"segments {config.segments}: this {kind} is not a chain of blocks, give a budget")
-    if config.segments > len(model):
-        raise ConfigError(
-            f"segments {config.segments}: this model has {len(model)} blocks, give at most that many"
-        )
-    if isinstance(model, Chain):
-        model.checkpoint_interval = -(-len(model) // config.segments)
-        model.use_reentrant = config.reentrant
-        return seed_blocks(model)
-    return seed_blocks(CheckpointSequential(model, config.segments, config.reentrant))
-
-
-def check_stages(model: nn.Module, config: Config) -> None:
-    """Raises ConfigError if the job has another number of pipeline stages than configured, or the model cannot be cut into them."""
-    if config.stages != current().stages:
-        raise ConfigError(
-            f"stages {config.stages}: the job was started with {current().stages}, give the same number to init()"
-        )
-    if config.stages == 1:
-        return
-    if not isinstance(model, nn.Sequential):
-        raise ConfigError(
-            f"stages {config.stages}: this {type(model).__name__} is not a chain of blocks, make it an nn.Sequential of them"
-        )
-    parts, each = config.stages * config.virtual_stages_of_each, config.virtual_stages_of_each
-    if len(model) < parts:
-        of_each = f" with {each} parts each" if each > 1 else ""
-        raise ConfigError(
-            f"stages {config.stages}{of_each}: this model has {len(model)} blocks, give at most that many"
-        )
-    if config.balance is not None and sum(config.balance) != len(model):
-        raise ConfigError(
-            f"balance {config.balance}: these are {sum(config.balance)} blocks and this model has {len(model)}, give all of them"
-        )
-
-
-def cut_into_stages(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: Config,
-    device: torch.device,
-    planned: Plan | None,
-) -> Pipeline:
-    """The model in the configured pipeline stages, of which this rank's is on its device. Collective.
+def prepare(config: Config, parts: Assembly, point: ResumePoint | None = None) -> Run:
+    """Prepares a run. Collective.
 
     Args:
-        optimizer: of the model, without state; it keeps the parameters of this rank's stage.
-        planned: gives the cuts and what each block keeps; without one they are as configured.
+        parts: a model in training mode, on the CPU, with its loss and samples.
+        point: where the run starts, and its folder; by default as configured.
 
     Raises:
-        ConfigError: the model cannot be cut so; on every rank alike.
+        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; on every rank alike.
+        DryRun: the configuration asks for the summary of the run alone.
     """
-    with errors_everywhere("hvd_ckpt.train.cut"):
-        if planned is not None:
-            pipeline = Pipeline(model, plan=planned)  # type: ignore[arg-type]
-        else:
-            pipeline = Pipeline(
-                model,  # type: ignore[arg-type]
-                config.balance,
-                chunks=config.accumulate,
-                schedule=config.pipeline_schedule,
-                checkpoint=config.checkpoint,
-                virtual_stages=config.virtual_stages_of_each,
-            )
-        own = set(pipeline.parameters())
-        for group in optimizer.param_groups:  # one may become empty: all stages have the same groups
-            group["params"] = [parameter for parameter in group["params"] if parameter in own]
-        if not any(group["params"] for group in optimizer.param_groups):
-            raise ConfigError(
-                f"stages {config.stages}: stage {current().stage} has no parameters that are trained, give another balance than "
-                f"{pipeline.balance}"
-            )
-    return pipeline.to(device)
+    Mode = mode_of(config)
 
+    # Model and optimizer of one rank. Nothing here communicates, so that a rank that fails can tell the others.
+    with errors_everywhere("hvd_ckpt.train.settings"):
+        if config.deterministic:
+            use_deterministic_kernels()
+        if not config.verify_weights:
+            verify_weights(False)
+        device = device_of(config)
+        sampler = _sampler(config, parts.train)
+        precision = precision_of(config, device)
+        callbacks = callbacks_of(config)
+        prompt = None if config.prompt is None else Start(trained_on_text(config), config.prompt)
+        if config.freeze is not None:
+            freeze(parts.model, config.freeze)
+        parts = parts._replace(model=prepare_model(parts.model, config, device))
+        optimizer = _optimizer(config, parts)
+        check_functions(config, parts.model, parts.objective, parts.train, device)
 
-def choose_plan(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: Config,
-    train: Dataset,
-    objective: Objective,
-    device: torch.device,
-    folder: Path,
-    text: str | None,
-) -> tuple[Plan | None, str | None]:
-    """The configured plan, written to ``plan.json``, and its text. Collective.
+    # Snapshot: read, validated, and its weights loaded.
+    point = point or find_resume_point(config)
+    folder = point.folder
+    with errors_everywhere("hvd_ckpt.train.snapshot"):
+        snapshot = read_snapshot(point, config, len(parts.train), parts.model, optimizer)
+        progress = Progress() if snapshot is None else Progress(**snapshot.replicated["progress"])
+        first_ranks: int = hvd.size() if snapshot is None else snapshot.replicated["ranks"]
+        steps = _last_step(config, sampler, progress)
+        rate_scale = hvd.size() / first_ranks if is_elastic() and Mode.scales_rate else 1.0
+        schedule = Schedule(config.schedule, config.lr * rate_scale, steps, config.warmup)
+        if current().number == 0 and not config.dry_run:
+            config.write_yaml(folder / "config.yaml")
+    taken = progress.step
+    expected = {} if snapshot is None else state_of_shards(optimizer, parts.model)
+    print_summary(config, parts, device, folder, taken, steps)
 
-    Args:
-        model: the whole one; the plan is not applied to it yet.
-        optimizer: of the model, not distributed.
-        train: its first samples are planned with.
-        folder: of the run.
-        text: of the run's earlier plan, if it is still valid.
-
-    Raises:
-        ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit; on every rank alike.
-    """
-    if config.budget is None and config.plan is None:
-        return None, None
-    file, first = folder / "plan.json", current().number == 0
-    if text is not None:
-        with errors_everywhere("hvd_ckpt.train.plan_file"):
-            if first:
-                write_text(text, file)
+    # Plan, and count of operations, of the whole model. Then stages, and the weights of rank 0.
+    utilization = utilization_of_a_unit(config, parts, device)
+    _, aliases = tensors_of(parts.model, buffers=False)
     try:
-        if text is not None or config.plan is not None:
-            with errors_everywhere("hvd_ckpt.train.plan"):
-                chosen = load_plan(
-                    file if text is not None else Path(str(config.plan)), model, config.precision
-                )
-                _check_layout(chosen, config)
-        else:
-            chosen = _make_plan(model, optimizer, config, train, objective, device)
+        plan, text = choose_plan(config, parts, optimizer, device, folder, plan_text(config, snapshot))
     except ConfigError:
-        if first and not config.resume:
-            (folder / "config.yaml").unlink()  # the folder is empty again, and can be given again
+        if current().number == 0 and not config.resume:
+            # A folder must be empty to be given for a run, so that of a run without a plan is emptied again.
+            (folder / "config.yaml").unlink()
         raise
-    if first:
-        chosen.save(file)
-        text = file.read_text("utf-8")
-    return chosen, of_first_process(text, "hvd_ckpt.train.plan_text")
+    model = Mode.place(config, parts.model, optimizer, device, plan)
+    broadcast_parameters(model.state_dict(), root_rank=0)
 
+    # Optimizer of all ranks.
+    optimizer = Mode.distribute(config, model, optimizer, aliases)
+    model, optimizer = precision.prepare(model, optimizer)
+    # The state of shards is different on each rank.
+    if Mode.same_state and config.shard == "none":
+        broadcast_optimizer_state(optimizer, root_rank=0)
+    average = average_weights(optimizer, config.ema)
+    mode = Mode(config, model, optimizer, parts.objective, precision=precision, device=device)
 
-@watchdog.unlimited()
-def _make_plan(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: Config,
-    train: Dataset,
-    objective: Objective,
-    device: torch.device,
-) -> Plan:
-    """A plan for steps of micro-batches."""
-    count = min(config.micro_batch, len(train))
-    with errors_everywhere("hvd_ckpt.train.sample"):
-        sample = train.batch(range(count), [0] * count).to(device)
-    stages: dict[str, Any] = {}
-    if config.stages > 1:
-        stages = {
-            "stages": config.stages,
-            "chunks": config.accumulate,
-            "schedule": config.pipeline_schedule,
-            "virtual_stages": config.virtual_stages_of_each,
-            "param_scale": _param_scale(model, optimizer, config),
-        }
-        if current().number == 0:
-            model.to(device)  # this process plans
-    try:
-        return plan(
-            model,
-            *sample.inputs,
-            kwargs=sample.shared,
-            loss=lambda output: objective.loss(output, sample),
-            budget=config.budget,
-            autocast=AUTOCAST.get(config.precision),
-            chunk_head=config.chunk_head,
-            verbose=True,
-            cache=config.plan_cache,
-            **stages,
-        )
-    except ValueError as error:
-        raise ConfigError(f"budget {config.budget}: {error}") from None
-    finally:
-        if stages:
-            model.to("cpu")
+    # State of the snapshot, which includes random states: nothing draws random numbers after it.
+    seed_all(seed_of_rank(config.seed, taken))
+    line = ProgressLine(steps, taken, peak=_planned_peak(plan)) if current().number == 0 else None
+    report = Report(
+        folder,
+        mode,
+        line,
+        start=taken,
+        unit=parts.objective.unit,
+        utilization=utilization,
+        callbacks=callbacks,
+    )
+    snapshots = Snapshots(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        scaler=precision.scaler,
+        average=average,
+        keep=config.keep_snapshots,
+        blocking=config.blocking_snapshots,
+        warn=lambda text: report.say(f"Warning: {text}"),
+    )
+    if snapshot is not None:
+        with config_errors():
+            of_rank = snapshots.load(snapshot, expected)
+            report.meter.load_pending(mode.logged_in(snapshot, of_rank))
 
-
-def _param_scale(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> float:
-    """Bytes of a parameter with its gradient, optimizer state and average on each rank, for each byte of the parameter alone."""
-    entries = next(iter(state_of_shards(optimizer, model).values()), {})
-    kept = sum(isinstance(entry, torch.Tensor) and entry.numel() == FLAT for entry in entries.values())
-    split = [kept + (config.ema is not None), 1, 1]  # over the ranks, from stage 1, 2 and 3 of ZeRO on
-    return sum(
-        part / hvd.size() if config.shard_stage > place else float(part) for place, part in enumerate(split)
+    return Run(
+        config=config,
+        folder=folder,
+        objective=parts.objective,
+        train=parts.train,
+        test=parts.test,
+        sampler=sampler,
+        device=device,
+        precision=precision,
+        model=model,
+        optimizer=optimizer,
+        mode=mode,
+        average=average,
+        plan=plan,
+        plan_text=text,
+        prompt=prompt,
+        steps=steps,
+        first_ranks=first_ranks,
+        rate_scale=rate_scale,
+        schedule=schedule,
+        progress=progress,
+        report=report,
+        trace=StepTrace(config.profile, folder, report),
+        snapshots=snapshots,
+        reports=Mode.reports(config, snapshots.stop, report.say),
     )
 
 
-def _check_layout(made: Plan, config: Config) -> None:
-    """Raises ConfigError if a plan is for other pipeline stages than configured."""
-    cuts = made.pipeline
-    if (cuts is None) != (config.stages == 1):
-        other = "without stages" if cuts is None else f"in {cuts.stages} stages"
-        raise ConfigError(
-            f"plan {config.plan}: it is for a model {other}, make one with `hvd-ckpt plan --stages {config.stages}`"
-        )
-    if cuts is None:
-        return
-    for setting, wanted, given in (
-        ("stages", cuts.stages, config.stages),
-        ("accumulate", cuts.micro_batches, config.accumulate),
-        ("pipeline_schedule", cuts.schedule, config.pipeline_schedule),
-        ("virtual_stages", cuts.virtual_stages, config.virtual_stages_of_each),
-    ):
-        if wanted != given:
-            raise ConfigError(f"{setting} {given}: the plan {config.plan} was made for {wanted}, give that")
+def _sampler(config: Config, train: Dataset) -> DistributedSampler:
+    shuffle = not isinstance(train, Stream)
+    return DistributedSampler(train, config.batch, seed=config.seed, epochs=config.epochs, shuffle=shuffle)
 
 
-def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
-    """The plan in a file, if it fits the model and was made in this precision.
-
-    Raises:
-        ConfigError: it cannot be read or does not fit.
-    """
-    try:
-        loaded = Plan.load(file)
-        loaded.check(model)
-    except PlanError as error:
-        raise ConfigError(f"plan: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"plan: cannot read '{file}': {error.strerror}") from None
-    made = next(
-        (name for name, dtype in AUTOCAST.items() if str(dtype) == f"torch.{loaded.autocast}"), "fp32"
+def _optimizer(config: Config, parts: Assembly) -> torch.optim.Optimizer:
+    return build_optimizer(
+        config.optimizer,
+        parts.model,
+        config.lr,
+        config.weight_decay,
+        options=config.optimizer_options,
+        layer_decay=config.layer_decay,
     )
-    if made != precision and {made, precision} & AUTOCAST.keys():
-        raise ConfigError(
-            f"plan '{file}': it was made for precision {made}, and this run's is {precision}, with another peak: make "
-            f"one with `hvd-ckpt plan --precision {precision}`, or give budget instead"
-        )
-    return loaded
 
 
-# ------------------------------------------------------------------------------------ optimizer
-
-
-def distribute(
-    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, aliases: Mapping[str, str]
-) -> Any:
-    """The ``DistributedOptimizer`` of a run, sharded or not, or its ``LocalSGD``. Collective.
-
-    Args:
-        model: on its device and with its plan, since blocks that are recomputed together are gathered together at stage 3.
-        aliases: further names of tied parameters, and the one that the optimizer knows: on each pipeline stage a parameter may have
-            another.
+def _last_step(config: Config, sampler: DistributedSampler, progress: Progress) -> int:
+    """The number of the last step.
 
     Raises:
-        ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; on every rank alike.
+        ValueError: steps to be traced come after it.
     """
-    if not config.verify_weights:
-        verify_weights(False)
-    if config.is_local:
-        return make_local(optimizer, model, config)
-    if config.shard_stage and is_elastic():
-        raise ConfigError(
-            f"shard {config.shard}: ranks of an elastic job come and go, and take what they hold with them, leave it out"
-        )
-    options: dict[str, Any] = {}
-    if config.shard_stage:
-        options = {name: getattr(config, name) for name in ("shard", "offload", "offload_folder", "wire")}
-        options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1
-    if config.shard_stage == 3 or config.replicas is not None:
-        options["model"] = model
-    if config.shard_stage == 3:
-        options["within"] = config.within
-    if config.replicas is not None:
-        options["replicas"] = config.replicas
-    # The replicas of a stage raise together, and the stages must, too.
-    with errors_everywhere("hvd_ckpt.train.distribute") if config.stages > 1 else nullcontext():
-        try:
-            distributed: Any = DistributedOptimizer(
-                optimizer,
-                named_parameters=[(aliases.get(name, name), one) for name, one in model.named_parameters()],
-                compression=getattr(Compression, config.compression),
-                bucket_cap_mb=config.bucket_cap_mb,
-                **options,
-            )
-        except (ValueError, OSError) as error:
-            if config.replicas is not None:
-                raise ConfigError(str(error)) from None
-            if not config.shard_stage:
-                raise
-            raise ConfigError(f"shard {config.shard}: {error}") from None
-    if config.replicas is not None:
-        distributed.replicas.seed = config.seed
-    if is_elastic():  # where ranks have made different numbers of optimizers
-        agree_on_naming(distributed)
-    return distributed
+    left = sampler.batches_left(progress.position, config.global_batch(hvd.size()))
+    steps = (config.steps or DEFAULT_STEPS) if left is None else progress.step + left
+    if config.profile is not None and first_and_last(config.profile)[0] > steps:
+        raise ValueError(f"profile {config.profile}: the run ends after step {steps}")
+    return steps
+
+
+def _planned_peak(plan: Plan | None) -> str | None:
+    """The measured peak that a plan's budget limits, in words; None without a plan."""
+    if plan is None or plan.measured is None:
+        return None
+    budget = "" if plan.budget is None else f" of {show_bytes(plan.budget)} budgeted"
+    return f"step's peak {show_bytes(plan.measured.peak_bytes)}{budget}"

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import Self
 
+from hvd_ckpt.app.training.build import Assembly
 from hvd_ckpt.app.training.config import Config, first_and_last
 from hvd_ckpt.app.training.report import Report
-from hvd_ckpt.data.dataset import Dataset
-from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.processes.grid import current
 
 # Dense half-precision TFLOP/s by a part of the device's name, from the vendors' data sheets; the first that fits counts.
@@ -59,6 +57,7 @@ class StepTrace:
         """Ends the trace and writes it. A file that cannot be written is a warning: it must not end the training."""
         if self._profiler is None:
             return
+        # Forgotten first: an error while it is written must not write it again at the end of the run.
         profiler, self._profiler, self._steps = self._profiler, None, None
         profiler.stop()
         try:
@@ -74,15 +73,13 @@ class StepTrace:
         self._write()
 
 
-def utilization_of_a_unit(
-    config: Config, model: nn.Module, objective: Objective, train: Dataset, device: torch.device
-) -> float | None:
+def utilization_of_a_unit(config: Config, parts: Assembly, device: torch.device) -> float | None:
     """The share of all devices' peak that one unit per second uses (model FLOPs utilization, Chowdhery et al., "PaLM", 2022).
 
     The forward pass of one sample is counted by ``torch.utils.flop_counter``, on the first process only.
 
     Args:
-        model: the whole one.
+        parts: with the whole model.
 
     Returns:
         None if no peak is given or known for this device and precision, on other processes, or if the model computes nothing that
@@ -91,9 +88,11 @@ def utilization_of_a_unit(
     peak = config.peak_tflops
     if peak is None and device.type == "cuda" and config.precision not in ("fp32", "apex-O0"):
         name = torch.cuda.get_device_name(device)
-        peak = next((found for part, found in PEAKS.items() if part in name), None)
+        peak = next((peak for part, peak in PEAKS.items() if part in name), None)
     if peak is None or current().number != 0:
         return None
+    model, objective, train, _ = parts
+    # In stages the whole model is on the CPU still.
     place = next(model.parameters()).device
     sample = train.batch([0], [0]).to(place)
     counter, training = FlopCounterMode(display=False), model.training
@@ -109,7 +108,8 @@ def utilization_of_a_unit(
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(counter)
             model.eval()(*sample.inputs, **sample.shared)
-    except Exception as error:  # the run itself may well succeed
+    # The counter does not know every operation. The run itself may well succeed, and only has no MFU.
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         warnings.warn(f"No MFU: the operations of one sample cannot be counted: {reason}", stacklevel=2)
         return None

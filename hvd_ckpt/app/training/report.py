@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn
@@ -22,36 +21,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from hvd_ckpt.app.training.callbacks import Callbacks
-from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.logs import Logs, loss_plot
-from hvd_ckpt.app.training.passes import parts_of_rank
+from hvd_ckpt.app.training.logs import KEYS, TIMES, Logs, loss_plot
+from hvd_ckpt.app.training.modes import Plain
 from hvd_ckpt.pipeline.microbatch import Accumulated
-from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import launcher_terminal
 from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.spans import KINDS, SpanTimes, recording
 from hvd_ckpt.utils.text import Heartbeat, elapsed, one_line, show_bytes
-
-TIMES = (
-    "step_seconds",
-    *(f"{kind}_seconds" for kind in KINDS),
-)  # of records: of a step, means over steps and ranks
-KEYS = (  # of records; others are metrics
-    "step",
-    "kind",
-    "loss",
-    "lr",
-    "rate",
-    "unit",
-    "memory",
-    "memory_of",
-    "samples",
-    "seconds",
-    "sample",
-    "mfu",
-    *TIMES,
-)
 
 
 class Meter:
@@ -87,6 +64,7 @@ class Meter:
 
     def add(self, loss: Tensor | float, weight: float, units: float, part: int = 0) -> None:
         """Counts one step of a part: its loss, a mean over ``weight`` terms, and its units (tokens, images, ...)."""
+        # The loss of a part without terms may be nan, and does not count.
         if weight:
             term = (loss.detach().double() if isinstance(loss, Tensor) else loss) * weight
             self._losses[part] = self._losses[part] + term
@@ -109,6 +87,7 @@ class Meter:
         self._wait()
         self._seconds += self._clock() - self._since
         try:
+            # Spans of an evaluation would count as parts of a training step.
             with recording(None):
                 yield
         finally:
@@ -121,11 +100,14 @@ class Meter:
         Args:
             add_ranks: sums a float64 tensor [parts, columns] on the CPU over the parts of all ranks; then every rank has to read.
         """
-        pending = self.pending()  # which waits for the device
+        # Reading the losses waits for the device, so the clock is read after them.
+        pending = self.pending()
         now = self._clock()
         seconds = self._seconds + now - self._since
         of_steps = (seconds, *self.spans.read().values())
         more = [self._units, 1.0, *(value / max(self._steps, 1) for value in of_steps)]
+        # One row for each part of the batch, so that the sums have an order that does not depend on the ranks. What is counted for
+        # the rank as a whole stands in its first row.
         own = torch.tensor([[*pair, *[0.0] * len(more)] for pair in pending], dtype=torch.float64)
         own[0, 2:] = torch.tensor(more, dtype=torch.float64)
         loss, weight, units, ranks, *times = (own.sum(0) if add_ranks is None else add_ranks(own)).tolist()
@@ -174,6 +156,7 @@ class ProgressLine:
 
     def __enter__(self) -> Self:
         self._progress.start()
+        # A live line says by itself that the run goes on.
         if self._progress.disable:
             self._beat.__enter__()
         return self
@@ -247,7 +230,8 @@ def _console() -> Console:
     path = None if console.is_terminal else launcher_terminal()
     if path is None:
         return console
-    try:  # a launched process has no terminal, and must not get one
+    # A launched process has no terminal, and the one that is opened must not become its controlling terminal.
+    try:
         terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
         width = os.get_terminal_size(terminal).columns
         return Console(file=os.fdopen(terminal, "w", encoding="utf-8"), width=width or None)
@@ -268,12 +252,12 @@ class Report:
     """Counts on every rank, and shows and writes on rank 0. A context manager around the training loop.
 
     Args:
-        steps: of the whole run.
-        unit: of throughput.
+        mode: of the run, which adds up what its ranks have counted.
+        line: on rank 0, where records are shown.
         start: steps taken before; records of later ones are dropped from the logs.
-        plan: its measured peak is shown.
-        callbacks: of this process.
+        unit: of throughput.
         utilization: of the devices' peak by one unit per second; None if that is not known.
+        callbacks: of this process.
 
     Attributes:
         meter: counts what the next entry of the log says.
@@ -283,28 +267,24 @@ class Report:
     def __init__(
         self,
         folder: Path,
-        config: Config,
-        steps: int,
-        unit: str,
+        mode: Plain,
+        line: ProgressLine | None,
+        *,
         start: int,
-        device: torch.device,
-        plan: Plan | None = None,
+        unit: str,
         utilization: float | None = None,
         callbacks: Sequence[Any] = (),
     ) -> None:
         self.tell = Callbacks(list(callbacks), self.say)
-        self._utilization = utilization
-        self._folder, self._config, self._steps, self._start = folder, config, steps, start
-        self._unit, self._device, self._plan = unit, device, plan
-        self.meter = Meter(device, parts=parts_of_rank(config))
+        self._folder, self._mode, self._line = folder, mode, line
+        self._start, self._unit, self._utilization = start, unit, utilization
+        self.meter = Meter(mode.device, parts=mode.parts)
         self._open = ExitStack()
         self._logs: Logs | None = None
-        self._line: ProgressLine | None = None
 
     def __enter__(self) -> Self:
-        if current().number == 0:
-            line = ProgressLine(self._steps, self._start, peak=_planned_peak(self._plan))
-            self._line = self._open.enter_context(line)
+        if self._line is not None:
+            self._open.enter_context(self._line)
             try:
                 self._logs = self._open.enter_context(self._open_logs())
             except (OSError, ValueError) as error:
@@ -327,7 +307,8 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._open:
-            if error is not None:  # which a callback is not to replace
+            # A callback that raises now must not replace the error of the run.
+            if error is not None:
                 with contextlib.suppress(Exception):
                     self.tell("on_end", None)
 
@@ -343,14 +324,14 @@ class Report:
         if self._line is not None:
             self._line.advance(step)
 
-    def log(self, step: int, lr: float, **more: float) -> None:
-        """Writes what all ranks have counted since the last time, with more that is the same on every rank. Collective."""
-        reading = self.meter.read(_sum_over_ranks if self._config.replicas is None else _sum_over_replicas)
-        memory, kind = peak_memory(self._device)
+    def log(self, step: int, lr: float) -> None:
+        """Writes what all ranks have counted since the last time. Collective."""
+        reading = self.meter.read(self._mode.add_up)
+        memory, kind = peak_memory(self._mode.device)
         units = {"unit": self._unit, "memory": memory, "memory_of": kind}
         if self._utilization is not None:
-            more = {"mfu": reading["rate"] * self._utilization, **more}
-        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **more})
+            units["mfu"] = reading["rate"] * self._utilization
+        self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **self._mode.facts()})
 
     def evaluation(self, step: int, means: dict[str, float], seconds: float, **sample: str) -> None:
         """Writes the result of an evaluation, and a text that the model has made."""
@@ -363,7 +344,7 @@ class Report:
         if current().number != 0:
             return
         try:
-            loss_plot({self._config.model: self._folder / "log.jsonl"}, self._folder / "loss.png")
+            loss_plot({self._mode.config.model: self._folder / "log.jsonl"}, self._folder / "loss.png")
         except (OSError, ValueError) as error:
             self.say(f"Warning: no plot of the loss: {error}")
         except ImportError as error:
@@ -378,6 +359,7 @@ class Report:
                 self._logs.write(record)
         except OSError as error:
             self.say(f"Warning: the log of step {record['step']} is not written: {error.strerror or error}")
+        # The log comes first: callbacks and a reader of the screen may look into it.
         self._line.show(record)
         self.tell("on_log" if record["kind"] == "train" else "on_evaluation", record)
 
@@ -392,22 +374,3 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
         return torch.cuda.max_memory_allocated(device), f"allocated on {device}"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024, "resident set"
-
-
-def _planned_peak(plan: Plan | None) -> str | None:
-    """The measured peak that a plan's budget limits, in words; None without a plan."""
-    if plan is None or plan.measured is None:
-        return None
-    budget = "" if plan.budget is None else f" of {show_bytes(plan.budget)} budgeted"
-    return f"step's peak {show_bytes(plan.measured.peak_bytes)}{budget}"
-
-
-def _sum_over_ranks(values: Tensor) -> Tensor:
-    total: Tensor = hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
-    return total
-
-
-def _sum_over_replicas(values: Tensor) -> Tensor:
-    """Adds the rows of all replicas in their order, whichever ranks have them."""
-    rows: Tensor = hvd.allgather(values, name="hvd_ckpt.report")
-    return rows.sum(0)

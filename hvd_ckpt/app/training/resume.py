@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,12 @@ from typing import Annotated, Any
 import horovod.torch as hvd
 import torch
 from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, model_validator
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.local import OF_A_PERIOD, check_period
+from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.sharding.averaging import AveragedWeights
@@ -29,11 +30,12 @@ from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import state
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
-from hvd_ckpt.snapshots.state import NUMBER, Count, PerRankState, Positive, Replicas, ReplicatedState, Weight
+from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
 from hvd_ckpt.snapshots.stopping import forget_file
 from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.utils.folders import new_folder
 from hvd_ckpt.utils.schema import Strict, Wrong
+from hvd_ckpt.utils.states import NUMBER, Count, Positive, Weight
 
 # Settings without which the state has no meaning.
 FIXED = ("seed", "optimizer", "layer_decay", "freeze", "batch_norm", "replicas")
@@ -65,7 +67,8 @@ class ResumePoint:
         Raises:
             SnapshotError: the snapshot cannot be used.
         """
-        if self.commit is not None:  # an optimizer keeps the tensors that it loads
+        # An optimizer keeps the tensors that it loads, and would change those of the commit.
+        if self.commit is not None:
             own = map_tensors(self.commit.replicated, "state", lambda tensor, _: tensor.clone())
             return dataclasses.replace(self.commit, ranks=hvd.size(), replicated=own)
         return None if self.snapshot is None else read(self.snapshot, hvd.rank())
@@ -78,6 +81,7 @@ def find_resume_point(config: Config) -> ResumePoint:
         ConfigError: the folder is in use or cannot be written to, or has no snapshot to resume from; on every rank.
     """
     answer: ResumePoint | str = ""
+    # One process makes or reads the folder. What it finds, an error as well, is sent to the others as it is.
     if current().number == 0:
         try:
             if config.resume:
@@ -95,6 +99,7 @@ def find_resume_point(config: Config) -> ResumePoint:
 
 
 def _resumed(path: Path) -> ResumePoint:
+    # The folder of one snapshot: the run resumes from it even if it has later ones.
     if (path / "manifest.json").is_file():
         path = path.resolve()
         if path.parent.name != "snapshots":
@@ -102,13 +107,13 @@ def _resumed(path: Path) -> ResumePoint:
                 f"'{path}' is not in the folder 'snapshots' of a run: put it there, with the run's config.yaml"
             )
         return ResumePoint(path.parent.parent, path)
-    found = find(path / "snapshots")
-    if found is None and not (path / "config.yaml").is_file():
+    newest = find(path / "snapshots")
+    if newest is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
-    if found is None:
+    if newest is None:
         warnings.warn(f"'{path}' has no snapshot yet: the run starts from its beginning.", stacklevel=1)
         return ResumePoint(path.resolve())
-    return ResumePoint(path.resolve(), found.resolve())
+    return ResumePoint(path.resolve(), newest.resolve())
 
 
 # ------------------------------------------------------------------------------------ state of a run
@@ -155,7 +160,7 @@ class Progress(Strict):
             self.waited += 1
 
 
-class _Replicas(Replicas):
+class _Replicas(ReplicasState):
     """With the loss and terms of each replica that the next entry of the log counts so far."""
 
     logged: list[Logged]
@@ -202,10 +207,12 @@ def _check_config(value: dict[str, Any]) -> None:
         if name not in value:
             raise Wrong(f"replicated.config has no {name}")
     try:
+        # A damaged file may hold settings that no run accepts.
         made = Config.make(value)
     except ConfigError as error:
         raise Wrong(f"replicated.config: {error}") from None
     for name, setting in made.as_dict().items():
+        # A value that validation has changed was not written by a run: True for 1, or 1 for 1.0.
         if name in value and (type(value[name]) is not type(setting) or value[name] != setting):
             raise Wrong(f"replicated.config.{name} is not a value that a run writes")
 
@@ -231,7 +238,9 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
     with _naming(resumed, "give the settings that the run had, or another snapshot"):
         names = {parameter: name for name, parameter in model.named_parameters()}
         specs = {
-            names[one]: TensorSpec.of(one) for group in optimizer.param_groups for one in group["params"]
+            names[parameter]: TensorSpec.of(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
         state.check_fits(resumed, model, optimizer, specs)
 
@@ -302,13 +311,3 @@ def average_weights(optimizer: Any, decay: float | None) -> AveragedWeights | No
     if decay is None:
         return None
     return AveragedWeights(optimizer, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
-
-
-def replica_entries(logged: Sequence[tuple[float, float]]) -> list[tuple[float, ...]]:
-    """The open entries of the logs of all logical replicas, in their order. Collective.
-
-    Args:
-        logged: of each of this rank's replicas.
-    """
-    of_all: Tensor = hvd.allgather(torch.tensor(logged, dtype=torch.float64), name="hvd_ckpt.train.logged")
-    return [tuple(pair) for pair in of_all.tolist()]

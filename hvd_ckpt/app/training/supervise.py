@@ -92,7 +92,8 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             if failure is not None:
                 _say(f"not launched again: {failure}")
                 if not (commands.run / "config.yaml").exists():
-                    _remove(commands.run / FAILURE_FILE)  # the folder can be used again
+                    # A job that ended before its first step leaves a folder that can be given again.
+                    _remove(commands.run / FAILURE_FILE)
                 return status if status in NOT_AGAIN else 1
             if status == 0:
                 return 0
@@ -101,6 +102,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             if reason is not None:
                 _say(f"{ended}; not launched again: {reason}")
                 return status
+            # Only snapshots that this job has written count: a run that was resumed from an older one may have later ones.
             new = max(_snapshots_of(commands.run) - before, key=lambda one: step_of(one[0]), default=None)
             settings, origin = _next_launch(commands, None if new is None else new[0])
             begun = (commands.run / "config.yaml").exists()
@@ -109,6 +111,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
                 resume = f"; `hvd-ckpt train --resume {origin}` resumes {_start_of(origin)}" if begun else ""
                 _say(f"{ended}{times}{resume}")
                 return status
+            # A run that has not begun has no config.yaml to resume by, so its folder is given again, as an empty one.
             if not begun and not commands.resumed:
                 _empty(commands.run)
             restarts += 1
@@ -128,6 +131,7 @@ class _Job:
             [*commands.launcher, "env", f"{SUPERVISED_VARIABLE}=1", *_program(), "train", *settings],
             stdin=subprocess.DEVNULL,
             env=launcher_environment(),
+            # Ctrl-C in the terminal comes to this process alone, which decides what the job hears of it.
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
@@ -144,12 +148,14 @@ class _Job:
         self._end_left_over(stop.seconds_to_end if stop.wanted else LEFT_OVER_SECONDS)
         if stop.wanted:
             _remove(self._run / STOP_FILE)
+        # Python counts signals downwards from 0, and a shell upwards from 128.
         status = self._process.returncode
         return status if status >= 0 else 128 - status
 
     def _end_left_over(self, seconds: float) -> None:
         """Ranks outlive their launcher if it was killed; two jobs must not train in one folder."""
         limit = time.monotonic() + seconds
+        # Descendants are looked for each time, since a rank may start processes until it ends.
         while left := self._left_over():
             if time.monotonic() >= limit:
                 for process in left:
@@ -160,11 +166,11 @@ class _Job:
     def _left_over(self) -> list[psutil.Process]:
         """Descendants of this process that were not there before; orphans are its children."""
         children = psutil.Process().children()
-        found = [child for child in children if child.pid not in self._others]
-        for child in list(found):
+        left = [child for child in children if child.pid not in self._others]
+        for child in list(left):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += child.children(recursive=True)
-        return found
+                left += child.children(recursive=True)
+        return left
 
 
 class _Stop:
@@ -177,7 +183,8 @@ class _Stop:
         self._run, self._group, self._grace = run, group, grace
         self._asked = self._told = False
         self._limit = math.inf
-        self._signal = -math.inf  # when the last came: some senders repeat theirs at once
+        # Time of the last signal. Some senders repeat theirs at once, which is not a second request.
+        self._signal = -math.inf
 
     @property
     def wanted(self) -> bool:
@@ -195,6 +202,7 @@ class _Stop:
         repeated = number is not None and now - self._signal < REPEATED_SECONDS
         if number is not None:
             self._signal = now
+        # Schedulers send SIGUSR1 minutes before the end: time enough to save, and no limit of ours.
         if number == signal.SIGUSR1 and self._under_way():
             if not self.wanted:
                 _say("the job is asked to save and end after its step")
@@ -210,7 +218,8 @@ class _Stop:
                 signal.SIGKILL if self._told else signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             )
             self._told = True
-        if self._asked and not self._told:  # a job that has just begun forgets what was asked before
+        # The file is touched again and again: a job that begins just now removes it, as one of an earlier job.
+        if self._asked and not self._told:
             with contextlib.suppress(OSError):
                 (self._run / STOP_FILE).touch()
 
@@ -324,8 +333,8 @@ def _empty(run: Path) -> None:
 
 def _start_of(origin: Path) -> str:
     """The step of a run or snapshot to resume from, in words."""
-    found = origin if (origin / "manifest.json").is_file() else _newest(origin)
-    return "from the beginning" if found is None else f"from step {step_of(found)}"
+    snapshot = origin if (origin / "manifest.json").is_file() else _newest(origin)
+    return "from the beginning" if snapshot is None else f"from step {step_of(snapshot)}"
 
 
 def _newest(run: Path) -> Path | None:
@@ -338,12 +347,12 @@ def _newest(run: Path) -> Path | None:
 
 def _snapshots_of(run: Path) -> set[tuple[Path, int]]:
     """The complete snapshots of a run, with the times at which they were written."""
-    found = set()
+    snapshots = set()
     for path in (run / "snapshots").glob("step-*"):
         with contextlib.suppress(OSError):
             if SNAPSHOT.fullmatch(path.name):
-                found.add((path, path.stat().st_mtime_ns))
-    return found
+                snapshots.add((path, path.stat().st_mtime_ns))
+    return snapshots
 
 
 class _Signals:

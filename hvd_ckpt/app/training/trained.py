@@ -97,10 +97,10 @@ def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
 
 def _embeddings(weights: dict[str, Tensor]) -> Tensor:
     """The weights of the token embeddings. Raises ValueError if the model has no such weights."""
-    found = next((weights[name] for name in EMBEDDINGS if name in weights), None)
-    if found is None or found.dim() != 2:
+    weight = next((weights[name] for name in EMBEDDINGS if name in weights), None)
+    if weight is None or weight.dim() != 2:
         raise ValueError("the snapshot has no token embeddings of such a model")
-    return found
+    return weight
 
 
 def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
@@ -116,7 +116,8 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
         )
     model.transformers_model.save_pretrained(path)
     if run.tokenizer is None and run.config.tokens is not None:
-        return  # nothing tells what the ids stand for
+        # Nothing tells what the ids stand for, so the folder has no tokenizer.
+        return
     from transformers import PreTrainedTokenizerFast
 
     tokenizer, special = _tokenizer_of(run)
@@ -138,13 +139,14 @@ def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
     special = {}
     theirs = {"mask": "mask_token", "padding": "pad_token", "start": "cls_token", "separator": "sep_token"}
     for kind, names in SPECIAL.items():
-        found = next((name for name in names if tokenizer.token_to_id(name) is not None), None)
-        if found is None:
-            found, following = names[0], following + 1
-            tokenizer.add_special_tokens([found])
-            if tokenizer.token_to_id(found) != following - 1:
+        token = next((name for name in names if tokenizer.token_to_id(name) is not None), None)
+        if token is None:
+            token, following = names[0], following + 1
+            tokenizer.add_special_tokens([token])
+            # The tokens had these numbers in training, so a tokenizer that would give others cannot be written.
+            if tokenizer.token_to_id(token) != following - 1:
                 raise Wrong(f"the tokenizer '{run.tokenizer}' has gaps in its numbers: add {names[0]} to it")
-        special[theirs[kind]] = found
+        special[theirs[kind]] = token
     return tokenizer, special
 
 
@@ -233,13 +235,15 @@ class Start:
         Raises:
             FloatingPointError: the model computes nan.
         """
+        # The generator is on the CPU, so that what is drawn does not depend on the device.
         generator, made, grid = torch.Generator().manual_seed(seed), list[int](), current()
         device = next(model.parameters()).device
         for _ in range(tokens):
             with torch.no_grad():
                 output = model(torch.tensor([(self.ids + made)[-self._length :]], device=device))
             scores: Any = None if output is None else output[0, -1].float().cpu()
-            if grid.stages > 1:  # of which the last has the output
+            # Only the last stage has the output, and all stages draw the same next token from it.
+            if grid.stages > 1:
                 scores = grid.gather_objects(scores)[-1]
             if scores.isnan().any():
                 raise FloatingPointError("the scores of the next token are nan")

@@ -1,12 +1,11 @@
-"""The training loop: start or resume, steps, evaluations, snapshots, stop.
+"""The training loop: steps, evaluations, snapshots, stop.
 
 A run is a function of its configuration and its position in the data, so a run that resumes from a snapshot does what the one that
-wrote it would have done.
+wrote it would have done. :func:`~.prepare.prepare` makes it ready; :meth:`Trainer.run` is the loop.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -18,51 +17,21 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from hvd_ckpt.app.training.callbacks import callbacks_of
-from hvd_ckpt.app.training.config import Config, first_and_last
-from hvd_ckpt.app.training.ending import Reports, check_weights, config_errors, errors_everywhere
-from hvd_ckpt.app.training.evaluation import evaluate
-from hvd_ckpt.app.training.optim import Schedule, build_optimizer, freeze
-from hvd_ckpt.app.training.own import Stream, check_functions
-from hvd_ckpt.app.training.passes import Parts, Passes, micro_batches_of, parts_of_rank
-from hvd_ckpt.app.training.prepare import (
-    choose_plan,
-    cut_into_stages,
-    device_of,
-    distribute,
-    precision_of,
-    prepare_model,
-)
-from hvd_ckpt.app.training.profiling import StepTrace, utilization_of_a_unit
-from hvd_ckpt.app.training.report import Report
-from hvd_ckpt.app.training.resume import (
-    Progress,
-    ResumePoint,
-    average_weights,
-    find_resume_point,
-    plan_text,
-    read_snapshot,
-    replica_entries,
-)
-from hvd_ckpt.app.training.summary import print_summary
-from hvd_ckpt.app.training.trained import Start, trained_on_text
+from hvd_ckpt.app.training.build import Assembly
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.ending import check_weights
+from hvd_ckpt.app.training.evaluation import EvaluationOptions, evaluate
+from hvd_ckpt.app.training.modes import Parts, micro_batches_of
+from hvd_ckpt.app.training.own import Stream
+from hvd_ckpt.app.training.prepare import Run, prepare
+from hvd_ckpt.app.training.resume import ResumePoint
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
-from hvd_ckpt.data.sampler import DistributedSampler, Loader
+from hvd_ckpt.data.sampler import Loader
 from hvd_ckpt.pipeline.microbatch import Accumulated
-from hvd_ckpt.pipeline.pipeline import Pipeline
-from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.agreement import of_first_process
-from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.snapshots.content import tensors_of
-from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
-from hvd_ckpt.snapshots.resume import state_of_shards
-from hvd_ckpt.snapshots.snapshots import Snapshots
 from hvd_ckpt.utils.spans import span
-
-DEFAULT_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -84,7 +53,7 @@ class Outcome:
     stopped: str | None = None
 
 
-class Trainer:
+class Trainer(Run):
     """Trains a model over all ranks as configured. Collective: constructed and run on every rank.
 
     Args:
@@ -114,124 +83,9 @@ class Trainer:
         test: Dataset | None = None,
         point: ResumePoint | None = None,
     ) -> None:
-        self.config, self.objective, self.train, self.test = config, objective, train, test
+        run = prepare(config, Assembly(model, objective, train, test), point)
+        super().__init__(**vars(run))
         self._evaluation: dict[str, float] = {}
-
-        # Model and optimizer of one rank
-        with errors_everywhere("hvd_ckpt.train.settings"):
-            if config.deterministic:
-                use_deterministic_kernels()
-            self.device = device_of(config)
-            self.sampler = DistributedSampler(
-                train,
-                config.batch,
-                seed=config.seed,
-                epochs=config.epochs,
-                shuffle=not isinstance(train, Stream),
-            )
-            self.precision = precision_of(config, self.device)
-            callbacks = callbacks_of(config)
-            self._prompt = None if config.prompt is None else Start(trained_on_text(config), config.prompt)
-            if config.freeze is not None:
-                freeze(model, config.freeze)
-            self.model = prepare_model(model, config, self.device)
-            optimizer = build_optimizer(
-                config.optimizer,
-                self.model,
-                config.lr,
-                config.weight_decay,
-                config.optimizer_options,
-                config.layer_decay,
-            )
-            check_functions(config, self.model, objective, train, self.device)
-
-        # Snapshot: read, validated, and its weights loaded
-        point = point or find_resume_point(config)
-        self.folder = point.folder
-        with errors_everywhere("hvd_ckpt.train.snapshot"):
-            snapshot = read_snapshot(point, config, len(train), self.model, optimizer)
-            self.progress = Progress() if snapshot is None else Progress(**snapshot.replicated["progress"])
-            self._first_ranks: int = hvd.size() if snapshot is None else snapshot.replicated["ranks"]
-            global_batch = config.batch * (config.replicas or hvd.size())
-            left = self.sampler.batches_left(self.progress.position, global_batch)
-            self.steps = (config.steps or DEFAULT_STEPS) if left is None else self.progress.step + left
-            if config.profile is not None and first_and_last(config.profile)[0] > self.steps:
-                raise ValueError(f"profile {config.profile}: the run ends after step {self.steps}")
-            scales = is_elastic() and config.replicas is None and not config.is_local
-            self.rate_scale = hvd.size() / self._first_ranks if scales else 1.0
-            self.schedule = Schedule(config.schedule, config.lr * self.rate_scale, self.steps, config.warmup)
-            if current().number == 0 and not config.dry_run:
-                config.write_yaml(self.folder / "config.yaml")
-        taken = self.progress.step
-        expected = {} if snapshot is None else state_of_shards(optimizer, self.model)
-        print_summary(config, self.model, objective, train, test, self.folder, self.device, taken, self.steps)
-
-        # Plan and count of operations, which see the whole model; stages; weights of rank 0
-        utilization = utilization_of_a_unit(config, self.model, objective, train, self.device)
-        _, aliases = tensors_of(self.model, buffers=False)
-        self.plan, self._plan_text = choose_plan(
-            self.model,
-            optimizer,
-            config,
-            train,
-            objective,
-            self.device,
-            self.folder,
-            plan_text(config, snapshot),
-        )
-        if config.stages > 1:
-            self.model = cut_into_stages(self.model, optimizer, config, self.device, self.plan)
-            self.model.recorder = lambda kind, chunk, part: span(
-                kind, f"{kind} chunk {chunk}, micro-batch {part}"
-            )
-        elif self.plan is not None:
-            self.plan.apply(self.model)
-        broadcast_parameters(self.model.state_dict(), root_rank=0)
-
-        # Optimizer of all ranks
-        self.optimizer: Any
-        self.model, self.optimizer = self.precision.prepare(
-            self.model, distribute(optimizer, self.model, config, aliases)
-        )
-        if not config.shard_stage and not config.is_local:
-            broadcast_optimizer_state(self.optimizer, root_rank=0)
-        self._average = average_weights(self.optimizer, config.ema)
-        self._passes = Passes(config, self.model, self.optimizer, objective, self.precision, self.device)
-
-        # State of the snapshot
-        seed_all(seed_of_rank(config.seed, taken))
-        self.report = Report(
-            self.folder,
-            config,
-            self.steps,
-            objective.unit,
-            taken,
-            self.device,
-            self.plan,
-            utilization,
-            callbacks,
-        )
-        self._trace = StepTrace(config.profile, self.folder, self.report)
-        self.snapshots = Snapshots(
-            self.folder,
-            model=self.model,
-            optimizer=self.optimizer,
-            scaler=self.precision.scaler,
-            average=self._average,
-            keep=config.keep_snapshots,
-            blocking=config.blocking_snapshots,
-            warn=lambda text: self.report.say(f"Warning: {text}"),
-        )
-        self._reports = Reports(config, self.snapshots.stop, self.report.say)
-        if snapshot is not None:
-            with config_errors():
-                if self.snapshots.load(snapshot, expected):
-                    self.report.meter.load_pending(snapshot.per_rank["logged"])
-                if self.optimizer.replicas is not None:
-                    entries = snapshot.replicated["replicas"]["logged"]
-                    self.report.meter.load_pending(
-                        [entries[index] for index in self.optimizer.replicas.indices]
-                    )
 
     @property
     def requested_stop(self) -> str | None:
@@ -256,63 +110,42 @@ class Trainer:
             FatalTrainingError: a loss is not finite, or ranks' weights differ; on every rank.
             SnapshotError: the last snapshot could not be written; on every rank. Earlier ones are a warning.
         """
-        config, progress, own = self.config, self.progress, parts_of_rank(self.config)
+        config, progress, own = self.config, self.progress, self.mode.parts
         if isinstance(self.train, Stream):
             self.train.seek(progress.epoch, progress.epoch_start)
         loader = Loader(
             self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, own
         )
-        with loader, self.report, self._trace, self.snapshots:
+        with loader, self.report, self.trace, self.snapshots:
             with self.report.meter.excluded():
                 self.report.tell("on_begin", self)
-                of_first_process(None, "hvd_ckpt.train.begun")  # which trackers may keep waiting
+                # Trackers may keep the first process waiting. The others wait here, and not in their first step, which is timed.
+                of_first_process(None, "hvd_ckpt.train.begun")
             if progress.pending_evaluation and self.test is not None:
                 self._evaluate_and_report(due=True)
             while not self._finished():
-                self._trace.before(progress.step + 1)
+                self.trace.before(progress.step + 1)
                 with span("data"):
                     parts = [next(loader) for _ in range(own)]
                 accumulated = self.step(parts)
-                progress.step += 1
-                progress.position = loader.position
-                if isinstance(self.train, Stream):  # all ranks have read what the first has
-                    first = progress.position - own * hvd.size()
-                    progress.epoch, progress.epoch_start = self.train.pass_of(first)
-                last = progress.step == self.steps
-                units = sum(self.objective.units(batch) for batch, samples in parts if samples)
-                self.report.add(progress.step, accumulated, units)
-                self._trace.after(progress.step)
-                if progress.step % config.log_every == 0 or last or progress.step == 1:
-                    self._log()
-                if _due(config.check_weights, progress.step):
-                    check_weights(self.model)
-                due = _due(config.eval_every, progress.step)
-                if self.test is not None and (last or due):
-                    if self._reports.stopped and not last:  # a stop must not take long
-                        progress.pending_evaluation = True
-                    else:
-                        self._evaluate_and_report(due)
-                if self._finished() or _due(config.snapshot_every, progress.step):
-                    with self.report.meter.excluded():
-                        self.snapshots.begin(progress.step, **self._further_state())
-                self._tell_of_snapshots()
+                self._count(parts, accumulated, loader.position)
+                self._do_what_is_due()
                 if after_step is not None and not self._finished():
                     after_step()
             self.snapshots.wait()
             self._tell_of_snapshots()
             ended_early = progress.step < self.steps and self._has_stopped_improving()
-            outcome = Outcome(
-                progress.step, self._evaluation, ended_early, self.folder, self._reports.stopped
-            )
-            self._reports.acknowledge()
+            outcome = Outcome(progress.step, self._evaluation, ended_early, self.folder, self.reports.stopped)
+            self.reports.acknowledge()
             self.report.tell("on_end", outcome)
-        if not outcome.stopped:  # the launcher may leave little time, and a resumed run draws at its end
+        # A launcher may leave little time after a stop, and the run that resumes draws at its end.
+        if not outcome.stopped:
             self.report.draw()
         return outcome
 
     def _finished(self) -> bool:
         done = self.progress.step >= self.steps or self._has_stopped_improving()
-        return done or self._reports.stopped is not None
+        return done or self.reports.stopped is not None
 
     def step(self, parts: Parts) -> list[Accumulated]:
         """One optimizer step on this rank's parts of a global batch: one, or that of each of its logical replicas.
@@ -323,61 +156,54 @@ class Trainer:
         Raises:
             NonFiniteLoss: a rank's loss is not finite, and ``on_nan`` is "stop"; on every rank.
         """
-        config = self.config
+        config, mode = self.config, self.mode
         self.schedule.apply(self.optimizer, self.progress.step)
         self.optimizer.zero_grad()
-        micro_batches = micro_batches_of(config, self.sampler, self.progress.position)
-        accumulated = self._passes.run(parts, micro_batches)
+        accumulated = mode.run(parts, micro_batches_of(config, self.sampler, self.progress.position))
+
+        # A rank that must tell the others something raises a flag, which travels with the gradients: no message of its own.
         losses = [float(loss) for loss, weight in accumulated if weight] if config.on_nan != "ignore" else []
         wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
-        if current().on_any_stage(self._reports.has(wrong)):
+        if current().on_any_stage(self.reports.has(wrong)):
             self.optimizer.notify()
         with span("wait", "reduce gradients"):
             self.optimizer.reduce_for_caller()
-        skipped = self.optimizer.notified and self._reports.handle(wrong, self.progress.step + 1)
-        self._passes.finish(parts, skipped)
+        skipped = self.optimizer.notified and self.reports.handle(wrong, self.progress.step + 1)
+        mode.finish(parts, skipped)
         if skipped:
-            accumulated = [Accumulated(torch.zeros((), dtype=torch.float32), 0.0) for _ in parts]
-            if not config.is_local:
-                return accumulated
-        with span("update"), self.optimizer.skip_synchronize():
-            if config.clip is not None and not skipped and not self._passes.idle:
-                self._passes.clip(config.clip)
             self.snapshots.before_update()
-            self._passes.step(accumulated, skipped)
-            if self._average is not None:
-                self._average.update_parameters()
+            mode.skip()
+            return [Accumulated(torch.zeros((), dtype=torch.float32), 0.0) for _ in parts]
+
+        with span("update"), self.optimizer.skip_synchronize():
+            if config.clip is not None:
+                mode.clip(config.clip)
+            # A snapshot is copied during the passes, which only read the weights; the update must wait for the copy.
+            self.snapshots.before_update()
+            mode.step(accumulated)
+            if self.average is not None:
+                self.average.update_parameters()
         return accumulated
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the validation split; the same on every rank. See :func:`~.evaluation.evaluate`."""
         assert self.test is not None
-        if isinstance(self.model, Pipeline):
-            self.model.micro_batches = 1  # batches are as small, and follow one another through the stages
-        if self.config.replicas is not None:
-            self.optimizer.replicas.average_buffers()
-        with self._evaluated_weights():
-            return evaluate(
-                self.model,
-                self.test,
-                self.objective,
-                batch=self.config.micro_batch,
-                batches=self.config.eval_batches,
-                device=self.device,
-                autocast=self.precision.autocast,
-                in_step=self.config.shard_stage == 3,
-                average=self._average,
-                parts=parts_of_rank(self.config),
-            )
+        options = EvaluationOptions(
+            batch=self.config.micro_batch,
+            device=self.device,
+            autocast=self.precision.autocast,
+            batches=self.config.eval_batches,
+            parts=self.mode.parts,
+            in_step=self.config.shard_stage == 3,
+        )
+        with self.mode.evaluated():
+            return evaluate(self.model, self.test, self.objective, options, self.average)
 
     def sample(self) -> str:
-        """The configured prompt with what the model makes of it, the same on every rank; see :meth:`~.trained.Start.sample`."""
-        assert self._prompt is not None
-        with self._evaluated_weights(), self.precision.autocast():
-            return self._prompt.sample(self.model, self.config.seed)
-
-    def _evaluated_weights(self) -> contextlib.AbstractContextManager[Any]:
-        return self.optimizer.averaged() if self.config.is_local else contextlib.nullcontext()
+        """The configured prompt and its continuation by the model, the same on every rank; see :meth:`~.trained.Start.sample`."""
+        assert self.prompt is not None
+        with self.mode.evaluated(), self.precision.autocast():
+            return self.prompt.sample(self.model, self.config.seed)
 
     def state(self) -> dict[str, Any]:
         """The state that the run needs to resume, see :meth:`Snapshots.contents`.
@@ -387,30 +213,58 @@ class Trainer:
         return self.snapshots.contents(**self._further_state())
 
     def _further_state(self) -> dict[str, dict[str, Any]]:
-        """What a snapshot of a run has besides that of any loop."""
+        """The state in a snapshot that only a run of this trainer has, and no loop of one's own."""
         logged = self.report.meter.pending()
         replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
-            "ranks": self._first_ranks,
+            "ranks": self.first_ranks,
             "progress": self.progress.model_dump(),
-            "plan": self._plan_text,
+            "plan": self.plan_text,
             "samples": len(self.train),
+            **self.mode.state(logged),
         }
-        if self.optimizer.replicas is not None:
-            replicated["replicas"] = {
-                **self.optimizer.replicas.state_dict(),
-                "logged": replica_entries(logged),
-            }
         return {"replicated": replicated, "per_rank": {"logged": logged}}
 
     # -------------------------------------------------------------------------------- within a run
 
+    def _count(self, parts: Parts, accumulated: list[Accumulated], position: int) -> None:
+        """Counts a step, after which the run is at a position in the data."""
+        progress = self.progress
+        progress.step += 1
+        progress.position = position
+        if isinstance(self.train, Stream):
+            # A rank has read as far as its own samples. All have read those of the first rank, so that pass is known to all.
+            first = position - self.mode.parts * hvd.size()
+            progress.epoch, progress.epoch_start = self.train.pass_of(first)
+        units = sum(self.objective.units(batch) for batch, samples in parts if samples)
+        self.report.add(progress.step, accumulated, units)
+        self.trace.after(progress.step)
+
+    def _do_what_is_due(self) -> None:
+        """The log, checks, an evaluation and a snapshot, where the last step was one for them."""
+        config, progress = self.config, self.progress
+        last = progress.step == self.steps
+        if progress.step % config.log_every == 0 or last or progress.step == 1:
+            self._log()
+        if _due(config.check_weights, progress.step):
+            check_weights(self.model)
+        evaluation_due = _due(config.eval_every, progress.step)
+        if self.test is not None and (last or evaluation_due):
+            # A stop must not take long. The run that resumes evaluates first, and counts the result for patience as this one would.
+            if self.reports.stopped and not last:
+                progress.pending_evaluation = True
+            else:
+                self._evaluate_and_report(evaluation_due)
+        if self._finished() or _due(config.snapshot_every, progress.step):
+            with self.report.meter.excluded():
+                self.snapshots.begin(progress.step, **self._further_state())
+        self._tell_of_snapshots()
+
     def _log(self) -> None:
         step = self.progress.step
-        more = {"divergence": self.optimizer.divergence} if self.config.is_local else {}
-        self.report.log(step, self.schedule.rate(step - 1), **more)
-        self._reports.handle_waiting()
+        self.report.log(step, self.schedule.rate(step - 1))
+        self.reports.handle_waiting()
 
     def _evaluate_and_report(self, due: bool) -> None:
         """Only evaluations that are due count for patience: one at the end comes wherever the end is."""
@@ -419,7 +273,7 @@ class Trainer:
         with self.report.meter.excluded():
             start = time.perf_counter()
             means = self._evaluation = self.evaluate()
-            sample = {} if self._prompt is None else {"sample": self.sample()}
+            sample = {} if self.prompt is None else {"sample": self.sample()}
             self.report.evaluation(progress.step, means, time.perf_counter() - start, **sample)
         if due:
             progress.evaluated(means["loss"])

@@ -7,8 +7,8 @@ one process.
 
     cells        the cells: variants of recomputation and numbers of segments; the models that recompute as a cell says
     workloads    real models: model, batches, loss, and the passes of a step
-    scenarios    small models that are hard, and the catalogue of all
-    engines      how a rank joins the others, wraps model and optimizer, and recomputes
+    scenarios    small models that are hard; ``stages`` has those that are trained in pipeline stages, ``catalog`` lists all
+    stage_engines  how a rank becomes a pipeline stage; engines that reduce gradients are those of the harness
     recording    which gradients are reduced, how often, and in which order
     training     one training run: precision, seeds, steps, fingerprints
     reference    the right answer, from one process
@@ -17,6 +17,5 @@ one process.
     comparison   one comparison from settings to report
     verdict      from events to a judgement of each cell
     report       tables and pages; ``pictures`` draws them
-    stages       the comparison in pipeline stages, whole
     command      ``hvd-ckpt compare``
 """

@@ -18,7 +18,7 @@ from hvd_ckpt.recompute.function import CheckpointFunction
 from hvd_ckpt.recompute.sequential import split
 
 if TYPE_CHECKING:
-    from hvd_ckpt.bench.compare.engines import Engine
+    from hvd_ckpt.bench.harness.engine import Engine
 
 PLAN = "plan "  # and a budget: the name of a variant
 
@@ -55,12 +55,14 @@ class Variant:
         use_reentrant: PyTorch's argument of that name.
         explicit: by ``CheckpointFunction``, which gets the parameters as arguments.
         budget: what is recomputed is left to :func:`hvd_ckpt.plan` for this budget, or None.
+        schedule: of pipeline stages, or None where the model is whole on each rank.
     """
 
     segmented: bool = True
     use_reentrant: bool = False
     explicit: bool = False
     budget: str | None = None
+    schedule: str | None = None
 
 
 VARIANTS = {
@@ -68,6 +70,8 @@ VARIANTS = {
     "reentrant": Variant(use_reentrant=True),
     "non-reentrant": Variant(),
     "explicit": Variant(explicit=True),
+    "gpipe": Variant(segmented=False, schedule="gpipe"),
+    "1f1b": Variant(segmented=False, schedule="1f1b"),
 }
 """By their names on the command line and in reports; planned ones are called ``plan 0.5x``."""
 
@@ -115,6 +119,11 @@ class Recompute:
         self._variant = find_variant(cell.variant) if cell is not None else VARIANTS["none"]
         self._chunks = cell.chunks if cell is not None else 0
         self._engine = engine if self._variant.segmented else None
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule of pipeline stages, if the cell has them."""
+        return self._variant.schedule
 
     def chain(self, functions: Sequence[Function], *inputs: Any, **shared: Any) -> Any:
         """Apply ``functions`` in turn, recomputed by segment; each of them gets ``shared``."""

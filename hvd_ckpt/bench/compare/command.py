@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING
 import click
 
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.bench.harness.options import (
-    BenchRun,
-    bench_command,
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command
+from hvd_ckpt.bench.harness.settings import (
+    CONTROLLERS,
+    BenchSettings,
     check_devices,
-    device_option,
+    device_setting,
+    quick_setting,
+    setting,
     whole_numbers,
 )
 from hvd_ckpt.utils.extras import explain_import_error
 
 if TYPE_CHECKING:
+    from hvd_ckpt.bench.compare.comparison import Comparison
     from hvd_ckpt.bench.compare.launch import Event
 
 ENGINES = "hvd_ckpt,horovod,horovod-groups,ddp,ddp-find-unused,ddp-static,apex"
@@ -35,7 +39,7 @@ SCENARIOS = (
 VARIANTS = "none,reentrant,non-reentrant,explicit"
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 SUBJECT = "hvd_ckpt"
-STAGES_SECONDS = 120.0  # of a job in stages, which takes a few seconds
+STAGES_SECONDS = 20.0  # without a step
 WIDTH = 150  # of the table where the output is not a terminal
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
 
@@ -57,148 +61,170 @@ PRESETS = {
 }
 
 
-@bench_command("compare", width=WIDTH, group="")
-@click.option("--np", "size", type=click.IntRange(1), envvar="NP", default=2, help="Ranks (NP, else 2).")
-@click.option(
-    "--controller",
-    type=click.Choice(["auto", "gloo", "mpi"]),
-    default="auto",
-    help="What the ranks communicate through.",
-)
-@click.option("--engines", default=ENGINES, show_default=True, help="Engines, or module:Class of your own.")
-@click.option("--workloads", default=WORKLOADS, show_default=True, help="Models on real data, or 'nothing'.")
-@click.option("--scenarios", default=SCENARIOS, show_default=True, help="Small hard models, or 'nothing'.")
-@click.option("--variants", default=VARIANTS, show_default=True, help="Ways to recompute.")
-@click.option("--chunks", help="Numbers of segments.  [default: 1,2,4; with --quick 2]")
-@click.option(
-    "--budget",
-    help="Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1),
-    help="Steps of each training run.  [default: 4; with --full 5]",
-)
-@click.option(
-    "--passes",
-    type=click.IntRange(0),
-    help="Timed jobs per engine, alternating.  [default: 1; with --full 2]",
-)
-@click.option(
-    "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True, help="Of the training."
-)
-@device_option
-@click.option(
-    "--stages",
-    type=click.IntRange(2, 8),
-    help="Instead, small hard models in so many pipeline stages, beside torch.distributed.pipelining.",
-)
-@click.option("--quick", is_flag=True, help="Tiny models, two segments, one timed pass.")
-@click.option("--full", is_flag=True, help="DenseNet-264 and BERT-base instead of small ones.")
-@click.option("--text", metavar="FILE", help="Text to learn instead of Python's own source.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights, batches and dropout."
-)
-@click.option("--timeout", type=click.FloatRange(1), help="Seconds without a step that count as a hang.")
-@click.option(
-    "--subject", default=SUBJECT, show_default=True, help="The engine that must be right for exit status 0."
-)
-def compare(
-    run: BenchRun,
-    size: int,
-    controller: str,
-    engines: str,
-    workloads: str,
-    scenarios: str,
-    variants: str,
-    chunks: str | None,
-    budget: str | None,
-    steps: int | None,
-    passes: int | None,
-    precision: str,
-    device: str,
-    stages: int | None,
-    quick: bool,
-    full: bool,
-    text: str | None,
-    seed: int,
-    timeout: float | None,
-    subject: str,
-) -> None:
+@dataclass(frozen=True)
+class CompareSettings(BenchSettings):
+    """The options, as they are given."""
+
+    size: int = setting("Ranks.", 2, note="NP, else 2", flag="np", envvar="NP")
+    controller: str = setting(
+        "What the ranks communicate through.", "auto", type=click.Choice(["auto", *CONTROLLERS])
+    )
+    engines: str = setting("Engines, or module:Class of your own.", ENGINES)
+    workloads: str = setting("Models on real data, or 'nothing'.", WORKLOADS)
+    scenarios: str = setting("Small hard models, or 'nothing'.", SCENARIOS)
+    variants: str = setting("Ways to recompute.", VARIANTS)
+    chunks: str | None = setting("Numbers of segments.", note="1,2,4; with --quick 2")
+    budget: str | None = setting(
+        "Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest."
+    )
+    steps: int | None = setting(
+        "Steps of each training run.", note="4; with --full 5", type=click.IntRange(1)
+    )
+    passes: int | None = setting(
+        "Timed jobs per engine, alternating.", note="1; with --full 2", type=click.IntRange(0)
+    )
+    precision: str = setting("Of the training.", "fp32", type=click.Choice(PRECISIONS))
+    device: str = device_setting()
+    stages: int | None = setting(
+        "Instead, small hard models in so many pipeline stages, beside torch.distributed.pipelining.",
+        type=click.IntRange(2, 8),
+    )
+    quick: bool = quick_setting("Tiny models, two segments, one timed pass.")
+    full: bool = setting("DenseNet-264 and BERT-base instead of small ones.", False)
+    text: str | None = setting("Text to learn instead of Python's own source.", metavar="FILE")
+    seed: int = setting("Of weights, batches and dropout.", 1, type=click.IntRange(0))
+    timeout: float | None = setting("Seconds without a step that count as a hang.", type=click.FloatRange(1))
+    subject: str = setting("The engine that must be right for exit status 0.", SUBJECT)
+
+    def check(self) -> None:
+        if self.quick and self.full:
+            raise BadArgument("--quick and --full exclude each other: give one")
+
+    @property
+    def scale(self) -> str:
+        """The name of the preset."""
+        return "quick" if self.quick else "full" if self.full else "default"
+
+    def comparison(self, run: BenchRun) -> Comparison:
+        """The comparison of engines that reduce gradients.
+
+        Raises:
+            BadArgument: an option is wrong, or options do not go together.
+        """
+        from hvd_ckpt.bench.compare.cells import Settings, make_cells
+        from hvd_ckpt.bench.compare.comparison import Comparison
+        from hvd_ckpt.bench.harness.engines import find_engine
+        from hvd_ckpt.processes.runtime import threads_per_rank
+
+        scale, preset = self.scale, PRESETS[self.scale]
+        engines = split_names("--engines", self.engines, find=find_engine)
+        if self.subject not in engines:
+            raise BadArgument(
+                f"--subject {self.subject} is not among the engines {', '.join(engines)}: add it, or judge another"
+            )
+        text = self._text()
+        check_devices(self.device, self.size)
+        _check_precision(self.precision)
+        variants = split_names("--variants", self.variants, VARIANTS.split(","))
+        if self.budget is not None:
+            _check_budget(self.budget, engines)
+        chosen = self._trained(variants)
+        cells = make_cells(chosen, whole_numbers("--chunks", self.chunks or preset.chunks, "segments"))
+        if not cells:
+            raise BadArgument(
+                f"there is nothing to compare: --workloads {self.workloads} and --scenarios {self.scenarios} have no "
+                f"--variants {self.variants} in --precision {self.precision}"
+            )
+        return Comparison(
+            engines=engines,
+            cells=tuple(cells),
+            subject=self.subject,
+            size=self.size,
+            controller=check_controller(self.controller),
+            threads=threads_per_rank(self.size),
+            passes=preset.passes if self.passes is None else self.passes,
+            settings=Settings(
+                self.steps or preset.steps, self.seed, scale, text, self.precision, self.device
+            ),
+            timeout=self.timeout or preset.timeout,
+            folder=run.jobs,
+        )
+
+    def comparison_of_stages(self, run: BenchRun) -> Comparison:
+        """The comparison of engines that train in pipeline stages.
+
+        Raises:
+            BadArgument: as :meth:`comparison`.
+        """
+        from hvd_ckpt.bench.compare.catalog import IN_STAGES
+        from hvd_ckpt.bench.compare.cells import Settings, make_cells
+        from hvd_ckpt.bench.compare.comparison import Comparison
+        from hvd_ckpt.bench.compare.stage_engines import STAGE_ENGINES
+        from hvd_ckpt.bench.compare.stages import SCHEDULES, STAGED
+
+        scale, stages = self.scale, self.stages
+        assert stages is not None
+        if self.device != "cpu":
+            raise BadArgument(f"--device {self.device}: --stages compares on CPUs: leave it out")
+        names = STAGED if self.scenarios == SCENARIOS else split_names("--scenarios", self.scenarios, STAGED)
+        engines = [engine for engine in STAGE_ENGINES if engine.unavailable() is None]
+        paths = [f"{engine.__module__}:{engine.__name__}" for engine in engines]
+        return Comparison(
+            engines=tuple(paths),
+            cells=tuple(make_cells({f"{IN_STAGES}{name}": SCHEDULES for name in names}, ())),
+            subject=paths[0],
+            size=stages,
+            controller=check_controller(self.controller),
+            threads=1,
+            passes=0,
+            settings=Settings(self.steps or PRESETS[scale].steps, self.seed),
+            timeout=self.timeout or STAGES_SECONDS,
+            folder=run.jobs,
+        )
+
+    def _text(self) -> str | None:
+        from hvd_ckpt.app.datasets.tokens import find_text_files
+
+        if self.text is None:
+            return None
+        try:
+            find_text_files(self.text)
+        except ValueError as error:
+            raise BadArgument(f"--text: {error}") from None
+        return str(Path(self.text).resolve())
+
+    def _trained(self, variants: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """What is trained, and for each the variants that mean something for it."""
+        from hvd_ckpt.bench.compare.catalog import CATALOG
+        from hvd_ckpt.bench.compare.cells import PLAN
+
+        names = [
+            *split_names("--workloads", self.workloads, (*WORKLOADS.split(","), NOTHING)),
+            *split_names("--scenarios", self.scenarios, (*SCENARIOS.split(","), NOTHING)),
+        ]
+        planned = () if self.budget is None else (f"{PLAN}{self.budget.strip()}",)
+        chosen = {}
+        for name in names:
+            if name != NOTHING:
+                kind = CATALOG[name]
+                _check_packages(name, kind.requires)
+                if kind.precisions is None or self.precision in kind.precisions:
+                    own = tuple(variant for variant in variants if variant in kind.variants)
+                    chosen[name] = own + planned * kind.plannable
+        return chosen
+
+
+@bench_command("compare", width=WIDTH, group="", settings=CompareSettings)
+def compare(run: BenchRun, settings: CompareSettings) -> None:
     """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
 
     Reports for each: are all ranks' weights equal, do they equal the reference, do runs repeat bit for bit, how often and in
     which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
     is right everywhere.
     """
-    from hvd_ckpt.app.datasets.tokens import find_text_files
-    from hvd_ckpt.bench.compare.cells import PLAN, Settings, make_cells
-    from hvd_ckpt.bench.compare.comparison import Comparison, ComparisonError
-    from hvd_ckpt.bench.compare.engines import find_engine
-    from hvd_ckpt.bench.compare.scenarios import CATALOG
-    from hvd_ckpt.processes.runtime import threads_per_rank
+    from hvd_ckpt.bench.compare.comparison import ComparisonError
 
-    if quick and full:
-        raise BadArgument("--quick and --full exclude each other: give one")
-    scale = "quick" if quick else "full" if full else "default"
-    preset = PRESETS[scale]
-    if stages is not None:
-        if device != "cpu":
-            raise BadArgument(f"--device {device}: --stages compares on CPUs: leave it out")
-        _compare_stages(
-            run, stages, controller, scenarios, steps or preset.steps, seed, timeout or STAGES_SECONDS
-        )
-        return
-    chosen = split_names("--engines", engines, find=find_engine)
-    if subject not in chosen:
-        raise BadArgument(
-            f"--subject {subject} is not among the engines {', '.join(chosen)}: add it, or judge another"
-        )
-    try:
-        if text is not None:
-            find_text_files(text)
-            text = str(Path(text).resolve())
-    except ValueError as error:
-        raise BadArgument(f"--text: {error}") from None
-    check_devices(device, size)
-    _check_precision(precision)
-    ways = split_names("--variants", variants, VARIANTS.split(","))
-    if budget is not None:
-        _check_budget(budget, chosen)
-        ways = (*ways, f"{PLAN}{budget.strip()}")
-    small = [name for name, kind in CATALOG.items() if kind.small]
-    large = [name for name in CATALOG if name not in small]
-    trained = [
-        *split_names("--workloads", workloads, (*large, NOTHING)),
-        *split_names("--scenarios", scenarios, (*small, NOTHING)),
-    ]
-    meaningful = {}
-    for name in trained:
-        if name != NOTHING:
-            kind = CATALOG[name]
-            _check_packages(name, kind.requires)
-            if kind.precisions is None or precision in kind.precisions:
-                meaningful[name] = tuple(
-                    way for way in ways if way in kind.variants or (way.startswith(PLAN) and kind.plannable)
-                )
-    cells = make_cells(meaningful, whole_numbers("--chunks", chunks or preset.chunks, "segments"))
-    if not cells:
-        raise BadArgument(
-            f"there is nothing to compare: --workloads {workloads} and --scenarios {scenarios} have no "
-            f"--variants {variants} in --precision {precision}"
-        )
-    comparison = Comparison(
-        engines=chosen,
-        cells=tuple(cells),
-        subject=subject,
-        size=size,
-        controller=check_controller(controller),
-        threads=threads_per_rank(size),
-        passes=preset.passes if passes is None else passes,
-        settings=Settings(steps or preset.steps, seed, scale, text, precision, device),
-        timeout=timeout or preset.timeout,
-        folder=run.jobs,
-    )
+    comparison = settings.comparison(run) if settings.stages is None else settings.comparison_of_stages(run)
     try:
         with run.progress(comparison.trainings) as progress:
 
@@ -213,17 +239,8 @@ def compare(
     run.finish(report, report.success)
 
 
-def _compare_stages(
-    run: BenchRun, stages: int, controller: str, scenarios: str, steps: int, seed: int, timeout: float
-) -> None:
-    from hvd_ckpt.bench.compare.stages import SCENARIOS as STAGED, compare_stages
-
-    names = tuple(STAGED) if scenarios == SCENARIOS else split_names("--scenarios", scenarios, STAGED)
-    compare_stages(run, stages, check_controller(controller), names, steps, seed, timeout)
-
-
 def _check_budget(budget: str, engines: tuple[str, ...]) -> None:
-    from hvd_ckpt.bench.compare.engines import find_engine
+    from hvd_ckpt.bench.harness.engines import find_engine
     from hvd_ckpt.planning.budget import parse_budget
 
     try:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
-from hvd_ckpt.bench.compare.engines import find_engine
+from hvd_ckpt.bench.compare.catalog import CATALOG
+from hvd_ckpt.bench.compare.cells import Cell, Settings, Variant, find_variant
 from hvd_ckpt.bench.compare.launch import Event, Failure, Launcher
-from hvd_ckpt.bench.compare.report import make_report
-from hvd_ckpt.bench.compare.scenarios import CATALOG
+from hvd_ckpt.bench.compare.report import make_report, make_stage_report
 from hvd_ckpt.bench.compare.verdict import add_ratios, judge
 from hvd_ckpt.bench.compare.worker import Job, folder_name
+from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.bench.harness.stats import alternating
 
@@ -101,7 +101,8 @@ class Comparison:
         ]
         add_ratios(results)
         told = self._told()
-        return make_report(
+        make = make_stage_report if CATALOG[self.cells[0].workload].staged else make_report
+        return make(
             results,
             workloads,
             self.subject,
@@ -177,8 +178,16 @@ class Comparison:
 
     def _cells_of(self, engine: str) -> list[Cell]:
         """The cells that mean something for an engine."""
-        plans = find_engine(engine).plans
-        return [cell for cell in self.cells if plans or find_variant(cell.variant).budget is None]
+        kind = find_engine(engine)
+
+        def takes(variant: Variant) -> bool:
+            return (
+                variant.schedule in kind.schedules
+                if variant.schedule
+                else kind.plans or variant.budget is None
+            )
+
+        return [cell for cell in self.cells if takes(find_variant(cell.variant))]
 
     def _job(self, name: str, engine: str, cells: list[Cell], *, checks: bool = False) -> Job:
         return Job(

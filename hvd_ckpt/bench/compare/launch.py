@@ -26,9 +26,9 @@ from unittest import mock
 
 import psutil
 
-from hvd_ckpt.bench.compare.engines import find_engine
 from hvd_ckpt.bench.compare.worker import Job, run_forked, run_reference
 from hvd_ckpt.bench.harness import jobs
+from hvd_ckpt.bench.harness.engines import find_engine
 
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves
@@ -128,11 +128,14 @@ class Launcher:
             outcome.events += [event for event in events if event.get("cell") in finished]
             if failure is None:
                 break
-            if _ranks(events, "ready") == 0:  # a fresh start would fail the same way
+            # If no rank got as far as its cells, a fresh start would fail in the same way.
+            if _ranks(events, "ready") == 0:
                 outcome.failures.update(dict.fromkeys(left, failure))
                 break
+            # Ranks train cells in order, so the first unfinished one has failed. If all are finished, the job did not end as it
+            # should, which counts against the last.
             unfinished = [key for key in left if key not in finished]
-            failed = unfinished[0] if unfinished else left[-1]  # the last: the job did not end as it should
+            failed = unfinished[0] if unfinished else left[-1]
             outcome.failures[failed] = failure
             left = unfinished[1:]
         return outcome
@@ -141,6 +144,7 @@ class Launcher:
         """Starts the ranks of one job, and waits for their end or for a reason to end them."""
         job.save()
         ranks: _Forked | _Launched
+        # MPI can be joined once in the life of a process, and only under mpirun, so a fork will not do.
         if self._controller == "mpi" and find_engine(job.engine).uses_horovod:
             command = jobs.launch_command(job.size, "mpi", job.worker, job.file)
             ranks = _Launched(command, job.log_file, self._environment)
@@ -161,7 +165,8 @@ class Launcher:
         last, failing = time.monotonic(), False
         with contextlib.closing(ranks):
             while True:
-                ended, status = ranks.poll()  # before the events are read, so that none is missed
+                # Before the events are read: what a rank wrote just before its end would be missed otherwise.
+                ended, status = ranks.poll()
                 new = reader.new()
                 for event in new:
                     listener(event)
@@ -170,6 +175,7 @@ class Launcher:
                     last = time.monotonic()
                 quiet = time.monotonic() - last
                 failing = failing or status != 0 or any(event["event"] == "error" for event in new)
+                # One rank's error leaves the others waiting in a collective. They get a moment to say what went wrong for them.
                 if ended or (failing and quiet > GRACE_SECONDS):
                     return events, _failure(events, job, size, ended, status)
                 limit = self._limit(events, size)
@@ -180,6 +186,7 @@ class Launcher:
 
     def _limit(self, events: Sequence[Event], size: int) -> float:
         """How long all ranks may be silent now."""
+        # Imports and rendezvous take long on a busy machine, and so may the end of processes; nothing is a hang there.
         if _ranks(events, "ready") < size or _ranks(events, "done") == size:
             return max(self._timeout, START_SECONDS)
         cells = [event for event in events if event["event"] == "cell"]
@@ -230,10 +237,11 @@ class _Rendezvous:
         """Forgets all ranks, as each start needs it; gives the variables of each rank."""
         from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 
+        # Ranks of an earlier start have left their addresses in the server, and new ones would connect to those.
         self._server.init(self._slots)
         interfaces = psutil.net_if_addrs()
         loopback = next(
-            name for name in interfaces if "127.0.0.1" in {one.address for one in interfaces[name]}
+            name for name in interfaces if "127.0.0.1" in {entry.address for entry in interfaces[name]}
         )
         job = create_run_env_vars("127.0.0.1", [loopback], str(self._port))
         return ({**job, **create_slot_env_vars(slot)} for slot in self._slots)

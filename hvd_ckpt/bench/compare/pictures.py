@@ -50,7 +50,11 @@ def _verdicts(results: Sequence[Result], title: str) -> Figure:
     axes = figure.add_subplot()
     for y, row in enumerate(rows):
         for x, engine in enumerate(engines):
-            found = [one for one in results if (one.workload, one.variant, one.engine) == (*row, engine)]
+            found = [
+                result
+                for result in results
+                if (result.workload, result.variant, result.engine) == (*row, engine)
+            ]
             if found:
                 status, where = worst(found)
                 text = f"{status}: {', '.join(where)} segments" if where else status
@@ -74,13 +78,13 @@ def _leaving_the_reference(
     results: Sequence[Result], workloads: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, str, int]]:
     """Workload, variant and largest number of segments where the loss of some engine visibly differs from one process's."""
-    found: dict[tuple[str, str], int] = {}
+    largest: dict[tuple[str, str], int] = {}
     for result in results:
         losses = workloads[result.workload]["losses"]
-        if any(abs(one - other) > VISIBLE * abs(other) for one, other in zip(result.losses, losses)):
+        if any(abs(loss - other) > VISIBLE * abs(other) for loss, other in zip(result.losses, losses)):
             key = (result.workload, result.variant)
-            found[key] = max(found.get(key, 0), result.chunks)
-    return [(*key, chunks) for key, chunks in found.items()]
+            largest[key] = max(largest.get(key, 0), result.chunks)
+    return [(*key, chunks) for key, chunks in largest.items()]
 
 
 def _losses(
@@ -121,7 +125,10 @@ def _price(results: Sequence[Result], title: str) -> Figure:
     figure = Figure(figsize=(12, 3.2 * len(names)), layout="constrained")
     for (time, memory), name in zip(figure.subplots(len(names), 2, squeeze=False), names):
         mine = [result for result in results if result.workload == name]
-        largest = {one.variant: max(two.chunks for two in mine if two.variant == one.variant) for one in mine}
+        largest = {
+            result.variant: max(same.chunks for same in mine if same.variant == result.variant)
+            for result in mine
+        }
         shown = [result for result in mine if result.chunks == largest[result.variant]]
         _bars(time, shown, engines, lambda result: result.ratio)
         time.axhline(1, color="black", linewidth=0.8, linestyle="--")

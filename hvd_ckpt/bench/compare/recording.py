@@ -12,13 +12,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from hvd_ckpt.bench.harness.engine import Engine
 
 OPTIMIZER_NUMBER = re.compile(
     r"^hvd_ckpt\.\d+\.\d+\."
@@ -58,6 +61,7 @@ class Recording:
         if number:
             self.note([list(self._parameters)[int(number[1])]])
             return
+        # A bucket is one tensor with many gradients in it as views, so addresses tell which of them leave.
         spans = [(first, first + _nbytes(tensor)) for tensor in tensors for first in _address(tensor)]
         inside = [
             parameter_name
@@ -80,6 +84,18 @@ class Recording:
     def digest(self) -> str:
         """A hash of the order."""
         return hashlib.sha256("\n".join(self.order).encode()).hexdigest()[:16]
+
+
+def recording_of(
+    engine: Engine, recording: Recording, model: nn.Module, folder: Path
+) -> AbstractContextManager[None]:
+    """The context of a training run whose reductions are recorded; ``model`` is the wrapped one."""
+    if engine.reduces_by == "horovod":
+        return recording_horovod(recording, engine.rank, folder)
+    if engine.reduces_by == "ddp":
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        return recording_ddp(recording, model)
+    return recording_apex(recording, model) if engine.reduces_by == "apex" else nullcontext()
 
 
 @contextmanager

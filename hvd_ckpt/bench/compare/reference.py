@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from hvd_ckpt.bench.compare.cells import KEEP, Settings
-from hvd_ckpt.bench.compare.engines import OneProcess
 from hvd_ckpt.bench.compare.training import EnginePrecision, build_seed, step_seed
 from hvd_ckpt.bench.compare.workloads import Step, Workload
+from hvd_ckpt.bench.harness.engines import OneProcess
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,12 +82,14 @@ def make_reference(
             batches = [batch.to(device) for batch in workload.batches(rank, size, number)]
             optimizer.zero_grad()
             step = Step(model, rank, size, number, batches, precise.autocast, precise.backward)
-            found = workload.run(step)
-            losses[rank].append(sum(loss.item() for loss in found) / len(found))
+            each = workload.run(step)
+            losses[rank].append(sum(loss.item() for loss in each) / len(each))
             for index, parameter in enumerate(parameters):
+                # A gradient that no rank has stays None, so that weight decay and momentum skip its parameter.
                 if parameter.grad is not None:
                     gradient, before = parameter.grad.double(), sums[index]
                     sums[index] = gradient if before is None else before + gradient
+            # The ranks take turns in this process, each with the state that its own process would have.
             random_states[rank] = torch.get_rng_state()
             buffers[rank] = _copy(dict(bare.named_buffers()))
         for parameter, total in zip(parameters, sums, strict=True):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hvd_ckpt.bench.compare.catalog import IN_STAGES
 from hvd_ckpt.bench.compare.cells import find_variant
+from hvd_ckpt.bench.compare.stages import CHUNKS
 from hvd_ckpt.bench.compare.verdict import (
     BASELINE,
     SEVERITY,
@@ -21,14 +23,12 @@ from hvd_ckpt.bench.compare.verdict import (
     short_name,
     worst,
 )
+from hvd_ckpt.bench.harness.cases import Column, in_mib, table_of
+from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.bench.harness.report import Report, Table, mebibytes, shown
 
 REASON = 160  # characters
 STYLES = {"right": "green", "loose": "yellow", "-": "dim"}
-DETAILS = (
-    "workload", "recomputed", "engine", "verdict", "ranks", "weights", "buffers", "runs", "reduced", "order", "step ms",
-    "ratio", "peak MiB",
-)  # fmt: skip
 PRICE = (
     "Step time as a ratio to stock Horovod without recomputation, and peak memory in MiB. A wrong result has its price in "
     "parentheses."
@@ -53,6 +53,15 @@ LEGEND = (
 PLANNED = (
     "plan: `hvd_ckpt.plan` chose what is recomputed for that budget, which limits the peak of a step above its start; peak MiB "
     "counts from before the model is made. Other engines have no plans."
+)
+STAGE_LEGEND = (
+    "right: parameters and buffers of every stage equal, to rounding, those of the whole model in one process, which runs the same "
+    "micro-batches one after the other, and two runs end in the same bits. wrong: they do not. error, hang: no result.",
+    "torch: torch.distributed.pipelining over Gloo, with the model cut by hand; where blocks that are not neighbours are "
+    "connected, cut by its tracer.",
+    "deepspeed: PipelineModule of DeepSpeed over Gloo, where it is installed; connected blocks hand on tuples.",
+    "dropout: the masks are those that the whole model draws with seed_blocks(). Other masks are not wrong for training; the "
+    "result then depends on the number of stages.",
 )
 
 
@@ -103,8 +112,8 @@ def make_report(
         facts,
         [_verdicts(results, title), *([_price(large)] if large else []), *_trained(workloads)],
         [
-            {**dataclasses.asdict(one), "right": one.right, "step_seconds": one.step_seconds}
-            for one in results
+            {**dataclasses.asdict(result), "right": result.right, "step_seconds": result.step_seconds}
+            for result in results
         ],
         remarks=[
             *(f"{engine} is absent: {reason}" for engine, reason in absent.items()),
@@ -112,7 +121,7 @@ def make_report(
             *_reasons(results, subject),
         ],
         notes=[*LEGEND, *([PLANNED] if planned else [])],
-        details=[Table(DETAILS, [_details(result) for result in results], title="Every cell")],
+        details=[table_of(DETAILS, results, "Every cell")],
         detail_remarks=list(_reasons(results)),
         draw=draw,
         settings=settings,
@@ -127,6 +136,66 @@ def make_report(
         conclusion=conclusion,
         success=success,
     )
+
+
+def make_stage_report(
+    results: Sequence[Result],
+    workloads: Mapping[str, Mapping[str, Any]],
+    subject: str,
+    settings: dict[str, Any],
+    facts: dict[str, str],
+    absent: Mapping[str, str],
+    left_out: Sequence[str],
+) -> Report:
+    """The report of a comparison in pipeline stages, as :func:`make_report`, with a column for each engine and schedule."""
+    engines, names = engines_of(results), list(workloads)
+    ordered = sorted(results, key=lambda found: (names.index(found.workload), engines.index(found.engine)))
+    verdicts = [
+        {
+            "scenario": result.workload.removeprefix(IN_STAGES),
+            "engine": f"{find_engine(result.engine).title}, {result.variant}",
+            "status": result.status,
+            "reason": result.reason,
+        }
+        for result in ordered
+    ]
+    scenarios = {name.removeprefix(IN_STAGES): workload["title"] for name, workload in workloads.items()}
+    columns = ("scenario", "what is hard", *dict.fromkeys(verdict["engine"] for verdict in verdicts))
+    rows = [
+        (name, title, *(verdict["status"] for verdict in verdicts if verdict["scenario"] == name))
+        for name, title in scenarios.items()
+    ]
+    chosen = {name: settings[name] for name in ("controller", "steps", "seed")}
+    chosen = {"stages": settings["np"], **chosen, "chunks": CHUNKS}
+    machine = {name: fact for name, fact in facts.items() if name not in settings}
+    return Report(
+        "Pipeline stages compared",
+        {**machine, **{name: str(value) for name, value in chosen.items()}},
+        [
+            Table(
+                columns,
+                rows,
+                title=f"Verdicts: {settings['np']} stages over {settings['controller']}",
+                left=columns,
+                style=lambda entry: STYLES.get(entry, "red" if entry in SEVERITY else ""),
+                mark=_mark,
+            )
+        ],
+        verdicts,
+        [
+            "{scenario}, {engine}: {status}, {reason}".format(**verdict)
+            for verdict in verdicts
+            if verdict["reason"]
+        ],
+        STAGE_LEGEND,
+        settings=chosen,
+        success=all(result.right for result in results if result.engine == subject),
+    )
+
+
+def _mark(entry: str) -> str:
+    """An entry of a table of verdicts as Markdown."""
+    return f"**{entry}**" if entry.startswith(SEVERITY[2:]) else entry
 
 
 def _reasons(results: Iterable[Result], engine: str | None = None) -> Iterable[str]:
@@ -153,7 +222,7 @@ def _verdicts(results: Sequence[Result], title: str) -> Table:
         left=columns,
         folded=1,
         style=functools.partial(_style, names={name for names in groups for name in names}),
-        mark=lambda entry: f"**{entry}**" if entry.startswith(SEVERITY[2:]) else entry,
+        mark=_mark,
     )
 
 
@@ -198,33 +267,39 @@ def _trained(workloads: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     return [Table(("workload", "what is trained", "size", "loss"), rows, title="Workloads", printed=False)]
 
 
-def _details(result: Result) -> tuple[str, ...]:
-    reduced = "-"
-    if result.most is not None:
-        few = result.least if result.least is not None else result.most
-        reduced = str(result.most) if few == result.most else f"{few}-{result.most}"
-    return (
-        result.workload,
-        recomputed(result),
-        short_name(result.engine),
-        result.status if result.right else result.status.upper(),
-        _choose(result.ranks_equal, "equal", "DIFFER"),
-        _distance(result.difference, result.weights_right),
-        _distance(result.buffer_difference, result.buffers_right),
-        _choose(result.repeatable, f"{result.runs} equal", f"{result.runs} DIFFER"),
-        reduced,
-        _choose(result.same_order, "same", "VARIES"),
-        shown(result.step_seconds and 1000 * result.step_seconds, ".1f"),
-        shown(result.ratio, ".2f"),
-        mebibytes(result.peak_bytes, ".2f"),
-    )
+def _reduced(result: Result) -> str | None:
+    """The reductions of a gradient in a step, fewest and most."""
+    if result.most is None or result.least in (None, result.most):
+        return None if result.most is None else str(result.most)
+    return f"{result.least}-{result.most}"
 
 
-def _choose(value: bool | None, yes: str, no: str) -> str:
-    return "-" if value is None else yes if value else no
-
-
-def _distance(difference: float | None, right: bool | None) -> str:
+def _distance(difference: float | None, right: bool | None) -> str | None:
     if not difference:
-        return "-" if difference is None else "exact"
+        return None if difference is None else "exact"
     return f"{difference:.1e}" if right else f"OFF {difference:.0e}"
+
+
+def _either(yes: str, no: str) -> Callable[[bool], str]:
+    return lambda value: yes if value else no
+
+
+DETAILS = (
+    Column("workload", lambda result: result.workload),
+    Column("recomputed", recomputed),
+    Column("engine", lambda result: short_name(result.engine)),
+    Column("verdict", lambda result: result.status if result.right else result.status.upper()),
+    Column("ranks", lambda result: result.ranks_equal, _either("equal", "DIFFER")),
+    Column("weights", lambda result: _distance(result.difference, result.weights_right)),
+    Column("buffers", lambda result: _distance(result.buffer_difference, result.buffers_right)),
+    Column(
+        "runs",
+        lambda result: None if result.repeatable is None else (result.runs, result.repeatable),
+        lambda runs: f"{runs[0]} {'equal' if runs[1] else 'DIFFER'}",
+    ),
+    Column("reduced", _reduced),
+    Column("order", lambda result: result.same_order, _either("same", "VARIES")),
+    Column("step ms", lambda result: result.step_seconds and 1000 * result.step_seconds, ".1f"),
+    Column("ratio", lambda result: result.ratio, ".2f"),
+    Column("peak MiB", lambda result: result.peak_bytes, in_mib(".2f")),
+)

@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.cells import Chain, Recompute, Region, Settings
-from hvd_ckpt.bench.compare.workloads import WORKLOADS, Step, Workload
+from hvd_ckpt.bench.compare.cells import Chain, Recompute, Region
+from hvd_ckpt.bench.compare.workloads import Step, Workload
 from hvd_ckpt.data.objectives import Batch
 
 WIDTH = 16
@@ -262,11 +262,3 @@ SCENARIOS: dict[str, type[Workload]] = {
     "uneven-data": UnevenData,
     "sparse": Sparse,
 }
-
-CATALOG: dict[str, type[Workload]] = {**WORKLOADS, **SCENARIOS}
-"""Everything that can be trained, by name."""
-
-
-def make_workload(name: str, settings: Settings) -> Workload:
-    """The workload or scenario of that name."""
-    return CATALOG[name](settings.scale, settings.seed, settings.text)

@@ -24,9 +24,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_ckpt.bench.compare.cells import Cell, Recompute, Settings
-from hvd_ckpt.bench.compare.engines import Engine
-from hvd_ckpt.bench.compare.recording import Recording
+from hvd_ckpt.bench.compare.recording import Recording, recording_of
 from hvd_ckpt.bench.compare.workloads import Step, Workload
+from hvd_ckpt.bench.harness.engine import Engine
 from hvd_ckpt.utils.measure import now
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -51,6 +51,7 @@ class EnginePrecision:
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
         """Lets the engine wrap model and optimizer, and Apex before or after it, as the engine wants it."""
+        # Apex wants a model before DDP wraps it, and Horovod's optimizer before Apex patches it.
         for after_apex in (True, False):
             if self._amp is not None and self._engine.wraps_after_apex is after_apex:
                 model, optimizer = self._amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
@@ -132,6 +133,7 @@ def train(
         after_step: called with the number of each step that is done.
     """
     device = torch.device(settings.device)
+    # Other weights on each rank: an engine that does not make them equal is found out.
     torch.manual_seed(build_seed(settings.seed, engine.rank))
     bare = workload.model(Recompute(cell, engine)).to(device)
     trained = Trained(bare)
@@ -139,10 +141,11 @@ def train(
     step_precision = EnginePrecision(settings.precision, device, engine, workload.scales_loss)
     model, optimizer = step_precision.wrap(bare, workload.optimizer(parameters.values()), workload.passes)
     prepare(bare)
+    # After wrapping and planning, which may draw numbers: dropout starts from the same state in every engine.
     torch.manual_seed(step_seed(settings.seed, engine.rank))
     if record_in is not None:
         trained.recording = Recording(parameters)
-        watching = engine.recording(trained.recording, model, record_in)
+        watching = recording_of(engine, trained.recording, model, record_in)
     else:
         watching = nullcontext()
     with watching, engine.uneven(model) if workload.uneven else nullcontext():

@@ -25,12 +25,13 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from hvd_ckpt.bench.compare.catalog import make_workload
 from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
-from hvd_ckpt.bench.compare.engines import Engine, find_engine, launched_rank_and_size
 from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference, mean_losses
-from hvd_ckpt.bench.compare.scenarios import make_workload
 from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, train
 from hvd_ckpt.bench.compare.workloads import Workload
+from hvd_ckpt.bench.harness.engine import Engine, launched_rank_and_size
+from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.bench.harness.jobs import RankJob, own_device
 from hvd_ckpt.bench.harness.report import plain
 from hvd_ckpt.planning.plan import Plan
@@ -139,13 +140,14 @@ class Worker:
             return
         trained = self._train(cell, first=True)
         self._events.write("trained", cell=cell.key, **self._outcome(cell, trained), **_reductions(trained))
+        # The second run must not find the first one's memory in use.
         del trained
         gc.collect()
         # The peak includes weights, gradients and optimizer: all that training allocates, from before the model is made.
         with recording_peak(self._settings.device) as memory:
             trained = self._train(cell)
-        found = {**_hashes(trained), **_reductions(trained)}
-        self._events.write("measured", cell=cell.key, peak_bytes=memory.peak_bytes, **found)
+        values = {**_hashes(trained), **_reductions(trained)}
+        self._events.write("measured", cell=cell.key, peak_bytes=memory.peak_bytes, **values)
 
     def _train(self, cell: Cell, first: bool = False) -> Trained:
         return train(
@@ -195,15 +197,23 @@ class Worker:
         reference = self._references[cell.workload]
         parameters = {name: tensor.cpu() for name, tensor in trained.parameters.items()}
         buffers = {name: tensor.detach().cpu() for name, tensor in trained.model.named_buffers()}
+        expected = reference.parameters, reference.buffers[self._engine.rank]
+        # Each rank has a stage, a part of the model. Elsewhere a tensor that is missing is an error.
+        if self._workloads[cell.workload].staged:
+            expected = _named_in(expected[0], parameters), _named_in(expected[1], buffers)
         names = ("difference", "relative", "worst")
-        weights_apart = largest_difference(parameters, reference.parameters, reference.start)
-        buffers_apart = largest_difference(buffers, reference.buffers[self._engine.rank], reference.start)
+        weights_apart = largest_difference(parameters, expected[0], reference.start)
+        buffers_apart = largest_difference(buffers, expected[1], reference.start)
         return {
             **_hashes(trained),
             **dict(zip(names, weights_apart, strict=True)),
             **{f"buffer_{name}": value for name, value in zip(names, buffers_apart, strict=True)},
             "losses": trained.losses,
         }
+
+
+def _named_in(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in expected.items() if name in found}
 
 
 def _hashes(trained: Trained) -> dict[str, str]:
@@ -224,7 +234,8 @@ def _reductions(trained: Trained) -> dict[str, object]:
 def work(job: Job) -> int:
     """Joins the job's other ranks, trains, leaves; returns an exit status. An error is an event and a traceback in the log."""
     if job.checks:
-        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # so that a timeline can be started later
+        # Horovod reads this when it starts; without it no timeline can be started later.
+        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
     rank, _ = launched_rank_and_size()
     with EventWriter(job.folder, rank) as events:
         events.write("born", pid=os.getpid())
@@ -233,8 +244,8 @@ def work(job: Job) -> int:
             engine = find_engine(job.engine)()
             engine.device = own_device(job.settings.device)
             engine.start(job.folder)
-            if engine.size != job.size:
-                raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
+            if engine.size * engine.stages != job.size:
+                raise RuntimeError(f"the job has {engine.size * engine.stages} ranks instead of {job.size}")
             worker = Worker(job, engine, events)
             events.write("ready")
             worker.run()
@@ -266,8 +277,9 @@ def run_reference(job_file: str) -> None:
         workloads = {name: make_workload(name, job.settings) for name in job.workloads}
         events.write("ready")
         for name, workload in workloads.items():
+            size = 1 if workload.staged else job.size
             reference = make_reference(
-                workload, job.size, job.settings, lambda step: events.write("step", step=step)
+                workload, size, job.settings, lambda step: events.write("step", step=step)
             )
             reference.save(job.reference_file(name))
             events.write(

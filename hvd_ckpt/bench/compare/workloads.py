@@ -6,7 +6,7 @@ from there. The small ones that each show one difficulty are in :mod:`.scenarios
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from hvd_ckpt.app.datasets.images import Digits
 from hvd_ckpt.app.datasets.text import MaskedText
 from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.bench.compare.cells import Chain, Recompute
+from hvd_ckpt.bench.harness import workloads as harness
 from hvd_ckpt.data.objectives import IGNORED, Batch
 
 
@@ -45,7 +46,7 @@ class Step:
     backward: Callable[[torch.Tensor], object]
 
 
-class Workload(ABC):
+class Workload(harness.Workload):
     """A model learning something.
 
     Attributes:
@@ -56,12 +57,8 @@ class Workload(ABC):
         plannable: planning what it recomputes means something for it, too.
         parts: batches of a rank in a step.
         passes: most backward passes in a step, for engines that need the number.
-        static: the same graph in every step, so that each gradient takes part in exactly one reduction.
-        scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
-        uneven: ranks have unequal numbers of steps.
-        alike: all ranks use the same layers in the same order.
-        half: some parameters have half precision.
         small: a step takes milliseconds.
+        staged: ranks have a pipeline stage each, instead of batches of their own.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
     """
@@ -74,12 +71,8 @@ class Workload(ABC):
     plannable: ClassVar[bool] = True
     parts: ClassVar[int] = 1
     passes: ClassVar[int] = 1
-    static: ClassVar[bool] = True
-    scales_loss: ClassVar[bool] = False
-    uneven: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    half: ClassVar[bool] = False
     small: ClassVar[bool] = False
+    staged: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
 
@@ -95,10 +88,6 @@ class Workload(ABC):
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
         """A batch of one rank in one step: a pure function of its arguments and the seed."""
 
-    @abstractmethod
-    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The mean loss of one rank's batch."""
-
     def batches(self, rank: int, size: int, step: int) -> list[Batch]:
         """All batches of one rank in one step."""
         return [self.batch(rank, size, step, part) for part in range(self.parts)]
@@ -113,7 +102,7 @@ class Workload(ABC):
             losses.append(loss.detach())
         return losses
 
-    def before_step(self, model: nn.Module, number: int) -> None:  # noqa: B027  # most change nothing
+    def before_step(self, model: nn.Module, number: int) -> None:  # most change nothing
         """Changes the (unwrapped) model before a step."""
 
     def steps_of(self, rank: int, size: int, steps: int) -> int:

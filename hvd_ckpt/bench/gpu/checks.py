@@ -29,6 +29,7 @@ from hvd_ckpt.bench.gpu.training import (
     take_steps,
     train,
 )
+from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.bench.harness.report import mebibytes
 from hvd_ckpt.utils.measure import now
 
@@ -63,12 +64,12 @@ def operations(job: CheckJob) -> Outcome:
                 "alltoall": (functools.partial(hc.alltoall, mine), torch.cat(each)),
             }
             for name, (operation, expected) in tries.items():
-                found = operation(name=f"{name}.{dtype}.{length}")
-                wrong = int((found != expected).sum()) if found.shape == expected.shape else -1
+                result = operation(name=f"{name}.{dtype}.{length}")
+                wrong = int((result != expected).sum()) if result.shape == expected.shape else -1
                 kind = f"{name} of {length} elements of {dtype}"
                 expect(
                     wrong >= 0,
-                    f"{kind}: the result has shape {tuple(found.shape)}, not {tuple(expected.shape)}",
+                    f"{kind}: the result has shape {tuple(result.shape)}, not {tuple(expected.shape)}",
                 )
                 expect(wrong == 0, f"{kind}: {wrong} of {expected.numel()} values are wrong")
     return Outcome(f"5 operations, {len(dtypes)} dtypes, up to {lengths[-1]} elements: right values")
@@ -105,7 +106,7 @@ def stages(job: CheckJob) -> Outcome:
         errors.append(expect_close(state, sizes, hc.size(), f"shard={stage}"))
         digests.append(digest(state))
         expect(same_bits(state, run()), f"shard={stage}: the same run twice ends in different bits")
-    same = sum(one == digests[0] for one in digests[1:])
+    same = digests[1:].count(digests[0])
     text = (
         f"error up to {max(errors):.0e} of the CPU reference; {same} of stages 1 to 3 in the bits of stage 0"
     )
@@ -191,7 +192,7 @@ def planner(job: CheckJob) -> Outcome:
     sizes = gpt2_small(job)
     torch.manual_seed(1)
     model = sizes.model().to(device)
-    inputs, targets = (one.to(device) for one in batch_of(sizes, 0, 0))
+    inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, 0, 0))
 
     def loss(output: Any) -> Tensor:
         return sizes.loss(output, targets)
@@ -240,7 +241,7 @@ def overflow(job: CheckJob) -> Outcome:
     assert precision.scaler is not None
     scales, states = [precision.scaler.get_scale()], [copied(model)]
     for step in range(3):
-        inputs, targets = (one.to(device) for one in batch_of(sizes, step, hc.rank()))
+        inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, step, hc.rank()))
         optimizer.zero_grad()
         with precision.autocast():
             loss = sizes.loss(model(inputs), targets)
@@ -248,14 +249,15 @@ def overflow(job: CheckJob) -> Outcome:
         precision.step(optimizer)
         scales.append(precision.scaler.get_scale())
         states.append(copied(model))
-    moved = [not same_bits(one, other) for one, other in itertools.pairwise(states)]
+    moved = [not same_bits(state, other) for state, other in itertools.pairwise(states)]
     expect(
         moved == [True, False, True],
         f"the steps that changed weights are {moved}, not the first and the last",
     )
     expect(scales[2] == scales[0] / 2, f"the loss scale went {scales}, so the overflow did not halve it")
     return Outcome(
-        f"the overflow skips its step; scales {', '.join(f'{one:g}' for one in scales)}", {"scales": scales}
+        f"the overflow skips its step; scales {', '.join(f'{scale:g}' for scale in scales)}",
+        {"scales": scales},
     )
 
 
@@ -272,20 +274,17 @@ def ddp(job: CheckJob) -> Outcome:
     """Time and weights of ``DistributedOptimizer`` and PyTorch's DDP, in alternating rounds."""
     device = begin(job)
     sizes = gpt2_small(job)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(
-        backend, init_method=f"file://{job.folder / 'rendezvous'}", rank=hc.rank(), world_size=hc.size()
-    )
+    join_torch(job.folder, hc.rank(), hc.size(), device=device)
     ours = make_model(sizes).to(device)
     optimizer = hc.DistributedOptimizer(make_optimizer(ours), named_parameters=ours.named_parameters())
     theirs: Any = nn.parallel.DistributedDataParallel(make_model(sizes).to(device))
-    contenders: Mapping[str, tuple[nn.Module, torch.optim.Optimizer]] = {
+    engines: Mapping[str, tuple[nn.Module, torch.optim.Optimizer]] = {
         "hvd_ckpt": (ours, optimizer),
         "DDP": (theirs, make_optimizer(theirs)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
     for step in range(ROUNDS):
-        for name, (model, its_optimizer) in contenders.items():
+        for name, (model, its_optimizer) in engines.items():
             begun = now(device)
             take_steps(model, its_optimizer, sizes, device, [step])
             seconds[name].append(now(device) - begun)
@@ -293,7 +292,7 @@ def ddp(job: CheckJob) -> Outcome:
     median = {name: 1000 * statistics.median(times[2:]) for name, times in seconds.items()}
     same = same_bits(ours.state_dict(), theirs.module.state_dict())
     worst = max(
-        float((one - other).abs().max()) for one, other in zip(ours.parameters(), theirs.parameters())
+        float((own - other).abs().max()) for own, other in zip(ours.parameters(), theirs.parameters())
     )
     expect(worst <= 1e-4, f"weights of the two differ by {worst:.1e}")
     text = f"step {median['hvd_ckpt']:.1f} ms, DDP {median['DDP']:.1f} ms; {'same bits' if same else f'weights within {worst:.0e}'}"

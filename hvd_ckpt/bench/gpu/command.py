@@ -73,6 +73,11 @@ class Session:
         """The number of ranks of a check of several: one for each GPU, else 2."""
         return max(2, self.gpus)
 
+    def note_build(self) -> None:
+        """Adds Horovod's build to the facts."""
+        horovod = self.builds.horovod
+        self.facts["Horovod"] = ", ".join(f"{name} {value}" for name, value in horovod.items() if value)
+
 
 @dataclass(frozen=True)
 class Check:
@@ -98,9 +103,9 @@ class Check:
 
 def look_at_machine(session: Session, seconds: float) -> Outcome:
     """The facts of the machine and of PyTorch."""
-    session.facts |= machine.system_facts(session.device)
     session.builds = machine.builds(session.run.jobs / "staged")
     torch = session.builds.torch
+    session.facts |= machine.system_facts(session.device, torch.get("cuda"))
     if "error" in torch:
         raise JobError(f"PyTorch: {torch['error']}")
     session.facts["PyTorch"] = (
@@ -131,7 +136,7 @@ def build(session: Session, seconds: float) -> Outcome:
     horovod = session.builds.horovod
     if "error" in horovod:
         raise JobError(str(horovod["error"]))
-    session.facts["Horovod"] = ", ".join(f"{name} {found}" for name, found in horovod.items() if found)
+    session.note_build()
     if session.device == "cuda" and not horovod["cuda"]:
         raise JobError("Horovod is built without CUDA; the build's log says why (is nvcc missing?)")
     return Outcome(session.facts["Horovod"], horovod)
@@ -141,17 +146,9 @@ def compare(session: Session, seconds: float) -> Outcome:
     """A small ``hvd-ckpt compare``."""
     ranks = max(1, session.gpus) if session.device == "cuda" else 2
     folder = session.run.folder / "compare"
-    words = [
-        "compare",
-        *COMPARE.split(),
-        "--np",
-        str(ranks),
-        "--device",
-        session.device,
-        "--output",
-        str(folder),
-    ]
-    run_command(session, "compare", [sys.executable, "-m", "hvd_ckpt.app.cli.main", *words], seconds)
+    words = ["compare", *COMPARE.split(), "--np", str(ranks), "--device", session.device]
+    command = [sys.executable, "-m", "hvd_ckpt.app.cli.main", *words, "--output", str(folder)]
+    run_command(session, "compare", command, seconds)
     return Outcome(f"this library is right in every cell: {folder / 'report.md'}")
 
 
@@ -253,19 +250,13 @@ def run_checks(
             progress.start(check.name)
             rows.append(_row(check, session, end, rows))
             if check.name == "machine" and "build" not in chosen:
-                _note_build(session)
+                session.note_build()
             row = rows[-1]
             click.echo(
                 f"[{number:2}/{len(checks)}] {row.verdict:7} {row.name:19} {row.seconds:4.0f} s  {row.text}"
             )
             run.save(_report(session, rows))
     run.finish(_report(session, rows), success=not any(row.verdict == FAILED for row in rows))
-
-
-def _note_build(session: Session) -> None:
-    session.facts["Horovod"] = ", ".join(
-        f"{name} {found}" for name, found in session.builds.horovod.items() if found
-    )
 
 
 def _row(check: Check, session: Session, end: float, rows: Sequence[Row]) -> Row:
@@ -281,7 +272,7 @@ def _row(check: Check, session: Session, end: float, rows: Sequence[Row]) -> Row
         return row
     try:
         outcome = _outcome(check, session, ranks, seconds)
-        other = next((one for one in rows if one.name == check.bits_of), None)
+        other = next((before for before in rows if before.name == check.bits_of), None)
         if (
             other is not None
             and other.verdict == PASSED

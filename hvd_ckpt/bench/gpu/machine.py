@@ -18,17 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.app.install.cuda import run_briefly
+from hvd_ckpt.app.install.cuda import find_nccl, find_toolkit, run_briefly
+from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.processes.probe import launcher_environment
 from hvd_ckpt.utils.folders import cache_folder
 
 SECONDS = 120.0  # for a question; the first import of PyTorch after a start of the machine takes long
-LIBRARY_FOLDERS = (
-    "/usr/lib*",
-    "/usr/lib/*-linux-gnu",
-    "/lib64",
-    "/usr/local/nvidia/lib64",
-    "/usr/local/cuda/lib64",
+DRIVER_FOLDERS = (
+    "usr/lib*",
+    "usr/lib/*-linux-gnu",
+    "lib64",
+    "usr/local/nvidia/lib64",
+    "usr/local/cuda/lib64",
 )
 QUERY = ("--query-gpu=name,memory.total,compute_cap,driver_version,mig.mode.current", "--format=csv,noheader")
 NEEDED = (
@@ -48,32 +49,47 @@ def answer(
 
 def gpus() -> list[str]:
     """A line for each GPU that the driver shows: name, memory, compute capability, driver, MIG mode."""
-    found = answer(["nvidia-smi", *QUERY]) or answer(["nvidia-smi", "-L"])  # an old driver knows fewer facts
-    return (found or "").splitlines()
+    lines = answer(["nvidia-smi", *QUERY]) or answer(["nvidia-smi", "-L"])  # an old driver knows fewer facts
+    return (lines or "").splitlines()
 
 
-def system_facts(device: str) -> dict[str, str]:
-    """The facts of the machine, as lines of a report; an empty text stands for what was not found."""
-    facts = {"system": f"{platform.platform()}, {len(os.sched_getaffinity(0))} CPUs, {_compiler()}"}
-    facts["Python.h"] = _existing(Path(sysconfig.get_path("include"), "Python.h"))
+def system_facts(device: str, cuda: str | None) -> dict[str, str]:
+    """The facts of the machine, as lines of a report; an empty text stands for what was not found.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        cuda: the version of CUDA that PyTorch is built for; toolkits of others are no use.
+    """
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    facts = {
+        "system": f"{platform.platform()}, {len(os.sched_getaffinity(0))} CPUs, {_compiler()}",
+        "Python.h": str(header) if header.exists() else "",
+    }
     if device == "cpu":
         return facts
-    nvcc = shutil.which("nvcc") or _existing(
-        Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
-    )
-    release = re.search(r"release [\d.]+", answer([nvcc, "--version"]) or "") if nvcc else None
-    libraries = [
-        str(file) for folder in LIBRARY_FOLDERS for file in Path("/").glob(f"{folder[1:]}/libcuda.so*")
-    ]
-    nccl = [file for folder in map(Path, sys.path) for file in folder.glob("nvidia/nccl/lib/libnccl.so.2")]
-    nccl += [file for folder in LIBRARY_FOLDERS for file in Path("/").glob(f"{folder[1:]}/libnccl.so.2")]
+    drivers = {str(file) for folder in DRIVER_FOLDERS for file in Path("/").glob(f"{folder}/libcuda.so*")}
     return facts | {
         "GPUs": "; ".join(gpus()),
         "topology": answer(["nvidia-smi", "topo", "-m"]) or "",
-        "libcuda": ", ".join(sorted(set(libraries))),
-        "nvcc": f"{nvcc} {release.group() if release else ''}".strip() if nvcc else "",
-        "libnccl.so.2": str(nccl[0]) if nccl else "",
+        "libcuda": ", ".join(sorted(drivers)),
+        "nvcc": _nvcc(cuda) if cuda else "",
+        "libnccl.so.2": _nccl(),
     }
+
+
+def _nvcc(cuda: str) -> str:
+    home = find_toolkit(cuda)
+    if home is None:
+        return ""
+    release = re.search(r"release [\d.]+", answer([str(home / "bin" / "nvcc"), "--version"]) or "")
+    return f"{home / 'bin' / 'nvcc'} {release.group() if release else ''}".strip()
+
+
+def _nccl() -> str:
+    try:
+        return str(find_nccl()[1])
+    except BuildError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -97,8 +113,8 @@ def builds(folder: Path) -> Builds:
     if text is None:
         missing = {"error": f"it does not load within {SECONDS:.0f} s: run `hvd-ckpt doctor`"}
         return Builds(missing, missing)
-    found = json.loads(text.splitlines()[-1])
-    torch, horovod = found["torch"], found["horovod"]
+    loaded = json.loads(text.splitlines()[-1])
+    torch, horovod = loaded["torch"], loaded["horovod"]
     if horovod.get("cuda") and not horovod.get("nccl"):
         return Builds(torch, horovod, {})
     return Builds(torch, horovod, _staged_environment(folder) if torch.get("gpus") else None)
@@ -123,13 +139,9 @@ def _staged_environment(folder: Path) -> dict[str, str] | None:
     return {name: os.pathsep.join(filter(None, [path, os.environ.get(name)])) for name, path in added.items()}
 
 
-def _existing(path: Path) -> str:
-    return str(path) if path.exists() else ""
-
-
 def _compiler() -> str:
-    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    return (answer([found, "--version"]) or found).split("\n")[0] if found else "no C++ compiler"
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    return (answer([compiler, "--version"]) or compiler).split("\n")[0] if compiler else "no C++ compiler"
 
 
 def _loaded() -> dict[str, dict[str, Any]]:

@@ -54,7 +54,7 @@ def replicas(job: CheckJob) -> Outcome:
         optimizer.zero_grad()
         for replica in optimizer.local_replicas():
             with replica:
-                inputs, targets = (one.to(device) for one in batch_of(sizes, step, replica.index))
+                inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, step, replica.index))
                 sizes.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     state = optimizer.full_model_state_dict(model, all_ranks=True)
@@ -114,11 +114,11 @@ def pipeline(job: CheckJob) -> Outcome:
         model = hc.Pipeline(start(sizes).to(device), chunks=CHUNKS, schedule=schedule, checkpoint="always")
         optimizer = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
         for step in range(STEPS):
-            inputs, targets = (one.to(device) for one in batch_of(sizes, step, 0))
+            inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, step, 0))
             optimizer.zero_grad()
             model.accumulate((inputs, targets), sizes.loss)
             optimizer.step()
-        own = {name: one for name, one in model.state_dict().items() if one.device.type != "meta"}
+        own = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
         errors.append(error_of(own, expected, before))
         expect(
             errors[-1] <= TOLERANCE,
@@ -146,7 +146,7 @@ def overlap(job: CheckJob) -> Outcome:
 
     alone = make_model(sizes).to(device)
     plain = make_optimizer(alone)
-    gradients = torch.zeros(sum(one.numel() for one in alone.parameters()), device=device)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in alone.parameters()), device=device)
     computation = median(lambda step: take_steps(alone, plain, sizes, device, [step]))
     communication = median(lambda step: hc.allreduce_(gradients, name="overlap"))
     model = make_model(sizes).to(device)  # since the ranks' weights differ by now
@@ -170,14 +170,14 @@ def repeated_sums(job: CheckJob) -> Outcome:
     """Whether an allreduce of the same values gives the same bits each time; with NVLS, which is off by default, it need not."""
     device = begin(job)
     generator = torch.Generator().manual_seed(hc.rank())
-    found = set()
+    varying = set()
     for length in (1 << 10, 1 << 16, 1 << 22):
         values = torch.randn(length, generator=generator).to(device)
         sums = {digest({"sum": hc.allreduce(values, op=hc.Sum, name=f"sum.{length}")}) for _ in range(20)}
         if len(sums) > 1:
-            found.add(length)
+            varying.add(length)
     text = "20 sums of the same values have the same bits"
-    if found:
-        text = f"sums of the same values differ in bits, of {', '.join(map(str, sorted(found)))} elements"
-    expect(not found or os.environ.get("NCCL_NVLS_ENABLE") == "1", text)
-    return Outcome(text, {"repeatable": not found})
+    if varying:
+        text = f"sums of the same values differ in bits, of {', '.join(map(str, sorted(varying)))} elements"
+    expect(not varying or os.environ.get("NCCL_NVLS_ENABLE") == "1", text)
+    return Outcome(text, {"repeatable": not varying})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.gpu.job import CheckJob
+from hvd_ckpt.bench.harness.jobs import own_device
 from hvd_ckpt.bench.harness.workloads import Gpt, workload
-from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.utils.measure import now
 
 STEPS = 5
@@ -41,15 +41,9 @@ def expect(condition: bool, why: str) -> None:
 
 def begin(job: CheckJob, **options: Any) -> torch.device:
     """Starts Horovod with repeatable kernels, and returns the device of this rank; several ranks may share one GPU."""
-    if job.device == "cuda":
-        # By the rank of the launcher: with pipeline stages, hc.local_rank() counts the replicas of one stage.
-        device = torch.device("cuda", (launched_rank() or 0) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = own_device(job.device)
     hc.init(**options)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    use_deterministic_kernels()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return device
 
@@ -87,7 +81,9 @@ def take_steps(
 ) -> None:
     """Trains on this rank's batches of these steps."""
     for step in steps:
-        inputs, targets = (one.to(device, non_blocking=True) for one in batch_of(sizes, step, hc.rank()))
+        inputs, targets = (
+            tensor.to(device, non_blocking=True) for tensor in batch_of(sizes, step, hc.rank())
+        )
         optimizer.zero_grad()
         sizes.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -156,10 +152,10 @@ def expect_close(found: State, sizes: Gpt, ranks: int, what: str) -> float:
 
 def digest(state: Mapping[str, Tensor]) -> str:
     """A hash of the bits of a state."""
-    found = hashlib.sha256()
+    bits = hashlib.sha256()
     for _, tensor in sorted(state.items()):
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]
+        bits.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return bits.hexdigest()[:12]
 
 
 def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -1,35 +1,40 @@
-"""The harness under every benchmark and the comparison: jobs of ranks, statistics, reports, command options, workloads.
+"""The harness under every benchmark and the comparison.
 
-A benchmark is a command, a worker that runs on every rank, and a function that turns results into a table:
-
-    jobs        ``RankJob`` (a dataclass that the ranks are given), ``run_job`` (launcher side), ``run_rank`` (rank side),
-                ``join_torch`` for engines on ``torch.distributed``
-    stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
+    settings    a frozen dataclass of settings, from which the options of a command follow
+    options     ``bench_command`` and ``BenchRun``: output folder, progress, jobs and their failures, report, exit status
+    jobs        ``RankJob`` (a dataclass that the ranks are given), ``run_job`` (launcher side), ``run_rank`` (rank side)
+    cases       ``Case`` (what was measured under one condition) and ``Column`` (a value of each case, in tables and results)
     report      ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures
-    options     ``bench_command``: the options, the progress line and the ending that all benchmark commands share
+    stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
+    engine      ``Engine``, the interface of all engines; ``engines`` and ``peers`` are those on data parallelism and the others
     workloads   GPT, BERT, DenseNet, LSTM, transformer: model, batch and loss
 
-A command and its worker, whole::
+A benchmark, whole::
 
     @dataclass(frozen=True)
-    class Job(RankJob):                       # fields: the settings of the ranks
-        worker = "hvd_ckpt.bench.thing"       # the module that the ranks run
-        steps: int
+    class Settings(BenchSettings):
+        sizes: tuple[int, ...] = ranks_setting()      # --np
+        steps: int = setting("Timed steps.", 5, quick=1)
+        quick: bool = quick_setting("Few steps.")
 
-    @dataclass
-    class Result:                             # what one rank measured
-        seconds: list[float]
+    @dataclass(frozen=True)
+    class Job(RankJob):
+        worker = "hvd_ckpt.bench.thing"               # the module that the ranks run
+        settings: Settings
 
-    @bench_command("thing")
-    @click.option("--steps", default=5)
-    @job_options                              # --controller, --timeout
-    def thing(run: BenchRun, steps: int, controller: str, timeout: float) -> None:
-        with run.progress(total=1) as progress:
-            progress.start("two ranks")
-            ranks = run_job(Job(run.jobs / "np2", 2, steps), Result, check_controller(controller), timeout)
-        table = Table(("step ms",), [(f"{quartiles(slowest(rank.seconds for rank in ranks)).median:.1f}",)])
-        run.finish(Report("A thing, timed", machine_facts(), [table], results=[...]), success=True)
+    COLUMNS = [*conditions("np"), Column("step ms", lambda case: case.step, milliseconds(".1f"), key="step_seconds")]
 
-    if __name__ == "__main__":                # on each rank; the launcher hears of an error
-        run_rank(Job, measure)                # measure(job) -> Result
+    @bench_command("thing", settings=Settings)
+    def thing(run: BenchRun, settings: Settings) -> None:
+        cases = [Case("thing", {"np": size}) for size in settings.sizes]
+        run.make_report = lambda: run.report("A thing, timed", [table_of(COLUMNS, cases)], results_of(COLUMNS, cases))
+        with run.progress(len(cases)) as progress:
+            for case in cases:
+                size = case.at["np"]
+                ranks = progress.job(f"{size} ranks", Job(run.jobs / f"np{size}", size, settings), list[float])
+                case.seconds = slowest(ranks)
+        run.finish()
+
+    if __name__ == "__main__":                        # on each rank; the launcher hears of an error
+        run_rank(Job, measure)                        # measure(job) -> list[float]
 """

@@ -158,6 +158,7 @@ def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
+        # The launcher reports the error of the rank that wrote first: those that follow are consequences.
         job.error_file(rank).write_text(reason(error), encoding="utf-8")
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Options that benchmark commands share, and how each of them runs: output folder, progress, report, exit status."""
+"""How a benchmark command runs: options, output folder, parts and their failures, progress, report, exit status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,34 @@ from typing import Any
 import click
 from rich.progress import Progress, TaskID
 
-from hvd_ckpt.app.cli.command_line import (
-    BadArgument,
-    OneLineErrors,
-    console_for_tables,
-    output_folder,
-    progress_bar,
-    split_names,
+from hvd_ckpt.app.cli.command_line import OneLineErrors, console_for_tables, output_folder, progress_bar
+from hvd_ckpt.bench.harness import jobs
+from hvd_ckpt.bench.harness.jobs import R, RankJob
+from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
+from hvd_ckpt.bench.harness.settings import (
+    BenchSettings,
+    check_devices,
+    check_replicas,
+    chosen_values,
+    in_words,
+    options_of,
+    whole_numbers,
 )
-from hvd_ckpt.bench.harness.report import Report
-from hvd_ckpt.utils.extras import BUILD_HOROVOD
 
+LONGEST = 7200.0  # seconds, of a job
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+ONE_THREAD = {"threads per rank": 1}
+"""A fact of the report, where each rank has one."""
+
+__all__ = ["check_devices", "check_replicas", "whole_numbers"]
 
 
 class Steps:
     """The progress of a benchmark: a live line on a terminal, elsewhere a line at least every 30 seconds."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task, self._started = progress, task, 0
+    def __init__(self, run: BenchRun, progress: Progress, task: TaskID) -> None:
+        self._run, self._progress, self._task, self._started = run, progress, task, 0
 
     def start(self, description: str) -> None:
         """Shows what is done next; what was started before it is done."""
@@ -45,6 +54,36 @@ class Steps:
         """Shows what is done now, and that so many parts more are done."""
         self._progress.update(self._task, description=description, advance=advance)
 
+    def job(
+        self, what: str, job: RankJob, result: type[R], *, name: str = "", controller: str = "", **more: Any
+    ) -> list[R]:
+        """Runs a job, and saves the report of everything before it.
+
+        Args:
+            what: shown while it runs.
+            job, result: as in :func:`run_job`.
+            name: of what fails with it, by default ``what``; once a job has failed, later ones of the same name are left out.
+            controller: by default that of the settings, as is the longest time of the job.
+            **more: further arguments of :func:`run_job`.
+
+        Returns:
+            The result of each rank; nothing if the job fails, which is noted in :attr:`BenchRun.failures`, or is left out.
+        """
+        name, settings = name or what, self._run.settings
+        self.start(what)
+        if name in self._run.failures:
+            return []
+        # Before a job, not after it: what the caller adds after the last job is saved with the next.
+        if self._run.make_report is not None:
+            self._run.save(self._run.make_report())
+        controller = controller or getattr(settings, "controller", "gloo")
+        timeout = getattr(settings, "timeout", LONGEST)
+        try:
+            return jobs.run_job(job, result, controller, timeout, **more)
+        except jobs.JobError as error:
+            self._run.failures[name] = str(error)
+            return []
+
 
 class BenchRun:
     """One run of a benchmark command.
@@ -53,10 +92,20 @@ class BenchRun:
         name: the words after ``hvd-ckpt``, such as ``bench reduce``.
         output: the folder that the user named, if any.
         width: of the tables where the output is not a terminal.
+        settings: of the command, if it has declared them.
+
+    Attributes:
+        failures: why jobs failed, by their name.
+        make_report: the report of what was measured so far; where it is set, a long run that is ended leaves what it has found.
     """
 
-    def __init__(self, name: str, output: str | None, width: int) -> None:
+    def __init__(
+        self, name: str, output: str | None, width: int, settings: BenchSettings | None = None
+    ) -> None:
         self._name, self._output, self._width = name, output, width
+        self.settings = settings or BenchSettings()
+        self.failures: dict[str, str] = {}
+        self.make_report: Callable[[], Report] | None = None
         self._start = time.monotonic()
 
     @cached_property
@@ -79,9 +128,32 @@ class BenchRun:
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             with progress_bar() as progress:
-                yield Steps(progress, progress.add_task("starting", total=total))
+                yield Steps(self, progress, progress.add_task("starting", total=total))
         finally:
             signal.signal(signal.SIGTERM, before)
+
+    def report(
+        self,
+        title: str,
+        tables: list[Table],
+        results: Any,
+        facts: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Report:
+        """A report with the machine, the settings and the failures so far.
+
+        Args:
+            title, tables, results: of the report.
+            facts: further lines, or others in the place of settings.
+            **more: further attributes of the report.
+        """
+        values = chosen_values(self.settings)
+        told = {**values, **(facts or {})}
+        lines = {name: in_words(value) for name, value in told.items() if value is not None}
+        failures = [f"{name}: {why}" for name, why in self.failures.items()]
+        return Report(
+            title, machine_facts(settings=lines), tables, results, failures, settings=values, **more
+        )
 
     def save(self, report: Report) -> None:
         """Writes the report; call it after each part too, and a long run that is ended leaves what it has found."""
@@ -90,52 +162,59 @@ class BenchRun:
         report.facts.update({"took": f"{time.monotonic() - self._start:.0f} s", "command": command})
         report.save(self.folder)
 
-    def finish(self, report: Report, success: bool) -> None:
-        """Writes and prints the report, and ends the command with exit status 0 or 1."""
+    def finish(self, report: Report | None = None, success: bool | None = None) -> None:
+        """Writes and prints the report, by default that of :attr:`make_report`, and ends the command.
+
+        The exit status is 0 after ``success``, by default if no job has failed, else 1.
+        """
+        if report is None:
+            assert self.make_report is not None
+            report = self.make_report()
         self.save(report)
         report.print(console_for_tables(self._width))
         click.echo(f"Report: {self.folder / 'report.md'}")
-        sys.exit(0 if success else 1)
+        sys.exit(0 if (not self.failures if success is None else success) else 1)
 
 
 def bench_command(
-    name: str, width: int = 130, group: str = "bench "
+    name: str, width: int = 130, group: str = "bench ", settings: type[BenchSettings] | None = None
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Makes a function a command of ``hvd-ckpt bench``, or of another group, with the option ``--output``.
 
-    The function gets a :class:`BenchRun` and its options. Bad arguments end it with one line and exit status 2.
+    The function gets a :class:`BenchRun` and its settings, or without a settings class its options. Bad arguments end it with one
+    line and exit status 2.
 
     Args:
         name: of the command.
         width: of its tables where the output is not a terminal.
         group: the words before the name.
+        settings: the class from which its options follow.
     """
     full_name = f"{group}{name}"
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
         def command(output: str | None, **options: Any) -> None:
-            function(BenchRun(full_name, output, width), **options)
+            if settings is None:
+                function(BenchRun(full_name, output, width), **options)
+                return
+            chosen = settings(**options)
+            chosen.check()
+            function(BenchRun(full_name, output, width, chosen), chosen)
 
         default = f"runs/{full_name.replace(' ', '-')}-<time>"
         option = click.option("--output", metavar="FOLDER", help=f"For the report.  [default: {default}]")
-        return click.command(name, cls=OneLineErrors)(option(command))
+        made = click.command(name, cls=OneLineErrors)(option(command))
+        made.params += [] if settings is None else options_of(settings)
+        return made
 
     return decorate
 
 
-def timeout_option(seconds: float = 7200, what: str = "job") -> Decorator:
+def timeout_option(seconds: float = LONGEST, what: str = "job") -> Decorator:
     """The option ``--timeout``, with its default."""
     text = f"Seconds for one {what}."
     return click.option("--timeout", type=click.FloatRange(1), default=seconds, show_default=True, help=text)
-
-
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options ``--controller`` and ``--timeout`` of a command that starts jobs."""
-    controllers = click.Choice(["auto", "gloo", "mpi"])
-    text = "Controller that starts the ranks."
-    controller = click.option("--controller", type=controllers, default="auto", show_default=True, help=text)
-    return controller(timeout_option()(command))
 
 
 def device_option(command: Callable[..., None]) -> Callable[..., None]:
@@ -144,63 +223,3 @@ def device_option(command: Callable[..., None]) -> Callable[..., None]:
     return click.option(
         "--device", type=kinds, default="cpu", show_default=True, help="Of the ranks, each of which has one."
     )(command)
-
-
-def check_devices(kind: str, ranks: int) -> None:
-    """Raises BadArgument if jobs of so many ranks cannot train on such devices of this machine."""
-    if kind == "cpu":
-        return
-    import horovod.torch as hvd
-    import torch
-
-    from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, has_gpu_operations
-
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not visible:
-        raise BadArgument(f"--device {kind}: PyTorch finds no GPU here: see `hvd-ckpt doctor`")
-    if not has_gpu_operations():
-        raise BadArgument(f"--device {kind}: {NO_GPU_OPERATIONS}: {BUILD_HOROVOD}")
-    if ranks > visible and hvd.nccl_built():
-        raise BadArgument(
-            f"--device {kind}: {ranks} ranks need a GPU each, and {visible} are visible: give a smaller --np"
-        )
-
-
-def quick_option(help: str) -> Decorator:
-    """The flag ``--quick``."""
-    return click.option("--quick", is_flag=True, is_eager=True, help=help)
-
-
-def count_option(*names: str, help: str, default: int, quick: int) -> Decorator:
-    """An option for a number from 1 whose default depends on ``--quick``."""
-
-    def choose(context: click.Context, option: click.Parameter, value: int | None) -> int:
-        return value or (quick if context.params["quick"] else default)
-
-    shown = f"{help}  [default: {default}; with --quick {quick}]"
-    return click.option(*names, type=click.IntRange(1), callback=choose, help=shown)
-
-
-def check_replicas(replicas: int, sizes: Sequence[int]) -> None:
-    """Checks numbers of ranks that have so many logical replicas together.
-
-    Raises:
-        BadArgument: one of these numbers is not a power of two, or more than the replicas.
-    """
-    wrong = next((one for one in (replicas, *sizes) if one & (one - 1) or one > replicas), None)
-    if wrong is not None:
-        given = f"--replicas {replicas}, --np {','.join(map(str, sizes))}"
-        raise BadArgument(f"{given}: give powers of two up to --replicas, not {wrong}")
-
-
-def whole_numbers(option: str, text: str, what: str) -> tuple[int, ...]:
-    """Whole numbers from 1, separated by commas.
-
-    Raises:
-        BadArgument: the list is empty, an entry is not a number of ``what``, or one is given twice.
-    """
-    names = split_names(option, text)
-    for one in names:
-        if not one.isdecimal() or len(one) > 18 or int(one) < 1:
-            raise BadArgument(f"{option}: '{one[:40]}' is not a number of {what}: give whole numbers from 1")
-    return tuple(map(int, names))

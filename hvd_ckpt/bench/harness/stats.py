@@ -22,6 +22,10 @@ class Quartiles:
     low: float
     high: float
 
+    def times(self, factor: float) -> Quartiles:
+        """The quartiles in another unit."""
+        return Quartiles(self.median * factor, self.low * factor, self.high * factor)
+
     def __format__(self, form: str) -> str:
         return f"{self.median:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
@@ -48,7 +52,7 @@ def slowest(ranks: Iterable[Sequence[float]]) -> list[float]:
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """The ratio in each round that both have finished."""
-    return [one / other for one, other in zip(ours, theirs)]
+    return [our / their for our, their in zip(ours, theirs)]
 
 
 def quartiles_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> Quartiles | None:

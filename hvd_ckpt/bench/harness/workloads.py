@@ -1,4 +1,4 @@
-"""Workloads: models as plain chains of blocks, with a random batch and a loss.
+"""Workloads: models as plain chains of blocks, with a random batch and a loss; and the base of all workloads.
 
 The sizes of the first four are such that a step takes some tenths of a second on two CPU cores, so that the time of a Python call
 does not show; on a GPU they are well-known models of their kind. The others are for communication: many small gradients or few
@@ -24,9 +24,31 @@ from hvd_ckpt.pipeline.chain import Chain
 CLASSES = 10
 
 
-@dataclass(frozen=True)
 class Workload(ABC):
-    """A model, its batch and its loss; the fields of the classes are their sizes.
+    """A model that is trained, and its loss.
+
+    Attributes:
+        static: the same graph in every step, so that each gradient takes part in exactly one reduction.
+        scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
+        uneven: ranks have unequal numbers of steps.
+        alike: all ranks use the same layers in the same order.
+        half: some parameters have half precision.
+    """
+
+    static: ClassVar[bool] = True
+    scales_loss: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
+    half: ClassVar[bool] = False
+
+    @abstractmethod
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+
+
+@dataclass(frozen=True)
+class RandomBatch(Workload):
+    """A model and one random batch; the fields of the classes are their sizes.
 
     Attributes:
         name: in options and tables.
@@ -62,7 +84,7 @@ class Workload(ABC):
 
 
 @dataclass(frozen=True)
-class Gpt(Workload):
+class Gpt(RandomBatch):
     """A pre-norm GPT with causal attention, on bytes."""
 
     name: ClassVar[str] = "gpt"
@@ -94,7 +116,7 @@ class Gpt(Workload):
 
 
 @dataclass(frozen=True)
-class Bert(Workload):
+class Bert(RandomBatch):
     """Hugging Face's BERT with its masked-language-model head and dropout 0.1."""
 
     name: ClassVar[str] = "bert"
@@ -131,7 +153,7 @@ class Bert(Workload):
 
 
 @dataclass(frozen=True)
-class DenseNet(Workload):
+class DenseNet(RandomBatch):
     """DenseNet, batch norm in every layer."""
 
     name: ClassVar[str] = "densenet"
@@ -154,7 +176,7 @@ class DenseNet(Workload):
 
 
 @dataclass(frozen=True)
-class ResNet(Workload):
+class ResNet(RandomBatch):
     """A ResNet for small images, batch norm in every unit."""
 
     name: ClassVar[str] = "resnet"
@@ -173,7 +195,7 @@ class ResNet(Workload):
 
 
 @dataclass(frozen=True)
-class Lstm(Workload):
+class Lstm(RandomBatch):
     """A word-level LSTM language model with dropout 0.2."""
 
     name: ClassVar[str] = "lstm"
@@ -195,7 +217,7 @@ class Lstm(Workload):
 
 
 @dataclass(frozen=True)
-class ManyGradients(Workload):
+class ManyGradients(RandomBatch):
     """DenseNet-BC of three blocks of narrow layers on small grey images: many small gradients."""
 
     name: ClassVar[str] = "densenet-narrow"
@@ -228,7 +250,7 @@ class _MeanClassifier(nn.Module):
 
 
 @dataclass(frozen=True)
-class Transformer(Workload):
+class Transformer(RandomBatch):
     """A transformer encoder and a classifier on short random sequences: few large gradients."""
 
     name: ClassVar[str] = "transformer"
@@ -254,7 +276,7 @@ class Transformer(Workload):
         return hidden, torch.arange(self.batch) % CLASSES
 
 
-WORKLOADS: dict[str, type[Workload]] = {
+WORKLOADS: dict[str, type[RandomBatch]] = {
     kind.name: kind for kind in (Gpt, Bert, DenseNet, ResNet, Lstm, ManyGradients, Transformer)
 }
 
@@ -284,7 +306,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 """Sizes that differ from the defaults: none on the CPU, well-known models on a GPU, tiny models for a quick check."""
 
 
-def workload(name: str, sizes: str = "cpu") -> Workload:
+def workload(name: str, sizes: str = "cpu") -> RandomBatch:
     """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`."""
     return WORKLOADS[name](**SIZES[sizes].get(name, {}))
 

@@ -5,6 +5,7 @@ Exit status 0 if every job ran, 1 if not, 2 for a bad argument.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -19,26 +20,24 @@ from typing import Any
 
 import click
 
-from hvd_ckpt.app.cli.command_line import split_names
-from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
-from hvd_ckpt.bench.harness.options import (
-    BenchRun,
-    bench_command,
-    count_option,
-    quick_option,
-    timeout_option,
-    whole_numbers,
+from hvd_ckpt.bench.harness.cases import Column, table_of
+from hvd_ckpt.bench.harness.jobs import RankJob
+from hvd_ckpt.bench.harness.options import ONE_THREAD, BenchRun, bench_command
+from hvd_ckpt.bench.harness.report import Report, save_figure
+from hvd_ckpt.bench.harness.settings import (
+    BenchSettings,
+    names_of,
+    quick_setting,
+    ranks_setting,
+    setting,
+    text_setting,
+    timeout_setting,
 )
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure, shown
 from hvd_ckpt.bench.harness.stats import quartiles_of_ratios
 
 FULL, QUICK = {"width": 128, "layers": 2, "length": 32}, {"width": 16, "layers": 1, "length": 16}
 BATCH, LR = 4, 1e-3
 BASE = "synchronous"
-LOSSES = (
-    "ranks", "method", "validation loss", "spread", "to synchronous", "sent KiB a step", "of synchronous"
-)  # fmt: skip
-SPEED = ("ranks", "method", "tokens/s", "speed-up", "on the link", "speed-up on the link")
 NOTES = (
     "validation loss: of the mean of the ranks' weights after the last step, mean over seeds; spread: the largest minus the "
     "smallest. All methods see the same tokens in the same order.",
@@ -83,42 +82,64 @@ METHODS: dict[str, Method] = {
 }
 
 
+def installed_methods() -> list[str]:
+    """The methods whose packages are here."""
+    return [name for name, method in METHODS.items() if method.of is None or find_spec(method.of) is not None]
+
+
+@dataclass(frozen=True)
+class Settings(BenchSettings):
+    """What is measured, and how often."""
+
+    sizes: tuple[int, ...] = ranks_setting()
+    methods: tuple[str, ...] | None = setting(
+        "Ways to train.",
+        note=f"{','.join(METHODS)}, without those of packages that are missing",
+        type=names_of(METHODS),
+    )
+    seeds: int = setting("Runs of each method, alternating.", 3, quick=1)
+    steps: int = setting("Of each rank.", 800, quick=20)
+    text: str | None = text_setting()
+    link: int = setting(
+        "Also time steps on a link of so many Mbit/s; 0 for none.", 100, type=click.IntRange(0)
+    )
+    link_steps: int = setting("Steps on the slow link.", 100, quick=20)
+    outer_lr: float = setting("Of DiLoCo.", 0.7, type=click.FloatRange(0, min_open=True))
+    outer_momentum: float = setting(
+        "Of DiLoCo.", 0.7, type=click.FloatRange(0, 1, min_open=True, max_open=True)
+    )
+    quick: bool = quick_setting("A tiny model and few steps: whether it works, not how good or fast it is.")
+    timeout: float = timeout_setting(1800)
+
+    @property
+    def evaluations(self) -> int:
+        """Evaluations of a run, besides one before the first step."""
+        return min(2 if self.quick else 6, self.steps)
+
+
 @dataclass(frozen=True)
 class LocalJob(RankJob):
     """Runs of several methods, one after the other.
 
     Attributes:
         methods: names in :data:`METHODS`, in the order in which they run.
-        text: a file, or None for the source text of the Python standard library.
         seed: of weights and order of samples.
         steps: of each rank.
         evaluations: evenly spread over the steps, besides one before the first; 0 for none.
-        batch: samples of each rank in a step.
-        length: tokens of a sample.
-        width, layers: of the GPT.
-        lr: of AdamW, after a short warm-up, with a cosine decay.
-        outer_lr, outer_momentum: of DiLoCo.
     """
 
     worker = "hvd_ckpt.bench.local.worker"
 
     methods: tuple[str, ...]
-    text: str | None
     seed: int
     steps: int
     evaluations: int
-    batch: int
-    length: int
-    width: int
-    layers: int
-    lr: float
-    outer_lr: float
-    outer_momentum: float
+    settings: Settings
 
 
 @dataclass
 class MethodResult:
-    """What one rank has found out about a method.
+    """The measurements of a method on one rank.
 
     Attributes:
         tokens: of all ranks in a step.
@@ -170,132 +191,52 @@ class Case:
         """The last loss of each seed."""
         return [curve[-1] for curve in self.curves]
 
-    def losses_row(self, base: Case | None) -> tuple[str, ...]:
-        """The entries of the first table."""
-        first = (str(self.size), METHODS[self.method].title)
-        if not self.curves:
-            return (*first, *["-"] * (len(LOSSES) - 2))
-        mean, spread = statistics.fmean(self.final), max(self.final) - min(self.final)
-        known = base if base is not None and base.curves else None
-        to_base = "-" if known is None else f"{mean / statistics.fmean(known.final) - 1:+.1%}"
-        of_base = "-" if known is None or not self.sent else f"1/{known.sent / self.sent:.0f}"
-        return (*first, f"{mean:.4f}", f"{spread:.4f}", to_base, f"{self.sent / 1024:,.1f}", of_base)
-
-    def speed_row(self, base: Case | None) -> tuple[str, ...]:
-        """The entries of the second table."""
-        first = (str(self.size), METHODS[self.method].title)
-        if not self.curves:
-            return (*first, *["-"] * (len(SPEED) - 2))
-        ratio = None if base is None else quartiles_of_ratios(self.rates, base.rates)
-        slow = None if base is None else base.on_link
-        return (
-            *first,
-            f"{statistics.median(self.rates):,.0f}",
-            shown(ratio, ".2f"),
-            shown(self.on_link, ",.0f"),
-            shown(self.on_link / slow if self.on_link and slow else None, ".1f"),
-        )
+    @property
+    def loss(self) -> float | None:
+        """The mean of the last losses."""
+        return statistics.fmean(self.final) if self.curves else None
 
 
 def _rate(ranks: Sequence[MethodResult]) -> float:
     return ranks[0].tokens * ranks[0].timed / max(rank.seconds for rank in ranks)
 
 
-@bench_command("local")
-@click.option("--np", "sizes", help="Numbers of ranks.  [default: 2,4; with --quick 2]")
-@click.option(
-    "--methods",
-    help=f"Ways to train.  [default: {','.join(METHODS)}, without those of packages that are missing]",
-)
-@count_option("--seeds", help="Runs of each method, alternating.", default=3, quick=1)
-@count_option("--steps", help="Of each rank.", default=800, quick=20)
-@click.option("--text", metavar="FILE", help="Training text.  [default: the source text of Python's library]")
-@click.option(
-    "--link",
-    type=click.IntRange(0),
-    default=100,
-    show_default=True,
-    help="Also time steps on a link of so many Mbit/s; 0 for none.",
-)
-@count_option("--link-steps", help="Steps on the slow link.", default=100, quick=20)
-@click.option(
-    "--outer-lr", type=click.FloatRange(0, min_open=True), default=0.7, show_default=True, help="Of DiLoCo."
-)
-@click.option(
-    "--outer-momentum",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.7,
-    show_default=True,
-    help="Of DiLoCo.",
-)
-@quick_option("A tiny model and few steps: whether it works, not how good or fast it is.")
-@timeout_option(1800)
-def local(
-    run: BenchRun,
-    sizes: str | None,
-    methods: str | None,
-    seeds: int,
-    steps: int,
-    text: str | None,
-    link: int,
-    link_steps: int,
-    outer_lr: float,
-    outer_momentum: float,
-    quick: bool,
-    timeout: float,
-) -> None:
+@bench_command("local", settings=Settings)
+def local(run: BenchRun, settings: Settings) -> None:
     """Train a GPT on text synchronously, with local SGD and with DiLoCo, and compare losses, bytes and speed.
 
     Every method sees the same tokens. On Linux, as root, steps are also timed with the loopback network throttled, in a network
     namespace of its own, so that each rank sends at the rate of a slow link.
     """
-    numbers = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
-    names = (
-        [name for name, one in METHODS.items() if one.of is None or find_spec(one.of) is not None]
-        if methods is None
-        else split_names("--methods", methods, known=tuple(METHODS))
-    )
-    settings: dict[str, Any] = {
-        "text": None if text is None else str(Path(text).resolve()),
-        "steps": steps,
-        "evaluations": min(2 if quick else 6, steps),
-        "batch": BATCH,
-        **(QUICK if quick else FULL),
-        "lr": LR,
-        "outer_lr": outer_lr,
-        "outer_momentum": outer_momentum,
-    }
-    throttled = link > 0 and can_throttle()
-    cases = {(size, name): Case(size, name) for size in numbers for name in names}
-    failures: list[str] = []
-    report = functools.partial(
-        make_report, list(cases.values()), {**settings, "seeds": seeds, "link": link}, throttled, failures
-    )
-    kinds = [*range(seeds), *([None] if throttled else [])]
-    with run.progress(len(numbers) * len(kinds)) as progress:
-        for size, seed in itertools.product(numbers, kinds):
-            progress.start(f"{size} ranks, {f'{link} Mbit/s' if seed is None else f'seed {seed}'}")
-            of_job = {
-                **settings,
-                **({"steps": link_steps, "evaluations": 0} if seed is None else {}),
-            }
-            order = tuple(names[::-1] if seed and seed % 2 else names)
-            folder = run.jobs / f"np{size}-{'link' if seed is None else seed}"
-            job = LocalJob(folder, size, order, seed=seed or 0, **of_job)
-            try:
-                within = throttle(size * link) if seed is None else ()
-                ranks = run_job(job, dict[str, MethodResult], "gloo", timeout, threads=1, within=within)
-            except JobError as error:
-                failures.append(f"{folder.name}: {error}")
-                continue
-            for name in names:
-                found = [rank[name] for rank in ranks]
-                if seed is None:
-                    cases[size, name].on_link = _rate(found)
+    if settings.text is not None:  # ranks may run in another folder
+        settings = dataclasses.replace(settings, text=str(Path(settings.text).resolve()))
+    names = settings.methods or tuple(installed_methods())
+    throttled = settings.link > 0 and can_throttle()
+    cases = {(size, name): Case(size, name) for size in settings.sizes for name in names}
+    run.make_report = functools.partial(make_report, run, settings, list(cases.values()), throttled)
+    seeds = [*range(settings.seeds), *([None] if throttled else [])]
+    with run.progress(len(settings.sizes) * len(seeds)) as progress:
+        for size, seed in itertools.product(settings.sizes, seeds):
+            slow = seed is None
+            evaluations = 0 if slow else settings.evaluations
+            order = names[::-1] if seed and seed % 2 else names
+            steps = settings.link_steps if slow else settings.steps
+            folder = run.jobs / f"np{size}-{'link' if slow else seed}"
+            ranks = progress.job(
+                f"{size} ranks, {f'{settings.link} Mbit/s' if slow else f'seed {seed}'}",
+                LocalJob(folder, size, order, seed or 0, steps, evaluations, settings),
+                dict[str, MethodResult],
+                name=folder.name,
+                threads=1,
+                within=throttle(size * settings.link) if slow else (),
+            )
+            for name in names if ranks else ():
+                results = [rank[name] for rank in ranks]
+                if slow:
+                    cases[size, name].on_link = _rate(results)
                 else:
-                    cases[size, name].add(steps, found)
-            run.save(report())
-    run.finish(report(), success=not failures)
+                    cases[size, name].add(settings.steps, results)
+    run.finish()
 
 
 def throttle(megabits: int) -> list[str]:
@@ -314,40 +255,60 @@ def can_throttle() -> bool:
     return subprocess.run([*throttle(100), "true"], capture_output=True, check=False).returncode == 0
 
 
-def make_report(
-    cases: Sequence[Case], settings: dict[str, Any], throttled: bool, failures: Sequence[str]
-) -> Report:
+def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case], throttled: bool) -> Report:
     """The report of the cases so far."""
-    base = {case.size: case for case in cases if case.method == BASE}
-    link = (
-        f"each rank sends at most {settings['link']} Mbit/s: the loopback network of a network namespace passes as many times "
-        "that as there are ranks"
-    )
-    facts = machine_facts(1, settings)
+    bases = {case.size: case for case in cases if case.method == BASE}
+
+    def base(case: Case) -> Case:
+        return bases.get(case.size, Case(case.size, BASE))
+
+    def to_base(case: Case) -> float | None:
+        loss, other = case.loss, base(case).loss
+        return loss / other - 1 if loss and other else None
+
+    def of_base(case: Case) -> float | None:
+        return base(case).sent / case.sent if case.curves and base(case).curves and case.sent else None
+
+    def on_link(case: Case) -> float | None:
+        slow = base(case).on_link
+        return case.on_link / slow if case.on_link and slow else None
+
+    who = [
+        Column("ranks", lambda case: case.size, left=True),
+        Column("method", lambda case: METHODS[case.method].title, left=True),
+    ]
+    losses = [
+        *who,
+        Column("validation loss", lambda case: case.loss, ".4f"),
+        Column("spread", lambda case: max(case.final) - min(case.final) if case.curves else None, ".4f"),
+        Column("to synchronous", to_base, "+.1%"),
+        Column("sent KiB a step", lambda case: case.sent / 1024 if case.curves else None, ",.1f"),
+        Column("of synchronous", of_base, lambda ratio: f"1/{ratio:.0f}"),
+    ]
+    speed = [
+        *who,
+        Column("tokens/s", lambda case: statistics.median(case.rates) if case.rates else None, ",.0f"),
+        Column("speed-up", lambda case: quartiles_of_ratios(case.rates, base(case).rates), ".2f"),
+        Column("on the link", lambda case: case.on_link, ",.0f"),
+        Column("speed-up on the link", on_link, ".1f"),
+    ]
+    tables = [
+        table_of(losses, cases, "Losses and bytes", folded=1),
+        table_of(speed, cases, "Speed", folded=1),
+    ]
+    sizes = QUICK if settings.quick else FULL
+    fixed = {"evaluations": settings.evaluations, "batch": BATCH, "lr": LR, **sizes}
+    facts: dict[str, Any] = {**ONE_THREAD, **fixed}
     facts["link"] = (
-        link if throttled else "none: throttling needs Linux, root and the commands unshare, ip and tc"
+        f"each rank sends at most {settings.link} Mbit/s: the loopback network of a network namespace passes as many times "
+        "that as there are ranks"
+        if throttled
+        else "none: throttling needs Linux, root and the commands unshare, ip and tc"
     )
-    return Report(
-        "Local SGD beside synchronous training",
-        facts,
-        [
-            Table(
-                LOSSES,
-                [case.losses_row(base.get(case.size)) for case in cases],
-                "Losses and bytes",
-                LOSSES[:2],
-                folded=1,
-            ),
-            Table(
-                SPEED, [case.speed_row(base.get(case.size)) for case in cases], "Speed", SPEED[:2], folded=1
-            ),
-        ],
-        cases,
-        remarks=list(failures),
-        notes=NOTES,
-        settings=settings,
-        draw=lambda folder: draw(cases, folder),
-    )
+    title, pictures = "Local SGD beside synchronous training", lambda folder: draw(cases, folder)
+    report = run.report(title, tables, cases, facts, notes=NOTES, draw=pictures)
+    report.settings |= fixed
+    return report
 
 
 def draw(cases: Sequence[Case], folder: Path) -> list[str]:

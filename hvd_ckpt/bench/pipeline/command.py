@@ -1,48 +1,50 @@
-"""``hvd-ckpt bench pipeline``: the contenders' jobs in turn, the table of their steps, and the timeline of one of ours.
+"""``hvd-ckpt bench pipeline``: the jobs of the engines in turn, the table of their steps, and the timeline of one of ours.
 
-Exit status 0 if every contender was measured everywhere, 1 if one failed, 2 for a bad argument.
+Exit status 0 if every engine was measured everywhere, 1 if one failed, 2 for a bad argument.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import click
-
-from hvd_ckpt.app.cli.command_line import check_controller, split_names
-from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import (
-    BenchRun,
-    bench_command,
-    count_option,
-    quick_option,
-    timeout_option,
-    whole_numbers,
+from hvd_ckpt.app.cli.command_line import check_controller
+from hvd_ckpt.bench.harness.cases import (
+    Case,
+    Column,
+    conditions,
+    find_case,
+    in_mib,
+    milliseconds,
+    results_of,
+    table_of,
 )
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, mebibytes, save_figure, shown
+from hvd_ckpt.bench.harness.jobs import RankJob
+from hvd_ckpt.bench.harness.options import ONE_THREAD, BenchRun, bench_command
+from hvd_ckpt.bench.harness.report import Report, save_figure
+from hvd_ckpt.bench.harness.settings import (
+    BenchSettings,
+    names_of,
+    quick_setting,
+    ranks_setting,
+    setting,
+    timeout_setting,
+)
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles_of_ratios, slowest
 
-if TYPE_CHECKING:
-    from hvd_ckpt.bench.pipeline.job import RankResult, Span
-
-TORCH, UNSTAGED = "torch, Gloo", "unstaged"
-CONTENDERS = {  # by the name of the option: the title, the ranks' program, the controller
+UNSTAGED = "unstaged"
+ENGINES = {  # by the name of the option: the title, the program of the ranks, the controller
     "mpi": ("hvd_ckpt, MPI", "hvd_ckpt", "mpi"),
     "gloo": ("hvd_ckpt, Gloo", "hvd_ckpt", "gloo"),
-    "torch": (TORCH, "torch", "gloo"),
+    "torch": ("torch, Gloo", "torch", "gloo"),
 }
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+VIRTUAL = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+"""Chunks of the model on each rank, by schedule."""
 WORKLOADS = ("gpt", "resnet")
-PAIRS, QUICK_PAIRS = 5, 1
-STEPS, QUICK_STEPS = 5, 1
-COLUMNS = (
-    "workload", "np", "schedule", "engine", "step ms", "of torch", "of ideal",
-    "peak MiB", "of unstaged", "recomputing", "sent MiB",
-)  # fmt: skip
+TORCH = ENGINES["torch"][0]
 NOTES = (
     "Every rank has one thread, every stage one replica; all engines have the same cuts, schedule, micro-batches and optimizer, "
     "and keep all activations. Unstaged: one rank with the whole model, which runs the same micro-batches one after the other.",
@@ -60,224 +62,239 @@ NOTES = (
 COLORS = {"forward": "#66a182", "backward": "#1b6ca8", "recompute": "#edae49", "wait": "#e4e4e4"}
 
 
-@dataclass
-class Case:
-    """A workload in a schedule on a number of ranks, with the results of each contender's jobs.
+@dataclass(frozen=True)
+class Settings(BenchSettings):
+    """What is measured, and how often."""
+
+    sizes: tuple[int, ...] = ranks_setting("Numbers of ranks, one for each stage.")
+    engines: tuple[str, ...] = setting(
+        "Ours over MPI, over Gloo; torch.", ",".join(ENGINES), type=names_of(ENGINES)
+    )
+    workloads: tuple[str, ...] = setting("Workloads to train.", ",".join(WORKLOADS), type=names_of(WORKLOADS))
+    schedules: tuple[str, ...] = setting("Schedules.", ",".join(VIRTUAL), type=names_of(VIRTUAL))
+    chunks: int = setting("Micro-batches of a step.", 8)
+    rounds: int = setting("Jobs per engine, alternating.", 5, quick=1)
+    steps: int = setting("Timed steps per job.", 5, quick=1)
+    quick: bool = quick_setting("Tiny models and few rounds: whether it works, not how fast it is.")
+    timeout: float = timeout_setting(600)
+
+    def check(self) -> None:
+        for name in self.engines:
+            check_controller(ENGINES[name][2])
+
+
+@dataclass(frozen=True)
+class Job(RankJob):
+    """One engine's ranks, one for each stage.
 
     Attributes:
-        seconds: step time of the job in each round, by contender.
-        peak_bytes, recomputed_peak_bytes, sent_bytes: by contender.
-        timelines: of each rank, by contender.
+        program: a name in :data:`PROGRAMS`.
+        costs: seconds of each block of each workload, for the cuts; empty for the unstaged model, which measures them.
+        details: also measure peaks, bytes and a timeline.
     """
 
-    workload: str
-    size: int
-    schedule: str
-    chunks: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    recomputed_peak_bytes: dict[str, int] = field(default_factory=dict)
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    timelines: dict[str, list[list[Span]]] = field(default_factory=dict)
+    worker = "hvd_ckpt.bench.pipeline.job"
 
-    def add(self, contender: str, ranks: Sequence[RankResult]) -> None:
-        """Adds the results of one job."""
-        figures = [rank.figures[self.workload][self.schedule] for rank in ranks]
-        times = slowest(one.seconds for one in figures)
-        self.seconds.setdefault(contender, []).append(statistics.median(times))
-        peaks = [one.peak_bytes for one in figures if one.peak_bytes is not None]
-        recomputed = [one.recomputed_peak_bytes for one in figures if one.recomputed_peak_bytes is not None]
-        if peaks:
-            self.peak_bytes[contender] = max(peaks)
-            self.sent_bytes[contender] = sum(one.sent_bytes or 0 for one in figures)
-        if recomputed:
-            self.recomputed_peak_bytes[contender] = max(recomputed)
-            self.timelines[contender] = [one.timeline for one in figures]
-
-    def of_ideal(self, contender: str, unstaged: Sequence[float]) -> Quartiles | None:
-        """The speed-up over the unstaged rank as a part of the schedule's."""
-        from hvd_ckpt.bench.pipeline.job import VIRTUAL
-
-        if self.schedule not in VIRTUAL:
-            return None
-        passes = self.chunks * VIRTUAL[self.schedule]
-        ideal = self.size * passes / (passes + self.size - 1)
-        return quartiles_of_ratios([one / ideal for one in unstaged], self.seconds.get(contender, []))
+    program: str
+    settings: Settings
+    costs: dict[str, list[float]]
+    details: bool
 
 
-@bench_command("pipeline", width=150)
-@click.option("--np", "sizes", help="Numbers of ranks, one for each stage.  [default: 2,4; with --quick 2]")
-@click.option(
-    "--engines", default="mpi,gloo,torch", show_default=True, help="Ours over MPI, over Gloo; torch."
-)
-@click.option("--workloads", default=",".join(WORKLOADS), show_default=True, help="Workloads to train.")
-@click.option("--schedules", default=",".join(SCHEDULES), show_default=True, help="Schedules.")
-@click.option(
-    "--chunks", type=click.IntRange(1), default=8, show_default=True, help="Micro-batches of a step."
-)
-@count_option("--rounds", help="Jobs per engine, alternating.", default=PAIRS, quick=QUICK_PAIRS)
-@count_option("--steps", help="Timed steps per job.", default=STEPS, quick=QUICK_STEPS)
-@quick_option("Tiny models and few rounds: whether it works, not how fast it is.")
-@timeout_option(600)
-def pipeline(
-    run: BenchRun,
-    sizes: str | None,
-    engines: str,
-    workloads: str,
-    schedules: str,
-    chunks: int,
-    rounds: int,
-    steps: int,
-    quick: bool,
-    timeout: float,
-) -> None:
+@dataclass
+class Span:
+    """Part of a step: a forward or backward pass, a recomputation within the latter, a wait within either.
+
+    Attributes:
+        start, end: seconds of the machine's monotonic clock, the same for all its processes.
+    """
+
+    kind: str
+    chunk: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass
+class Figures:
+    """The measurements of one workload in one schedule on one rank.
+
+    Attributes:
+        seconds: of each timed step.
+        peak_bytes: parameters, buffers, optimizer state, and the most that a step adds to them.
+        recomputed_peak_bytes: the same with ``checkpoint="always"``.
+        sent_bytes: of a step.
+        timeline: of a step, with ``checkpoint="always"``.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    recomputed_peak_bytes: int | None = None
+    sent_bytes: int | None = None
+    timeline: list[Span] = field(default_factory=list)
+
+
+@dataclass
+class RankResult:
+    """The measurements of one rank: by workload and schedule, and the seconds of each block by workload."""
+
+    figures: dict[str, dict[str, Figures]] = field(default_factory=dict)
+    costs: dict[str, list[float]] = field(default_factory=dict)
+
+
+@bench_command("pipeline", width=150, settings=Settings)
+def pipeline(run: BenchRun, settings: Settings) -> None:
     """Time training steps in pipeline stages with this library and torch.distributed.pipelining, in jobs that alternate.
 
     Reports for each schedule the time of a step, its ratio to torch's, the speed-up over one rank without stages as a part
     of what the schedule allows, memory of the largest stage, and bytes sent. Run it on a machine that does nothing else.
     """
-    from hvd_ckpt.bench.pipeline.job import Job, RankResult
-
-    chosen = split_names("--engines", engines, CONTENDERS)
-    names = split_names("--workloads", workloads, WORKLOADS)
-    kinds = split_names("--schedules", schedules, SCHEDULES)
-    counts = whole_numbers("--np", sizes or ("2" if quick else "2,4"), "ranks")
-    for name in chosen:
-        check_controller(CONTENDERS[name][2])
-    settings: dict[str, Any] = {"engines": chosen, "np": counts, "workloads": names}
-    settings |= {"schedules": kinds, "chunks": chunks, "rounds": rounds}
-    cases = [Case(name, size, kind, chunks) for name in names for size in counts for kind in kinds]
-    unstaged = {name: Case(name, 1, UNSTAGED, chunks) for name in names}
-    costs: dict[str, list[float]] = {}
-    failures: dict[str, str] = {}
-    jobs = [(UNSTAGED, 1), *((name, size) for size in counts for name in chosen)]
-    with run.progress(len(jobs) * rounds) as progress:
-        for number, (name, size) in alternating(jobs, rounds):
-            title, program, controller = CONTENDERS.get(name, (UNSTAGED, UNSTAGED, "gloo"))
-            where = f"{title}, {size} ranks"
-            progress.start(f"round {number + 1} of {rounds}, {where}")
-            if where in failures:
-                continue
-            folder = run.jobs / f"round{number + 1}-np{size}-{name}"
-            job = Job(
-                folder, size, program, names, kinds, chunks, steps,
-                warm_up=1 if quick else 2, quick=quick, costs=costs, details=number == 0,
-            )  # fmt: skip
-            try:
-                ranks = run_job(job, RankResult, controller, timeout, threads=1)
-            except JobError as error:
-                failures[where] = str(error)
-                if name == UNSTAGED:
-                    break  # without costs there are no cuts
-                continue
-            costs.update(ranks[0].costs)
-            mine = unstaged.values() if name == UNSTAGED else [case for case in cases if case.size == size]
-            for case in mine:
-                case.add(title, ranks)
-            run.save(make_report(cases, unstaged, failures, settings))
-    run.finish(make_report(cases, unstaged, failures, settings), success=not failures)
-
-
-def make_report(
-    cases: Sequence[Case],
-    unstaged: dict[str, Case],
-    failures: dict[str, str],
-    settings: dict[str, Any],
-) -> Report:
-    """The report of all cases so far."""
-    titles = [CONTENDERS[name][0] for name in settings["engines"]]
-    results = []
-    for workload, whole in unstaged.items():
-        results.append(_result(whole, UNSTAGED, whole))
-        results += [
-            _result(case, title, whole) for case in cases if case.workload == workload for title in titles
+    cases = []
+    for name in settings.workloads:
+        cases.append(Case(UNSTAGED, {"workload": name, "np": 1, "schedule": UNSTAGED}))
+        cases += [
+            Case(ENGINES[engine][0], {"workload": name, "np": size, "schedule": schedule})
+            for size in settings.sizes
+            for schedule in settings.schedules
+            for engine in settings.engines
         ]
-    table = Table(COLUMNS, [_row(one) for one in results], left=("workload", "schedule", "engine"), folded=3)
-    return Report(
+    costs: dict[str, list[float]] = {}
+    jobs = [(UNSTAGED, 1), *((name, size) for size in settings.sizes for name in settings.engines)]
+    run.make_report = functools.partial(make_report, run, settings, cases)
+    with run.progress(len(jobs) * settings.rounds) as progress:
+        for number, (name, size) in alternating(jobs, settings.rounds):
+            engine, program, controller = ENGINES.get(name, (UNSTAGED, UNSTAGED, "gloo"))
+            where = f"{engine}, {size} ranks"
+            ranks = progress.job(
+                f"round {number + 1} of {settings.rounds}, {where}",
+                Job(
+                    run.jobs / f"round{number + 1}-np{size}-{name}",
+                    size,
+                    program,
+                    settings,
+                    costs,
+                    number == 0,
+                ),
+                RankResult,
+                name=where,
+                controller=controller,
+                threads=1,
+            )
+            if name == UNSTAGED and UNSTAGED in " ".join(run.failures):
+                break  # without costs there are no cuts
+            for case in cases:
+                if ranks and (case.engine, case.at["np"]) == (engine, size):
+                    add(case, ranks)
+            costs.update(ranks[0].costs if ranks else {})
+    run.finish()
+
+
+def add(case: Case, ranks: Sequence[RankResult]) -> None:
+    """Adds the results of a job to a case."""
+    figures = [rank.figures[case.at["workload"]][case.at["schedule"]] for rank in ranks]
+    case.seconds.append(statistics.median(slowest(stage.seconds for stage in figures)))
+    peaks = [stage.peak_bytes for stage in figures if stage.peak_bytes is not None]
+    recomputed = [stage.recomputed_peak_bytes for stage in figures if stage.recomputed_peak_bytes is not None]
+    if peaks:
+        case.figures["peak_bytes"] = max(peaks)
+        case.figures["sent_bytes"] = sum(stage.sent_bytes or 0 for stage in figures)
+    if recomputed:
+        case.figures["recomputed_peak_bytes"] = max(recomputed)
+        case.figures["timelines"] = [stage.timeline for stage in figures]
+
+
+def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Report:
+    """The report of all cases so far."""
+    whole = {case.at["workload"]: case for case in cases if case.engine == UNSTAGED}
+
+    def of_torch(case: Case) -> Quartiles | None:
+        return case.ratio(find_case(cases, TORCH, case.at))
+
+    def of_ideal(case: Case) -> Quartiles | None:
+        if case.engine == UNSTAGED:
+            return None
+        size, virtual = case.at["np"], VIRTUAL[case.at["schedule"]]
+        # A schedule of p ranks with m micro-batches in v chunks each takes m v + p - 1 slots for
+        # each direction, of which a rank works in m v:
+        #
+        #     rank 0   F0 F1 F2 F3 -  -  B3 B2 B1 B0       p = 2, m = 4, v = 1: one slot of each direction is idle
+        #     rank 1   -  F0 F1 F2 F3 B3 B2 B1 B0 -
+        passes = settings.chunks * virtual
+        ideal = size * passes / (passes + size - 1)
+        unstaged = whole[case.at["workload"]].seconds
+        return quartiles_of_ratios([seconds / ideal for seconds in unstaged], case.seconds)
+
+    def held(case: Case) -> int | None:
+        held: int | None = whole[case.at["workload"]].figures.get("peak_bytes")
+        return held
+
+    def of_unstaged(case: Case, name: str) -> float | None:
+        peak, whole_peak = case.figures.get(name), held(case)
+        return peak / whole_peak if peak and whole_peak else None
+
+    columns = [
+        *conditions("workload", "np", "schedule", left=("workload", "schedule")),
+        Column("engine", lambda case: case.engine, key="engine", left=True),
+        Column("", lambda case: case.seconds, key="jobs"),
+        Column("step ms", lambda case: case.step, milliseconds(".0f")),
+        Column("of torch", of_torch, ".2f", key="of_torch", itself=TORCH),
+        Column("of ideal", of_ideal, ".2f", key="of_ideal"),
+        Column("peak MiB", lambda case: case.figures.get("peak_bytes"), in_mib(), key="peak_bytes"),
+        Column("of unstaged", lambda case: of_unstaged(case, "peak_bytes"), ".2f"),
+        Column("", held, key="unstaged_peak_bytes"),
+        Column("recomputing", lambda case: of_unstaged(case, "recomputed_peak_bytes"), ".2f"),
+        Column("", lambda case: case.figures.get("recomputed_peak_bytes"), key="recomputed_peak_bytes"),
+        Column("sent MiB", lambda case: case.figures.get("sent_bytes"), in_mib(".2f"), key="sent_bytes"),
+        Column("", lambda case: case.figures.get("timelines"), key="timelines"),
+    ]
+    tables, results = [table_of(columns, cases, folded=3)], results_of(columns, cases)
+    return run.report(
         "Pipeline stages, timed",
-        machine_facts(1, settings),
-        [table],
+        tables,
         results,
-        remarks=[f"{where}: {why}" for where, why in failures.items()],
+        ONE_THREAD,
         notes=NOTES,
         draw=lambda folder: draw(folder, cases),
-        settings=settings,
-    )
-
-
-def _result(case: Case, title: str, whole: Case) -> dict[str, Any]:
-    seconds = case.seconds.get(title, [])
-    return {
-        "workload": case.workload,
-        "np": case.size,
-        "schedule": case.schedule,
-        "engine": title,
-        "jobs": seconds,
-        "of_torch": quartiles_of_ratios(seconds, case.seconds.get(TORCH, [])),
-        "of_ideal": case.of_ideal(title, whole.seconds.get(UNSTAGED, [])),
-        "peak_bytes": case.peak_bytes.get(title),
-        "recomputed_peak_bytes": case.recomputed_peak_bytes.get(title),
-        "unstaged_peak_bytes": whole.peak_bytes.get(UNSTAGED),
-        "sent_bytes": case.sent_bytes.get(title),
-        "timelines": case.timelines.get(title),
-    }
-
-
-def _row(result: dict[str, Any]) -> tuple[str, ...]:
-    held, peak, recomputed = (result[f"{name}peak_bytes"] for name in ("unstaged_", "", "recomputed_"))
-    return (
-        *(str(result[name]) for name in ("workload", "np", "schedule", "engine")),
-        shown(1000 * statistics.median(result["jobs"]) if result["jobs"] else None, ".0f"),
-        "1" if result["engine"] == TORCH else shown(result["of_torch"], ".2f"),
-        shown(result["of_ideal"], ".2f"),
-        mebibytes(peak),
-        shown(peak and held and peak / held, ".2f"),
-        shown(recomputed and held and recomputed / held, ".2f"),
-        mebibytes(result["sent_bytes"], ".2f"),
     )
 
 
 def draw(folder: Path, cases: Sequence[Case]) -> list[str]:
     """A picture for each workload and number of ranks: the timeline of one step in each schedule, with a row for each rank."""
-    files = []
-    for workload, size in dict.fromkeys((case.workload, case.size) for case in cases):
-        found = [
-            (case, *next(iter(case.timelines.items())))
-            for case in cases
-            if (case.workload, case.size) == (workload, size) and case.timelines
-        ]
-        if found:
-            files.append(_draw_timelines(folder / f"timeline-{workload}-np{size}.png", found))
-    return files
+    groups: dict[str, dict[str, Case]] = {}
+    for case in cases:
+        if "timelines" in case.figures:
+            group = groups.setdefault(f"timeline-{case.at['workload']}-np{case.at['np']}.png", {})
+            group.setdefault(case.at["schedule"], case)
+    return [_draw_timelines(folder / name, list(group.values())) for name, group in groups.items()]
 
 
-def _draw_timelines(file: Path, found: Sequence[tuple[Case, str, list[list[Span]]]]) -> str:
+def _draw_timelines(file: Path, cases: Sequence[Case]) -> str:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(12, 1.2 + len(found) * (0.6 + 0.4 * found[0][0].size)), layout="constrained")
-    for axes, (case, title, ranks) in zip(
-        figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0], found
-    ):
+    figure = Figure(figsize=(12, 1.2 + len(cases) * (0.6 + 0.4 * cases[0].at["np"])), layout="constrained")
+    for axes, case in zip(figure.subplots(len(cases), 1, sharex=True, squeeze=False)[:, 0], cases):
+        ranks = case.figures["timelines"]
         begin = min(span.start for spans in ranks for span in spans)
         for rank, spans in enumerate(ranks):
-            for kind, color in COLORS.items():  # waits and recomputations lie within passes, above them
-                for span in (one for one in spans if one.kind == kind):
+            # Waits and recomputations lie within passes: in the order of COLORS they are drawn above them.
+            for kind, color in COLORS.items():
+                for span in (span for span in spans if span.kind == kind):
                     width = 1000 * (span.end - span.start)
                     edge = "white" if kind in ("forward", "backward") else "none"
-                    axes.barh(
-                        rank,
-                        width,
-                        0.8,
-                        1000 * (span.start - begin),
-                        color=color,
-                        edgecolor=edge,
-                        linewidth=0.5,
-                    )
+                    left = 1000 * (span.start - begin)
+                    axes.barh(rank, width, 0.8, left, color=color, edgecolor=edge, linewidth=0.5)
                     if kind in ("forward", "backward"):
-                        middle = 1000 * (span.start - begin) + width / 2
-                        axes.text(middle, rank, str(span.micro_batch), ha="center", va="center", fontsize=6)
-        axes.set_title(f"{case.workload}, {case.schedule}, {title}", fontsize=9)
+                        axes.text(
+                            left + width / 2,
+                            rank,
+                            str(span.micro_batch),
+                            ha="center",
+                            va="center",
+                            fontsize=6,
+                        )
+        axes.set_title(f"{case.at['workload']}, {case.at['schedule']}, {case.engine}", fontsize=9)
         axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))], fontsize=8)
         axes.invert_yaxis()
     axes.set_xlabel("ms; numbers are micro-batches")

@@ -1,4 +1,4 @@
-"""The ranks of one contender: they time steps of every workload and schedule, and record memory, messages and a timeline.
+"""The ranks of one engine: they time steps of every workload and schedule, and record memory, messages and a timeline.
 
 Run by the launcher as ``python -m hvd_ckpt.bench.pipeline.job JOB``.
 """
@@ -11,8 +11,7 @@ import gc
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,15 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import RankJob, join_torch, run_rank
-from hvd_ckpt.bench.harness.workloads import Workload, workload
+from hvd_ckpt.bench.harness.jobs import join_torch, run_rank
+from hvd_ckpt.bench.harness.workloads import RandomBatch, workload
+from hvd_ckpt.bench.pipeline.command import UNSTAGED, VIRTUAL, Figures, Job, RankResult, Settings, Span
 from hvd_ckpt.planning.balance import balance_costs
 from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.utils.memory import recording_peak
-
-UNSTAGED = "unstaged"
-VIRTUAL = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-"""Chunks of the model on each rank, by schedule."""
 
 LEARNING_RATE = 1e-4
 COST_ROUNDS = 5
@@ -37,94 +33,28 @@ SIZES: dict[str, dict[str, Any]] = {  # a step of one rank takes about a second,
     "resnet": {"batch": 32},
 }
 QUICK_BATCH = 8
+QUICK_WARM_UP, WARM_UP = 1, 2  # steps
 
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Job(RankJob):
-    """One contender's ranks, one for each stage.
-
-    Attributes:
-        contender: ``"hvd_ckpt"``, ``"torch"`` or ``"unstaged"``.
-        workloads, schedules: each in each.
-        chunks: micro-batches of a step.
-        steps: timed steps, after ``warm_up``.
-        quick: tiny models.
-        costs: seconds of each block of each workload, for the cuts; empty for the unstaged model, which measures them.
-        details: also measure peaks, bytes and a timeline.
-    """
-
-    worker = "hvd_ckpt.bench.pipeline.job"
-
-    contender: str
-    workloads: tuple[str, ...]
-    schedules: tuple[str, ...]
-    chunks: int
-    steps: int
-    warm_up: int
-    quick: bool
-    costs: dict[str, list[float]]
-    details: bool
-
-    def workload(self, name: str) -> Workload:
-        chosen = workload(name, "quick" if self.quick else "cpu")
-        sizes = {"batch": QUICK_BATCH} if self.quick else SIZES[name]
-        return dataclasses.replace(chosen, **sizes)
-
-    def balance(self, name: str, schedule: str) -> list[int]:
-        """The cuts of every contender: those whose longest chunk takes the least time."""
-        return balance_costs(self.costs[name], self.size * VIRTUAL[schedule])
+def sized(settings: Settings, name: str) -> RandomBatch:
+    """A workload in the size of these settings."""
+    sizes = {"batch": QUICK_BATCH} if settings.quick else SIZES[name]
+    return dataclasses.replace(workload(name, "quick" if settings.quick else "cpu"), **sizes)
 
 
-@dataclass
-class Span:
-    """Part of a step: a forward or backward pass, a recomputation within the latter, a wait within either.
-
-    Attributes:
-        start, end: seconds of the machine's monotonic clock, the same for all its processes.
-    """
-
-    kind: str
-    chunk: int
-    micro_batch: int
-    start: float
-    end: float
+def cuts(job: Job, name: str, schedule: str) -> list[int]:
+    """The cuts of every engine: those whose longest chunk takes the least time."""
+    return balance_costs(job.costs[name], job.size * VIRTUAL[schedule])
 
 
-@dataclass
-class Figures:
-    """The measurements of one workload in one schedule on one rank.
-
-    Attributes:
-        seconds: of each timed step.
-        peak_bytes: parameters, buffers, optimizer state, and the most that a step adds to them.
-        recomputed_peak_bytes: the same with ``checkpoint="always"``.
-        sent_bytes: of a step.
-        timeline: of a step, with ``checkpoint="always"``.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    recomputed_peak_bytes: int | None = None
-    sent_bytes: int | None = None
-    timeline: list[Span] = field(default_factory=list)
-
-
-@dataclass
-class RankResult:
-    """The measurements of one rank: by workload and schedule, and the seconds of each block by workload."""
-
-    figures: dict[str, dict[str, Figures]] = field(default_factory=dict)
-    costs: dict[str, list[float]] = field(default_factory=dict)
-
-
-class Contender(ABC):
+class Program(ABC):
     """One way to train; made for one workload and schedule."""
 
     def __init__(self, job: Job, name: str, schedule: str, checkpoint: str) -> None:
         self.job, self.checkpoint = job, checkpoint
-        self.workload = job.workload(name)
+        self.workload = sized(job.settings, name)
         self.batch = self.workload.sample(torch.Generator().manual_seed(1))
         torch.manual_seed(1)
         self.model = self.make(self.workload.model(), name, schedule)
@@ -154,7 +84,7 @@ class Contender(ABC):
         held = [
             *self.model.parameters(),
             *self.model.buffers(),
-            *(one for one in states if isinstance(one, Tensor)),
+            *(value for value in states if isinstance(value, Tensor)),
         ]
         gc.collect()
         with recording_peak() as memory:
@@ -162,7 +92,7 @@ class Contender(ABC):
         return memory.peak_bytes + sum(tensor.nbytes for tensor in held)
 
 
-class Unstaged(Contender):
+class Unstaged(Program):
     """The whole model on one rank, micro-batch by micro-batch."""
 
     def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
@@ -172,13 +102,13 @@ class Unstaged(Contender):
         def loss(part: Batch) -> Tensor:
             return self.workload.loss(self.model(part[0]), part[1])
 
-        hc.accumulate(loss, self.batch, self.job.chunks, checkpoint=self.checkpoint)
+        hc.accumulate(loss, self.batch, self.job.settings.chunks, checkpoint=self.checkpoint)
 
     def sent_bytes(self) -> int:
         return 0
 
 
-class Ours(Contender):
+class Ours(Program):
     """``hvd_ckpt.Pipeline``."""
 
     model: hc.Pipeline
@@ -186,8 +116,8 @@ class Ours(Contender):
     def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
         return hc.Pipeline(
             whole,
-            self.job.balance(name, schedule),
-            chunks=self.job.chunks,
+            cuts(self.job, name, schedule),
+            chunks=self.job.settings.chunks,
             schedule=schedule,
             virtual_stages=VIRTUAL[schedule],
             checkpoint=self.checkpoint,
@@ -197,6 +127,7 @@ class Ours(Contender):
         self.model.accumulate(self.batch, self.workload.loss)
 
     def sent_bytes(self) -> int:
+        # The library counts since the start: the step between two readings is the one that counts.
         before = self.model.sent_bytes
         self.step()
         return self.model.sent_bytes - before
@@ -219,13 +150,13 @@ class Ours(Contender):
         return spans
 
 
-class Torch(Contender):
+class Torch(Program):
     """``torch.distributed.pipelining`` over Gloo, as its documentation has it."""
 
     def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
         from torch.distributed import pipelining
 
-        balance = self.job.balance(name, schedule)
+        balance = cuts(self.job, name, schedule)
         ends = [sum(balance[: part + 1]) for part in range(len(balance))]
         rank = torch.distributed.get_rank()
         chunks = {
@@ -239,10 +170,10 @@ class Torch(Contender):
         kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
         self.schedule: Any
         if schedule in kinds:
-            self.schedule = kinds[schedule](stages[0], self.job.chunks, loss_fn=self.workload.loss)
+            self.schedule = kinds[schedule](stages[0], self.job.settings.chunks, loss_fn=self.workload.loss)
         else:
             self.schedule = pipelining.ScheduleInterleaved1F1B(
-                stages, self.job.chunks, loss_fn=self.workload.loss
+                stages, self.job.settings.chunks, loss_fn=self.workload.loss
             )
         self._first, self._last = rank == 0, rank == self.job.size - 1
         return nn.ModuleList(chunks.values())
@@ -264,51 +195,57 @@ class Torch(Contender):
             sent += tensor.nbytes if kind is torch.distributed.isend else 0
             return operation(kind, tensor, *more, **named)
 
+        # PyTorch has no count of its own; all messages between stages are made as P2POp.
         with mock.patch("torch.distributed.P2POp", counted):
             self.step()
         return sent
 
 
+PROGRAMS: dict[str, type[Program]] = {"hvd_ckpt": Ours, "torch": Torch, UNSTAGED: Unstaged}
+
+
 def measure(job: Job) -> RankResult:
     """The measurements of one rank."""
-    kind = {"hvd_ckpt": Ours, "torch": Torch, UNSTAGED: Unstaged}[job.contender]
-    if kind is Ours:
+    settings = job.settings
+    if job.program == "hvd_ckpt":
         hc.init(stages=job.size)
-    elif kind is Torch:
+    elif job.program == "torch":
         join_torch(job.folder, launched_rank() or 0, job.size)
     result = RankResult()
-    for name in job.workloads:
-        if kind is Unstaged and job.details:
-            result.costs[name] = block_costs(job.workload(name), job.chunks)
-        schedules = (UNSTAGED,) if kind is Unstaged else job.schedules
-        result.figures[name] = {schedule: _figures(kind, job, name, schedule) for schedule in schedules}
-    if kind is Torch:
+    for name in settings.workloads:
+        if job.program == UNSTAGED and job.details:
+            result.costs[name] = block_costs(sized(settings, name), settings.chunks)
+        schedules = (UNSTAGED,) if job.program == UNSTAGED else settings.schedules
+        result.figures[name] = {schedule: _figures(job, name, schedule) for schedule in schedules}
+    if job.program == "torch":
         torch.distributed.destroy_process_group()
     return result
 
 
-def _figures(kind: Callable[..., Contender], job: Job, name: str, schedule: str) -> Figures:
+def _figures(job: Job, name: str, schedule: str) -> Figures:
     figures = Figures()
-    contender = kind(job, name, schedule, "never")
+    program = PROGRAMS[job.program](job, name, schedule, "never")
+    # Objects of the imports and of the model are not collected again while the clock runs.
     gc.collect()
     gc.freeze()
-    for _ in range(job.warm_up + job.steps):
+    warm_up = QUICK_WARM_UP if job.settings.quick else WARM_UP
+    for number in range(warm_up + job.settings.steps):
         start = time.perf_counter()
-        contender.step()
-        figures.seconds.append(time.perf_counter() - start)
-    figures.seconds = figures.seconds[job.warm_up :]
+        program.step()
+        if number >= warm_up:
+            figures.seconds.append(time.perf_counter() - start)
     gc.unfreeze()
     if job.details:
-        figures.sent_bytes = contender.sent_bytes()
-        figures.peak_bytes = contender.peak_bytes()
-        if isinstance(contender, Ours):
+        figures.sent_bytes = program.sent_bytes()
+        figures.peak_bytes = program.peak_bytes()
+        if isinstance(program, Ours):
             recomputing = Ours(job, name, schedule, "always")
             figures.recomputed_peak_bytes = recomputing.peak_bytes()
             figures.timeline = recomputing.timeline()
     return figures
 
 
-def block_costs(workload: Workload, chunks: int) -> list[float]:
+def block_costs(workload: RandomBatch, chunks: int) -> list[float]:
     """Seconds of the forward and backward pass of each block, for one micro-batch."""
     torch.manual_seed(1)
     model = workload.model()

@@ -19,7 +19,7 @@ import torch
 
 from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
 from hvd_ckpt.bench.harness.stats import Quartiles
-from hvd_ckpt.bench.harness.workloads import Workload, workload
+from hvd_ckpt.bench.harness.workloads import RandomBatch, workload
 from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, twin
 from hvd_ckpt.bench.recompute.methods import KEEP, OURS, methods
 
@@ -118,7 +118,7 @@ class RecomputeJob(RankJob):
     autocast: str | None = None
 
     @property
-    def workload(self) -> Workload:
+    def workload(self) -> RandomBatch:
         chosen = workload(self.name, self.sizes)
         return chosen if self.batch is None else dataclasses.replace(chosen, batch=self.batch)
 
@@ -134,11 +134,11 @@ def run_case(
         for method in methods(workload, len(bench.model), (KEEP, *job.families)):
             listener(method.name)
             entry = Entry(method.name, method.family)
-            needed = case.entries[0].peak_bytes or 0 if case.entries else 0
-            bench.measure(entry, functools.partial(method.build, twin(bench.model), bench.inputs, needed))
+            bench.measure(entry, functools.partial(method.build, twin(bench.model), bench.inputs))
             case.entries.append(entry)
+            # The first method is no recomputation. By now all is imported: what is collected before each step is what steps leave.
             if method.family == KEEP:
-                gc.freeze()  # by now all is imported: what is collected before each step is what the steps leave
+                gc.freeze()
         if OURS in job.families:
             try:
                 case.plans, case.answers = _make_plans(bench, job.budgets, case.entries, listener)
@@ -183,7 +183,7 @@ def _make_plans(
             entry.failure = reason(error)
             made.append((label, entry))
         else:
-            same = [other for one, other in made if one == _identity(plan)]
+            same = [other for identity, other in made if identity == _identity(plan)]
             if not same:
                 entry.predicted_bytes = plan.predicted.peak_bytes
                 entry.predicted_seconds = plan.predicted.seconds
@@ -211,14 +211,13 @@ def _identity(plan: Plan) -> object:
 def merged(ranks: Sequence[Case]) -> Case:
     """The results of all ranks: the largest peaks, rank 0's seconds, and what differs on any rank."""
     case = ranks[0]
-    for entries in zip(*([*one.entries, *one.plans] for one in ranks)):
+    for entries in zip(*([*rank.entries, *rank.plans] for rank in ranks)):
         entry = entries[0]
-        entry.peak_bytes = max(
-            (one.peak_bytes for one in entries if one.peak_bytes is not None), default=None
-        )
-        entry.same = next((one.same for one in entries if one.same != BITWISE), BITWISE)
-        entry.right = all(one.right for one in entries)
-        entry.failure = next((one.failure for one in entries if one.failure), None)
+        peaks = [other.peak_bytes for other in entries if other.peak_bytes is not None]
+        entry.peak_bytes = max(peaks, default=None)
+        entry.same = next((other.same for other in entries if other.same != BITWISE), BITWISE)
+        entry.right = all(other.right for other in entries)
+        entry.failure = next((other.failure for other in entries if other.failure), None)
     return case
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from hvd_ckpt.bench.harness.jobs import reason
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios
-from hvd_ckpt.bench.harness.workloads import Workload
+from hvd_ckpt.bench.harness.workloads import RandomBatch
 from hvd_ckpt.utils.measure import now
 from hvd_ckpt.utils.memory import measure_peak
 
@@ -95,7 +95,7 @@ class Bench:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: RandomBatch,
         device: torch.device,
         distributed: bool = False,
         autocast: torch.dtype | None = None,
@@ -197,7 +197,7 @@ class Bench:
         gradients = [_gradient(parameter) for parameter in self._parameters]
         differences, worst = [], 0.0
         for what, ours, theirs in (("loss", [loss], [self._loss]), ("gradients", gradients, self._gradients)):
-            if not all(torch.equal(one, other) for one, other in zip(ours, theirs)):
+            if not all(torch.equal(our, their) for our, their in zip(ours, theirs)):
                 distance = _distance(ours, theirs)
                 worst = max(worst, distance)
                 differences.append(f"{what} by {distance:.0e}")
@@ -206,7 +206,7 @@ class Bench:
         return ", ".join(differences) or BITWISE, worst <= TOLERANCE
 
 
-def predicted_peak(workload: Workload) -> int:
+def predicted_peak(workload: RandomBatch) -> int:
     """The peak of a step without recomputation on the CPU, from two small batches: peaks grow linearly with the batch."""
     peaks = []
     for count in (PROBE // 2, PROBE):
@@ -223,4 +223,4 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 def _distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest difference, as a part of the largest value."""
     largest = max(float(tensor.abs().max()) for tensor in theirs)
-    return max(float((one - other).abs().max()) for one, other in zip(ours, theirs)) / (largest or 1.0)
+    return max(float((our - their).abs().max()) for our, their in zip(ours, theirs)) / (largest or 1.0)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hvd_ckpt.bench.harness.cases import Column, Form, in_mib, table_of
+from hvd_ckpt.bench.harness.options import BenchRun
 from hvd_ckpt.bench.harness.report import Report, Table, mebibytes, save_figure, shown
+from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.recompute.case import Case
 from hvd_ckpt.bench.recompute.measure import Entry
 from hvd_ckpt.bench.recompute.methods import KEEP, OURS
@@ -15,10 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURE = "recompute.png"
-COLUMNS = ("method", "peak MiB", "peak ratio", "time ratio", "result", "plan: peak MiB", "plan: time ratio")
-PLAN_COLUMNS = (
-    "plan", "peak MiB", "peak ratio", "time ratio", "result", "of predicted peak", "of predicted time", "made for"
-)  # fmt: skip
 NOTES = (
     "peak: exact bytes that one step (forward pass, loss, backward pass; on several ranks also reduction and optimizer step) has "
     "allocated at most above its start, with the gradients of the parameters allocated before it, on the rank that needs most; "
@@ -28,7 +29,6 @@ NOTES = (
     "result: bitwise where loss, gradients and buffers are those without recomputation, else what differs (gradients as a "
     "part of the largest value).",
     "plan: the one whose budget is the method's measured peak; made for: for how many budgets and methods a plan is the best.",
-    "ckptplan measures no bytes on a CPU and refuses to plan there; it was given the bytes that this library measures.",
 )
 OUR_COLOR = "#1b6ca8"
 STYLES = {
@@ -38,66 +38,88 @@ STYLES = {
     "layers": ("h", "#2a9d8f"),
     "selective": ("^", "#66a182"),
     "torch_remat": ("v", "#7b5ea7"),
-    "ckptplan": ("P", "#8d6a4f"),
-    "rockmate": ("X", "#5c677d"),
 }
 ACROSS = 2  # panels beside each other
 
 
-def make_report(cases: Sequence[Case], facts: dict[str, str], settings: dict[str, Any]) -> Report:
-    """The report of all cases so far."""
+def make_report(run: BenchRun, cases: Sequence[Case], device: torch.device, scale: str) -> Report:
+    """The report of all cases so far; ``scale``: of the workloads."""
     shown = [case for case in cases if case.entries]
-    return Report(
-        "Recomputation, measured",
-        facts,
-        [table for case in shown for table in (method_table(case), plan_table(case))],
-        [result(case) for case in cases],
-        [line for case in cases for line in remarks(case)],
-        NOTES,
-        draw=lambda folder: draw(folder, shown),
-        settings=settings,
-    )
+    tables = [table for case in shown for table in (method_table(case), plan_table(case))]
+    facts = {
+        "device": "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads(),
+    }
+    results = [result(case) for case in cases]
+    report = run.report("Recomputation, measured", tables, results, facts, notes=NOTES)
+    report.settings["sizes"] = scale
+    report.remarks = [line for case in cases for line in remarks(case)]
+    report.draw = lambda folder: draw(folder, shown)
+    return report
 
 
 def method_table(case: Case) -> Table:
     """One row for each method; a family that does not run, for one reason, is one row."""
-    rows: dict[str, tuple[str, ...]] = {}
-    for entry in case.entries:
-        if not entry.runs:
-            name = entry.family if _fails(case, entry) else entry.name
-            rows[name] = (name, *"---", "does not run", *"--")
-            continue
+    rows = {entry.family if _fails(case, entry) else entry.name: entry for entry in case.entries}
+
+    def name(entry: Entry) -> str:
+        return entry.family if _fails(case, entry) else entry.name
+
+    def plan_peak(entry: Entry) -> str:
         plan = case.answer(entry.name)
-        ours = "none" if plan is not None and not plan.runs else _mib(plan)
-        rows[entry.name] = (*_figures(case, entry), ours, shown(plan.ratio(entry) if plan else None, ".2f"))
-    return Table(COLUMNS, list(rows.values()), _title(case), left=("method", "result"))
+        return "none" if plan is not None and not plan.runs else mebibytes(plan.peak_bytes if plan else None)
+
+    def plan_time(entry: Entry) -> Quartiles | None:
+        plan = case.answer(entry.name)
+        return plan.ratio(entry) if plan else None
+
+    columns = [
+        *_columns(case, "method", name, "does not run"),
+        _of_running("plan: peak MiB", plan_peak),
+        _of_running("plan: time ratio", plan_time, ".2f"),
+    ]
+    return table_of(columns, rows.values(), _title(case))
 
 
 def plan_table(case: Case) -> Table:
     """One row for each different plan."""
-    rows: list[tuple[str, ...]] = []
-    for plan in case.plans:
-        budgets = str(list(case.answers.values()).count(plan.name))
-        if not plan.runs:
-            rows.append((plan.name, *"---", "none", *"--", budgets))
-            continue
+
+    def of_seconds(plan: Entry) -> float | None:
         seconds = plan.step_seconds()
-        of_bytes = _ratio(plan.peak_bytes, plan.predicted_bytes, 3)
-        of_seconds = _ratio(seconds.median if seconds else None, plan.predicted_seconds)
-        rows.append((*_figures(case, plan), of_bytes, of_seconds, budgets))
-    return Table(PLAN_COLUMNS, rows, left=("plan", "result"))
+        return _ratio(seconds.median if seconds else None, plan.predicted_seconds)
+
+    columns = [
+        *_columns(case, "plan", lambda plan: plan.name, "none"),
+        _of_running("of predicted peak", lambda plan: _ratio(plan.peak_bytes, plan.predicted_bytes), ".3f"),
+        _of_running("of predicted time", of_seconds, ".2f"),
+        Column("made for", lambda plan: list(case.answers.values()).count(plan.name)),
+    ]
+    return table_of(columns, case.plans)
+
+
+def _columns(case: Case, title: str, name: Callable[[Entry], str], missing: str) -> list[Column]:
+    """The first columns of both tables; ``missing``: the result of what does not run."""
+
+    def time(entry: Entry) -> str:
+        return "1" if entry.family == KEEP else shown(case.time_of_keep(entry), ".2f")
+
+    return [
+        Column(title, name, left=True),
+        _of_running("peak MiB", lambda entry: entry.peak_bytes, in_mib()),
+        _of_running("peak ratio", lambda entry: _ratio(entry.peak_bytes, case.keep.peak_bytes), ".2f"),
+        _of_running("time ratio", time),
+        Column("result", lambda entry: entry.same if entry.runs else missing, left=True),
+    ]
+
+
+def _of_running(title: str, of: Callable[[Entry], Any], form: Form = "") -> Column:
+    return Column(title, lambda entry: of(entry) if entry.runs else None, form)
 
 
 def _fails(case: Case, entry: Entry) -> bool:
     """Whether all of the method's family have failed, for the same reason."""
-    family = [one for one in case.entries if one.family == entry.family]
-    return len({one.failure for one in family}) == 1 and not any(one.runs for one in family)
-
-
-def _figures(case: Case, entry: Entry) -> tuple[str, ...]:
-    """The first columns of every row."""
-    time = "1" if entry.family == KEEP else shown(case.time_of_keep(entry), ".2f")
-    return entry.name, _mib(entry), _ratio(entry.peak_bytes, case.keep.peak_bytes), time, entry.same
+    family = [other for other in case.entries if other.family == entry.family]
+    return len({other.failure for other in family}) == 1 and not any(other.runs for other in family)
 
 
 def remarks(case: Case) -> list[str]:
@@ -106,13 +128,11 @@ def remarks(case: Case) -> list[str]:
     if case.left_out or case.failure:
         lines.append(case.left_out or case.failure or "")
     if case.entries and (seconds := case.keep.step_seconds()):
-        lines.append(f"{case.keep.name}: {seconds:.2f} s, {_mib(case.keep)} MiB")
+        lines.append(f"{case.keep.name}: {seconds:.2f} s, {mebibytes(case.keep.peak_bytes)} MiB")
     if smallest := case.smallest():
         ours, other, ratio = smallest
-        lines.append(
-            f"smallest peak: {_mib(ours)} MiB ({ours.name}); of the other methods: {_mib(other)} MiB "
-            f"({other.name}); ratio {ratio:.2f}"
-        )
+        peaks = [f"{mebibytes(entry.peak_bytes)} MiB ({entry.name})" for entry in (ours, other)]
+        lines.append(f"smallest peak: {peaks[0]}; of the other methods: {peaks[1]}; ratio {ratio:.2f}")
     failures: dict[str, list[str]] = {}
     for entry in (*case.entries, *case.plans):
         if entry.failure:
@@ -125,19 +145,16 @@ def remarks(case: Case) -> list[str]:
 def result(case: Case) -> dict[str, Any]:
     """A case for programs: all seconds, and the ratios."""
 
-    def entry(one: Entry) -> dict[str, Any]:
-        answer = case.answer(one.name)
-        return {
-            **vars(one),
-            "time_of_keep": case.time_of_keep(one),
-            "our_time_of_it": answer and answer.ratio(one),
-        }
+    def values(entry: Entry) -> dict[str, Any]:
+        plan = case.answer(entry.name)
+        ratios = {"time_of_keep": case.time_of_keep(entry), "our_time_of_it": plan and plan.ratio(entry)}
+        return {**vars(entry), **ratios}
 
     smallest = case.smallest()
     return {
         **vars(case),
-        "entries": [entry(one) for one in case.entries],
-        "plans": [entry(one) for one in case.plans],
+        "entries": [values(entry) for entry in case.entries],
+        "plans": [values(plan) for plan in case.plans],
         "smallest_peak_ratio": smallest and smallest[2],
     }
 
@@ -196,9 +213,5 @@ def _title(case: Case) -> str:
     return f"{_name(case)}. {case.title}"
 
 
-def _mib(entry: Entry | None) -> str:
-    return mebibytes(None if entry is None else entry.peak_bytes)
-
-
-def _ratio(one: float | None, other: float | None, digits: int = 2) -> str:
-    return f"{one / other:.{digits}f}" if one is not None and other else "-"
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return value / other if value is not None and other else None

@@ -5,31 +5,32 @@ Exit status 0 if every workload has one hash everywhere, 1 if one has several or
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.bench.harness.jobs import JobError, run_job
-from hvd_ckpt.bench.harness.options import (
-    BenchRun,
-    bench_command,
+from hvd_ckpt.app.cli.command_line import BadArgument
+from hvd_ckpt.bench.harness.options import ONE_THREAD, BenchRun, bench_command
+from hvd_ckpt.bench.harness.report import Report, Table, save_figure
+from hvd_ckpt.bench.harness.settings import (
+    CONTROLLERS,
+    BenchSettings,
     check_replicas,
-    count_option,
-    quick_option,
-    timeout_option,
-    whole_numbers,
+    controllers_of,
+    numbers_of,
+    quick_setting,
+    ranks_setting,
+    setting,
+    timeout_setting,
 )
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts, save_figure
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.replicas.job import RankResult
 
-STEPS, QUICK_STEPS = 6, 4
-CURVES = 60
 QUICK = ("gpt, reentrant segments, fp16 that overflows", "densenet, SGD, segments, short last batch")
 NOTES = (
     "A hash is of the weights, the buffers, the optimizer's state, the loss scale, and all logged losses and evaluations of a run.",
@@ -39,194 +40,173 @@ NOTES = (
 )
 
 
+@dataclass(frozen=True)
+class Settings(BenchSettings):
+    """What is measured, and how often."""
+
+    replicas: int = setting("Logical replicas of each run, a power of two.", 4)
+    sizes: tuple[int, ...] = ranks_setting(
+        "Numbers of ranks; powers of two up to --replicas.", "1,2,4", quick=None
+    )
+    controllers: tuple[str, ...] | None = setting(
+        "Controllers that start the ranks.", note="those of this Horovod", type=controllers_of
+    )
+    workloads: tuple[int, ...] | None = setting(
+        "Numbers of the workloads to train, from 1, such as 1,3.", note="all", type=numbers_of("a workload")
+    )
+    steps: int = setting("Steps of each run.", 6, quick=4)
+    curves: int = setting(
+        "Steps of further runs, of one GPT, whose losses are drawn beside those of stock Horovod; 0 for none.",
+        60,
+        quick=0,
+        type=click.IntRange(0),
+    )
+    quick: bool = quick_setting("Two of the workloads.")
+    timeout: float = timeout_setting(900)
+
+    def check(self) -> None:
+        from hvd_ckpt.bench.replicas.job import WORKLOADS
+
+        check_replicas(self.replicas, self.sizes)
+        if max(self.workloads or (0,)) > len(WORKLOADS):
+            given = ",".join(map(str, self.workloads or ()))
+            raise BadArgument(f"--workloads {given}: there are {len(WORKLOADS)}, give their numbers")
+
+
 @dataclass
-class Column:
-    """The results of one job: ``ranks`` over ``controller``."""
+class Hashes:
+    """The results so far.
 
-    controller: str
-    ranks: int
-    result: RankResult | None = None
-    failure: str | None = None
+    Attributes:
+        names: of the workloads.
+        runs: for each column of the table, its title and the hash of each workload.
+        skipped: for each workload, the numbers of steps that a loss scale skipped.
+        losses: of each step of the further runs, by the kind of run and the number of ranks.
+    """
 
-    @property
-    def title(self) -> str:
-        return f"np={self.ranks} {self.controller}"
+    names: Sequence[str]
+    runs: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    skipped: dict[str, set[int]] = field(default_factory=dict)
+    losses: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+
+    def add(self, title: str, result: RankResult) -> None:
+        """Adds the result of a job."""
+        self.runs += [(title, result.whole), *([("resumed", result.resumed)] if result.resumed else [])]
+        for name, count in result.overflows.items():
+            self.skipped.setdefault(name, set()).add(count)
+
+    def several(self) -> list[str]:
+        """The workloads with several hashes, or losses that depend on the number of ranks."""
+        several = [name for name in self.names if len({run[name] for _, run in self.runs}) > 1]
+        if self.losses:
+            ours = list(self.losses.values())[-1]
+            several += (
+                ["losses in the picture"] if any(run != ours[min(ours)] for run in ours.values()) else []
+            )
+        return several
 
 
-@bench_command("replicas", width=170)
-@click.option(
-    "--replicas",
-    type=click.IntRange(1),
-    default=4,
-    show_default=True,
-    help="Logical replicas of each run, a power of two.",
-)
-@click.option(
-    "--np",
-    "sizes",
-    default="1,2,4",
-    show_default=True,
-    help="Numbers of ranks; powers of two up to --replicas.",
-)
-@click.option("--controllers", help="Controllers that start the ranks.  [default: those of this Horovod]")
-@click.option("--workloads", help="Numbers of the workloads to train, from 1, such as 1,3.  [default: all]")
-@count_option("--steps", help="Steps of each run.", default=STEPS, quick=QUICK_STEPS)
-@click.option(
-    "--curves",
-    type=click.IntRange(0),
-    help="Steps of further runs, of one GPT, whose losses are drawn beside those of stock Horovod; 0 for none.  "
-    f"[default: {CURVES}; with --quick 0]",
-)
-@quick_option("Two of the workloads.")
-@timeout_option(900)
-def replicas(
-    run: BenchRun,
-    replicas: int,
-    sizes: str,
-    controllers: str | None,
-    workloads: str | None,
-    steps: int,
-    curves: int | None,
-    quick: bool,
-    timeout: float,
-) -> None:
+@bench_command("replicas", width=170, settings=Settings)
+def replicas(run: BenchRun, settings: Settings) -> None:
     """Train as logical replicas on several numbers of ranks, and compare what comes of it bit for bit.
 
     Each workload is trained to the end on every number of ranks, and once more from the middle of the run of another number. The
     table has one hash of all results of each run. A picture has the losses of a GPT on each number of ranks, relative to the
     smallest, with stock Horovod and as logical replicas.
     """
+    from hvd_ckpt.bench.replicas.curves import CurveJob
     from hvd_ckpt.bench.replicas.job import WORKLOADS, Job, RankResult
 
-    counts = whole_numbers("--np", sizes, "ranks")
-    check_replicas(replicas, counts)
-    names = QUICK if quick else tuple(WORKLOADS)
-    if workloads is not None:
-        numbers = whole_numbers("--workloads", workloads, "a workload")
-        if max(numbers) > len(WORKLOADS):
-            raise BadArgument(f"--workloads {workloads}: there are {len(WORKLOADS)}, give their numbers")
-        names = tuple(list(WORKLOADS)[number - 1] for number in numbers)
-    settings = {"replicas": replicas, "steps": steps, "np": list(counts)}
-    columns = columns_of(counts, _controllers(controllers))
-    before = None
-    points = curves if curves is not None else 0 if quick else CURVES
-    drawn = None
-    with run.progress(len(columns) + (2 * len(counts) if points else 0)) as progress:
-        for column in columns:
-            progress.start(f"{column.title}: {len(names)} workloads")
-            folder = run.jobs / column.title.replace(" ", "-").replace("=", "")
-            job = Job(folder, column.ranks, replicas, names, steps, before)
-            try:
-                results = run_job(job, RankResult, column.controller, timeout, threads=1)
-                if any(one != results[0] for one in results):
-                    raise JobError("the ranks end in different bits")
-                column.result, before = results[0], folder
-            except JobError as error:
-                column.failure = str(error)
-            run.save(make_report(columns, names, settings))
-        if points:
-            drawn = train_curves(run, progress, replicas, counts, columns[0].controller, points, timeout)
-    report = make_report(columns, names, settings, drawn)
-    run.finish(report, success=report.success)
+    names = tuple(WORKLOADS)
+    if settings.workloads is not None:
+        names = tuple(names[number - 1] for number in settings.workloads)
+    elif settings.quick:
+        names = QUICK
+    so_far = Hashes(names)
+    run.make_report = lambda: make_report(run, settings, so_far)
+    places = _places(settings)
+    earlier = None
+    with run.progress(len(places) + (2 * len(settings.sizes) if settings.curves else 0)) as progress:
+        for size, controller in places:
+            title = f"np={size} {controller}"
+            job = Job(
+                run.jobs / f"np{size}-{controller}", size, settings.replicas, names, settings.steps, earlier
+            )
+            ranks = progress.job(
+                f"{title}: {len(names)} workloads",
+                job,
+                RankResult,
+                name=title,
+                controller=controller,
+                threads=1,
+            )
+            if ranks and any(rank != ranks[0] for rank in ranks):
+                run.failures[title] = "the ranks end in different bits"
+            elif ranks:
+                so_far.add(title, ranks[0])
+                earlier = job.folder
+        kinds = (
+            {"stock Horovod": True, f"{settings.replicas} logical replicas": False} if settings.curves else {}
+        )
+        so_far.losses = {kind: {} for kind in kinds}
+        for (kind, stock), size in itertools.product(kinds.items(), settings.sizes):
+            folder = run.jobs / f"curve-{'stock' if stock else 'replicas'}-np{size}"
+            losses = progress.job(
+                f"np={size} {places[0][1]}, losses of {kind}",
+                CurveJob(folder, size, settings.replicas, stock, settings.curves),
+                list[float],
+                controller=places[0][1],
+                threads=1,
+            )
+            if losses:
+                so_far.losses[kind][size] = losses[0]
+    run.finish(success=not run.failures and not so_far.several())
 
 
-@dataclass
-class Curves:
-    """The losses of each step, by the kind of run and the number of ranks; ``failures``: of jobs that failed, why."""
-
-    losses: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def one(self) -> bool:
-        """Whether the losses of logical replicas are the same on every number of ranks."""
-        *_, ours = self.losses.values()
-        return not self.failures and all(values == ours[min(ours)] for values in ours.values())
-
-
-def train_curves(
-    run: BenchRun,
-    progress: Any,
-    replicas: int,
-    counts: Sequence[int],
-    controller: str,
-    steps: int,
-    timeout: float,
-) -> Curves:
-    """Trains a GPT on each number of ranks, with stock Horovod and as logical replicas."""
-    from hvd_ckpt.bench.replicas.curves import Job
-
-    curves = Curves()
-    for stock, kind in ((True, "stock Horovod"), (False, f"{replicas} logical replicas")):
-        curves.losses[kind] = {}
-        for count in counts:
-            progress.start(f"np={count} {controller}: losses of {kind}")
-            folder = run.jobs / f"curve-{'stock' if stock else 'replicas'}-np{count}"
-            try:
-                job = Job(folder, count, replicas, stock, steps)
-                curves.losses[kind][count] = run_job(job, list[float], controller, timeout, threads=1)[0]
-            except JobError as error:
-                curves.failures.append(f"np={count} {controller}, losses of {kind}: {error}")
-    return curves
-
-
-def _controllers(given: str | None) -> list[str]:
-    if given is not None:
-        names = split_names("--controllers", given, ("gloo", "mpi"))
-        return [check_controller(name) for name in names]
+def _places(settings: Settings) -> list[tuple[int, str]]:
+    """Numbers of ranks and controllers, in an order in which neighbours differ most; one rank is the same over every controller."""
     from hvd_ckpt.processes.probe import probe
 
-    return [name for name in ("gloo", "mpi") if probe(name).works]
-
-
-def columns_of(counts: Sequence[int], controllers: Sequence[str]) -> list[Column]:
-    """The jobs in an order in which neighbours differ as much as may be; one rank is the same over every controller."""
+    controllers = settings.controllers or [name for name in CONTROLLERS if probe(name).works]
+    # Each job resumes the runs of the one before it: the more they differ, the more a resumption shows.
     first, *others = controllers
-    columns = [
-        Column(first, count) for count in (max(counts), *(one for one in counts if one != max(counts)))
-    ]
-    return columns + [Column(one, count) for one in others for count in reversed(counts) if count > 1]
+    largest = max(settings.sizes)
+    sizes = [largest, *(size for size in settings.sizes if size != largest)]
+    more = [(size, name) for name in others for size in reversed(settings.sizes) if size > 1]
+    return [(size, first) for size in sizes] + more
 
 
-def make_report(
-    columns: Sequence[Column],
-    names: Sequence[str],
-    settings: dict[str, Any],
-    curves: Curves | None = None,
-) -> Report:
+def make_report(run: BenchRun, settings: Settings, so_far: Hashes) -> Report:
     """The report of all jobs so far."""
-    done = [(column.title, column.result) for column in columns if column.result is not None]
-    hashes: list[tuple[str, dict[str, str]]] = []
-    for title, result in done:
-        hashes += [(title, result.whole), *([("resumed", result.resumed)] if result.resumed else [])]
-    rows, results, several = [], [], []
-    for name in names:
-        found = [of_run[name] for _, of_run in hashes]
-        one = len(set(found)) == 1
-        several += [] if one else [name]
-        rows.append((name, *found, "yes" if one else "NO"))
-        skipped = sorted({result.overflows[name] for _, result in done})
-        results.append({"workload": name, "hashes": found, "one": one, "skipped_steps": skipped})
-    failures = [f"{column.title}: {column.failure}" for column in columns if column.failure is not None]
-    if curves is not None:
-        failures += curves.failures
-        several += [] if curves.one else ["losses in the picture"]
-    success = len(done) == len(columns) and not several
-    return Report(
+    several = so_far.several()
+    rows, results = [], []
+    for name in so_far.names:
+        hashes = [hashes[name] for _, hashes in so_far.runs]
+        rows.append((name, *hashes, "NO" if name in several else "yes"))
+        skipped = sorted(so_far.skipped.get(name, ()))
+        results.append(
+            {"workload": name, "hashes": hashes, "one": name not in several, "skipped_steps": skipped}
+        )
+    table = Table(("workload", *(title for title, _ in so_far.runs), "one hash"), rows, left=("workload",))
+    success = not run.failures and not several
+    report = run.report(
         "Logical replicas: one hash on any number of ranks",
-        machine_facts(1, settings),
-        [Table(("workload", *(title for title, _ in hashes), "one hash"), rows, left=("workload",))],
+        [table],
         results,
-        remarks=failures + [f"{name}: several hashes" for name in several],
+        ONE_THREAD,
         notes=NOTES,
-        settings=settings,
+        success=success,
         conclusion="Every workload ends in the same bits everywhere."
         if success
         else "Not all bits are the same.",
-        success=success,
-        data={"losses": curves.losses} if curves else {},
-        draw=(lambda folder: draw(curves.losses, folder)) if curves and not curves.failures else None,
     )
+    report.remarks += [f"{name}: several hashes" for name in several]
+    if settings.curves:
+        report.data = {"losses": so_far.losses}
+        # Until all kinds of runs have begun there is nothing to draw.
+        begun = so_far.losses and all(so_far.losses.values())
+        report.draw = (lambda folder: draw(so_far.losses, folder)) if begun else None
+    return report
 
 
 def draw(losses: dict[str, dict[int, list[float]]], folder: Path) -> list[str]:

@@ -25,8 +25,8 @@ SEED = 3
 
 
 @dataclass(frozen=True)
-class Job(RankJob):
-    """One run.
+class CurveJob(RankJob):
+    """One run of a GPT.
 
     Attributes:
         replicas: of the run, also with stock Horovod, where a rank computes its part of their samples at once.
@@ -41,16 +41,16 @@ class Job(RankJob):
     steps: int
 
 
-def measure(job: Job) -> list[float]:
+def measure(job: CurveJob) -> list[float]:
     """Trains on one rank; the mean loss of each step, over all samples."""
     options = {"width": 32, "heads": 2, "layers": 2, "dropout": 0.1}
     parts = assemble(Config("gpt-tiny", model_options=options, sequence_length=32, seed=SEED))
     return (_stock if job.stock else _replicas)(job, parts)
 
 
-def _replicas(job: Job, parts: Assembly) -> list[float]:
+def _replicas(job: CurveJob, parts: Assembly) -> list[float]:
     hc.init()
-    model, found = parts.model, list[float]()
+    model, means = parts.model, list[float]()
     optimizer: Any = hc.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
         named_parameters=model.named_parameters(),
@@ -63,15 +63,15 @@ def _replicas(job: Job, parts: Assembly) -> list[float]:
             with replica:
                 losses.append(_pass(parts, _samples(parts, step, replica.index, job.replicas, job.replicas)))
         optimizer.step()
-        found.append(optimizer.replicas.mean(losses))
-    return found
+        means.append(optimizer.replicas.mean(losses))
+    return means
 
 
-def _stock(job: Job, parts: Assembly) -> list[float]:
+def _stock(job: CurveJob, parts: Assembly) -> list[float]:
     import horovod.torch as hvd
 
     hvd.init()
-    model, found = parts.model, list[float]()
+    model, means = parts.model, list[float]()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), named_parameters=model.named_parameters()
     )
@@ -81,8 +81,8 @@ def _stock(job: Job, parts: Assembly) -> list[float]:
         optimizer.zero_grad()
         loss = _pass(parts, _samples(parts, step, hvd.rank(), hvd.size(), job.replicas))
         optimizer.step()
-        found.append(float(hvd.allreduce(loss)))
-    return found
+        means.append(float(hvd.allreduce(loss)))
+    return means
 
 
 def _samples(parts: Assembly, step: int, number: int, of: int, replicas: int) -> Batch:
@@ -101,4 +101,4 @@ def _pass(parts: Assembly, batch: Batch) -> Tensor:
 
 
 if __name__ == "__main__":
-    run_rank(Job, measure)
+    run_rank(CurveJob, measure)

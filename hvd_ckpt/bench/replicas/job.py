@@ -18,7 +18,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.report import TIMES
+from hvd_ckpt.app.training.logs import TIMES
 from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
 
@@ -71,11 +71,6 @@ class Job(RankJob):
     steps: int
     earlier: Path | None
 
-    def run_folder(self, workload: str, resumed: bool) -> Path:
-        """The folder of a run."""
-        number = list(WORKLOADS).index(workload)
-        return self.folder / f"run{number}{'-resumed' if resumed else ''}"
-
 
 @dataclass
 class RankResult:
@@ -91,6 +86,11 @@ class RankResult:
     overflows: dict[str, int] = field(default_factory=dict)
 
 
+def run_folder(folder: Path, workload: str, resumed: bool) -> Path:
+    """The folder of a run in that of its job."""
+    return folder / f"run{list(WORKLOADS).index(workload)}{'-resumed' if resumed else ''}"
+
+
 def config_of(job: Job, workload: str, resumed: bool) -> Config:
     """The configuration of a run, whose snapshots are those of the middle and the end."""
     settings = dict(WORKLOADS[workload])
@@ -98,7 +98,7 @@ def config_of(job: Job, workload: str, resumed: bool) -> Config:
     settings.pop("overflows", None)
     if "pixels" not in settings:
         settings["text"] = str(job.folder / "text.txt")
-    folder = job.run_folder(workload, resumed)
+    folder = run_folder(job.folder, workload, resumed)
     half = max(job.steps // 2, 1)
     return Config(
         **settings,
@@ -162,7 +162,9 @@ def train(job: Job, workload: str, resumed: bool) -> tuple[str, int]:
     scaler = trainer.precision.scaler
     scale = FIRST_SCALE if scaler is None else scaler.get_scale()
     records = logs.read(trainer.folder / "log.jsonl") if hc.rank() == 0 else None
-    kept = [{name: one for name, one in record.items() if name not in NOT_BITS} for record in records or ()]
+    kept = [
+        {name: value for name, value in record.items() if name not in NOT_BITS} for record in records or ()
+    ]
     kept = hc.broadcast_object(kept, root_rank=0)
     digest.update(json.dumps([kept, scale], sort_keys=True).encode())
     return digest.hexdigest()[:12], round(math.log2(FIRST_SCALE / scale))
@@ -173,11 +175,11 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for _, one in sorted(value.items(), key=lambda item: str(item[0])):
-            yield from tensors_of(one)
+        for _, part in sorted(value.items(), key=lambda item: str(item[0])):
+            yield from tensors_of(part)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_of(one)
+        for part in value:
+            yield from tensors_of(part)
 
 
 def copy_half(earlier: Path, folder: Path, half: int) -> None:
@@ -199,8 +201,11 @@ def measure(job: Job) -> RankResult:
         result.whole[workload], result.overflows[workload] = train(job, workload, resumed=False)
         if job.earlier is not None:
             if hc.rank() == 0:
-                source = job.earlier / job.run_folder(workload, False).name
-                copy_half(source, job.run_folder(workload, True), max(job.steps // 2, 1))
+                source, copy = (
+                    run_folder(job.earlier, workload, False),
+                    run_folder(job.folder, workload, True),
+                )
+                copy_half(source, copy, max(job.steps // 2, 1))
             hc.barrier()
             result.resumed[workload], _ = train(job, workload, resumed=True)
     return result

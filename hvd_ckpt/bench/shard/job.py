@@ -58,14 +58,14 @@ class Configuration:
 
 def configurations(stages: Collection[int], peers: Collection[str]) -> list[Configuration]:
     """This library and its ``peers`` at these stages, with and without recomputation; at stage 3 with its offload, too."""
-    found = []
+    chosen = []
     for stage in sorted(stages):
         for offload in (False, True) if stage == 3 else (False,):
-            found += [Configuration(OURS, stage, recompute, offload) for recompute in (False, True)]
+            chosen += [Configuration(OURS, stage, recompute, offload) for recompute in (False, True)]
         for engine, (_, known) in ENGINES.items():
             if stage in known and engine in peers:
-                found += [Configuration(engine, stage, recompute) for recompute in (False, True)]
-    return found
+                chosen += [Configuration(engine, stage, recompute) for recompute in (False, True)]
+    return chosen
 
 
 @dataclass(frozen=True)

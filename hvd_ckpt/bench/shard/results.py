@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.bench.harness.report import MIB, Table, mebibytes, save_figure, shown
+from hvd_ckpt.bench.harness.cases import (
+    Column,
+    attributes,
+    in_mib,
+    in_milliseconds,
+    results_of,
+    table_of,
+    yes_or_no,
+)
+from hvd_ckpt.bench.harness.report import MIB, Table, save_figure
 from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Findings
 
 ITEM = 4  # bytes of a parameter
 PICTURE = "shard.png"
-TIME_COLUMNS = (
-    "engine", "recomputed", "step ms", "samples/s", "ratio to best baseline", "counted MiB", "in models", "loss difference"
-)  # fmt: skip
-MEMORY_COLUMNS = (
-    "engine", "recomputed", "parameters", "gradients", "optimizer state", "on disk", "buffers", "activations", "peak",
-    "bytes per parameter",
-)  # fmt: skip
 NOTES = (
     "All engines train the same GPT-lite from the same start on the same samples: Adam in float32, micro-batches of one sample. "
     "Steps take turns in the same processes (A B C, then C B A); a step's time is the slowest rank's; median and quartiles "
@@ -38,6 +40,10 @@ NOTES = (
     "micro-batch of the bare model above its parameters and gradients; buffers: the rest up to the peak of a step. Blocks that "
     "Gloo's threads free for FSDP2 are estimated, which makes its buffers uncertain.",
     "bytes per parameter: of parameters, gradients and optimizer state in memory, on the rank that holds the most.",
+)
+WHO = (
+    Column("engine", lambda result: result.configuration.title, left=True),
+    Column("recomputed", lambda result: result.configuration.recompute, yes_or_no, left=True),
 )
 KINDS = {
     "parameters": ("parameters", "#1b6ca8"),
@@ -70,7 +76,7 @@ class Result:
     @property
     def seconds(self) -> list[float]:
         """Of each round, on the slowest rank."""
-        return slowest(found.seconds for found in self.ranks)
+        return slowest(rank.seconds for rank in self.ranks)
 
     @property
     def step(self) -> Quartiles | None:
@@ -79,12 +85,12 @@ class Result:
 
     def mean(self, attribute: str) -> float:
         """The mean of all ranks' findings."""
-        return statistics.fmean(getattr(found, attribute) for found in self.ranks)
+        return statistics.fmean(getattr(rank, attribute) for rank in self.ranks)
 
     @property
     def states(self) -> int:
         """Bytes of parameters, gradients and optimizer state in memory, on the rank that holds the most."""
-        return max(found.parameters + found.gradients + found.state for found in self.ranks)
+        return max(rank.parameters + rank.gradients + rank.state for rank in self.ranks)
 
     def kinds(self) -> dict[str, float]:
         """Mean bytes of a rank at the peak of a step, by kind; buffers are what is neither model state nor activations: buckets,
@@ -116,41 +122,43 @@ class Results:
     def take(self, ranks: Sequence[dict[str, Findings]], chosen: Iterable[Result], *, memory: bool) -> None:
         """Add the results of a job about some configurations: everything, or without ``memory`` the times."""
         for result in chosen:
-            found = [rank[result.configuration.name] for rank in ranks]
-            failures = [one.failure for one in found if one.failure is not None]
+            findings = [rank[result.configuration.name] for rank in ranks]
+            failures = [rank.failure for rank in findings if rank.failure is not None]
             if failures:
                 result.failure = failures[0]
             elif memory:
-                result.ranks = found
+                result.ranks = findings
             else:
                 result.ranks = [
                     dataclasses.replace(before, seconds=now.seconds, losses=now.losses)
-                    for before, now in zip(result.ranks, found)
+                    for before, now in zip(result.ranks, findings)
                 ]
 
     @property
     def shown(self) -> list[Result]:
         """The configurations that have been measured."""
-        return [one for one in self.all if one.ranks]
+        return [result for result in self.all if result.ranks]
 
     @property
     def sound(self) -> bool:
         """Whether this library has done all that it was asked for."""
-        return self.failure is None and all(one.failure is None for one in self.all if one.configuration.ours)
+        return self.failure is None and all(
+            result.failure is None for result in self.all if result.configuration.ours
+        )
 
     def of_best_baseline(self, result: Result) -> Quartiles | None:
         """The time of a step as a ratio to the fastest peer's that does the same, over the rounds."""
         timed = [
-            (one.step.median, one.seconds)
-            for one in self.all
-            if one.step and one.configuration.is_baseline_of(result.configuration)
+            (peer.step.median, peer.seconds)
+            for peer in self.all
+            if peer.step and peer.configuration.is_baseline_of(result.configuration)
         ]
         return quartiles_of_ratios(result.seconds, min(timed)[1]) if timed else None
 
     def model_volumes(self, result: Result) -> float | None:
         """Counted bytes of a step as a multiple of gathering the model once."""
         once = self.elements * ITEM * (self.size - 1) / self.size
-        return result.mean("counted") / once if once else None
+        return result.mean("counted") / once if once and result.ranks else None
 
     def samples_per_second(self, result: Result) -> float | None:
         """Over all ranks."""
@@ -158,65 +166,67 @@ class Results:
 
     def loss_difference(self, result: Result) -> float | None:
         """The greatest difference of a rank's loss in a step to that of this library's first result."""
-        first = next((one for one in self.shown if one.configuration.engine == OURS), None)
+        first = next((result for result in self.shown if result.configuration.engine == OURS), None)
         if first is None:
             return None
-        pairs = [zip(one.losses, other.losses) for one, other in zip(result.ranks, first.ranks)]
-        return max((abs(one - other) for pair in pairs for one, other in pair), default=None)
+        pairs = [zip(rank.losses, other.losses) for rank, other in zip(result.ranks, first.ranks)]
+        return max((abs(loss - other) for pair in pairs for loss, other in pair), default=None)
+
+    def time_columns(self) -> list[Column]:
+        """Time and messages."""
+        return [
+            *WHO,
+            Column("step ms", lambda result: result.step, in_milliseconds(".0f")),
+            Column("samples/s", self.samples_per_second, ".1f"),
+            Column("ratio to best baseline", self.of_best_baseline, ".2f", key="of_best_baseline"),
+            Column("counted MiB", lambda result: result.mean("counted"), in_mib()),
+            Column("in models", self.model_volumes, ".2f", key="model_volumes"),
+            Column("loss difference", self.loss_difference, ".1e", key="loss_difference"),
+        ]
+
+    def memory_columns(self) -> list[Column]:
+        """Memory of a rank."""
+
+        def of(kind: str) -> Column:
+            return Column(KINDS[kind][0], lambda result: result.kinds()[kind], in_mib())
+
+        return [
+            *WHO,
+            *(of(kind) for kind in ("parameters", "gradients", "state")),
+            Column("on disk", lambda result: result.mean("on_disk") or None, in_mib()),
+            Column("buffers", lambda result: result.kinds()["buffers"], in_mib()),
+            of("activations"),
+            Column("peak", lambda result: result.mean("peak"), in_mib()),
+            Column("bytes per parameter", lambda result: result.states / self.elements, ".2f"),
+        ]
 
     def time_table(self) -> Table:
-        """Time and messages."""
-
-        def row(one: Result) -> tuple[str, ...]:
-            return (
-                *_who(one),
-                shown(quartiles([1000 * seconds for seconds in one.seconds]) if one.seconds else None, ".0f"),
-                shown(self.samples_per_second(one), ".1f"),
-                shown(self.of_best_baseline(one), ".2f"),
-                mebibytes(one.mean("counted")),
-                shown(self.model_volumes(one), ".2f"),
-                shown(self.loss_difference(one), ".1e"),
-            )
-
-        return Table(
-            TIME_COLUMNS, [row(one) for one in self.shown], "Time and messages", left=TIME_COLUMNS[:2]
-        )
+        """The table of time and messages."""
+        return table_of(self.time_columns(), self.shown, "Time and messages")
 
     def memory_table(self) -> Table:
-        """Memory of a rank."""
-        rows = []
-        for one in self.shown:
-            kinds, on_disk = one.kinds(), one.mean("on_disk")
-            rows.append((
-                *_who(one),
-                *(mebibytes(kinds[kind]) for kind in ("parameters", "gradients", "state")),
-                mebibytes(on_disk or None),
-                *(mebibytes(value) for value in (kinds["buffers"], kinds["activations"], one.mean("peak"))),
-                f"{one.states / self.elements:.2f}",
-            ))  # fmt: skip
-        return Table(MEMORY_COLUMNS, rows, "Memory of a rank, MiB", left=MEMORY_COLUMNS[:2])
+        """The table of memory."""
+        return table_of(self.memory_columns(), self.shown, "Memory of a rank, MiB")
 
     def remarks(self) -> list[str]:
         """Missing results, and the reasons."""
-        missing = [f"{one.title}: left out: {one.failure}" for one in self.all if one.failure]
+        missing = [f"{result.title}: left out: {result.failure}" for result in self.all if result.failure]
         return missing + ([f"No times: {self.failure}"] if self.failure is not None else [])
 
     def for_programs(self) -> list[dict[str, Any]]:
         """All results with the findings of every rank."""
-        return [
-            {
-                "configuration": one.configuration.name,
-                **vars(one.configuration),
-                "seconds": one.seconds,
-                "of_best_baseline": self.of_best_baseline(one),
-                "model_volumes": self.model_volumes(one) if one.ranks else None,
-                "loss_difference": self.loss_difference(one),
-                "kinds": one.kinds() if one.ranks else {},
-                "ranks": one.ranks,
-                "failure": one.failure,
-            }
-            for one in self.all
+
+        def of_configuration(name: str) -> Column:
+            return Column("", lambda result: getattr(result.configuration, name), key=name)
+
+        columns = [
+            Column("", lambda result: result.configuration.name, key="configuration"),
+            *(of_configuration(name) for name in ("engine", "stage", "recompute", "offload")),
+            *attributes("seconds", "ranks", "failure"),
+            Column("", lambda result: result.kinds() if result.ranks else {}, key="kinds"),
+            *self.time_columns(),
         ]
+        return results_of(columns, self.all)
 
     def draw(self, path: Path) -> str:
         """Memory of a rank by kind, and throughput: a bar for each configuration, stage by stage."""
@@ -225,18 +235,20 @@ class Results:
         shown = self.shown
         figure = Figure(figsize=(13, 1.6 + 0.3 * len(shown)), layout="constrained")
         memory, speed = figure.subplots(1, 2, sharey=True)
-        stages = sorted({one.configuration.stage for one in shown})
-        rows = [number + 0.6 * stages.index(one.configuration.stage) for number, one in enumerate(shown)]
+        stages = sorted({result.configuration.stage for result in shown})
+        rows = [
+            number + 0.6 * stages.index(result.configuration.stage) for number, result in enumerate(shown)
+        ]
         left = [0.0] * len(shown)
         for kind, (label, color) in KINDS.items():
-            widths = [one.kinds()[kind] / MIB for one in shown]
+            widths = [result.kinds()[kind] / MIB for result in shown]
             memory.barh(rows, widths, left=left, color=color, label=label, height=0.8)
             left = [begun + width for begun, width in zip(left, widths)]
-        speeds = [self.samples_per_second(one) or 0.0 for one in shown]
-        colors = [OUR_COLOR if one.configuration.ours else OTHER_COLOR for one in shown]
+        speeds = [self.samples_per_second(result) or 0.0 for result in shown]
+        colors = [OUR_COLOR if result.configuration.ours else OTHER_COLOR for result in shown]
         bars = speed.barh(rows, speeds, color=colors, height=0.8)
         speed.bar_label(bars, [f"{value:.1f}" for value in speeds], fontsize=7, padding=2)
-        memory.set_yticks(rows, [one.title for one in shown], fontsize=8)
+        memory.set_yticks(rows, [result.title for result in shown], fontsize=8)
         memory.invert_yaxis()
         memory.set_xlabel("peak memory of a rank, MiB")
         speed.set_xlabel(f"samples per second, {self.size} ranks")
@@ -247,7 +259,3 @@ class Results:
             axes.grid(axis="x", alpha=0.3)
             axes.set_axisbelow(True)
         return save_figure(figure, path)
-
-
-def _who(one: Result) -> tuple[str, str]:
-    return one.configuration.title, "yes" if one.configuration.recompute else "no"

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.cases import Column, in_mib, table_of
+from hvd_ckpt.bench.harness.engine import gradients_of
 from hvd_ckpt.bench.harness.jobs import RankJob, own_device, run_rank
-from hvd_ckpt.bench.harness.report import Table, mebibytes
-from hvd_ckpt.bench.shard.engines import Ours, Samples, build, loss
+from hvd_ckpt.bench.harness.report import Table
+from hvd_ckpt.bench.shard.engines import Samples, Session, build, loss
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
 from hvd_ckpt.sharding.formats import WireFormat, wire_formats
 
@@ -63,27 +65,32 @@ class Run:
     def against(self, exact: Run) -> list[float]:
         """Differences of the losses to those of another run, seed by seed."""
         pairs = zip(self.losses, exact.losses)
-        return [one - other for one, other in pairs if one is not None and other is not None]
+        return [loss - other for loss, other in pairs if loss is not None and other is not None]
 
 
 def wire_table(runs: Sequence[Run]) -> Table:
     """A row for each run; differences are to the run in fp32 at the same stage."""
-    rows: list[tuple[str, ...]] = []
-    for run in runs:
-        exact = next(one for one in runs if (one.stage, one.format) == (run.stage, FORMATS[0]))
+    exact = {run.stage: run for run in runs if run.format == FORMATS[0]}
+
+    def final(run: Run) -> str:
         finite = [loss for loss in run.losses if loss is not None]
-        final = _spread(finite, "") if len(finite) == len(run.losses) else "not finite"
-        to_fp32 = _spread(run.against(exact), "+")
-        errors = (f"{run.gradient_error:.1e}", f"{run.weight_error:.1e}")
-        of_fp32 = f"{run.sent / exact.sent:.3f}" if exact.sent else "-"
-        rows.append(
-            (str(run.stage), run.format, final, to_fp32, *errors, mebibytes(run.sent, ".2f"), of_fp32)
-        )
+        return _spread(finite, "") if len(finite) == len(run.losses) else "not finite"
+
+    def of_fp32(run: Run) -> float | None:
+        return run.sent / exact[run.stage].sent if exact[run.stage].sent else None
+
     columns = (
-        "stage", "format", "final loss", "to fp32", "error of gradients", "error of weights", "MiB a step", "of fp32"
-    )  # fmt: skip
+        Column("stage", lambda run: run.stage, left=True),
+        Column("format", lambda run: run.format, left=True),
+        Column("final loss", final),
+        Column("to fp32", lambda run: _spread(run.against(exact[run.stage]), "+")),
+        Column("error of gradients", lambda run: run.gradient_error, ".1e"),
+        Column("error of weights", lambda run: run.weight_error, ".1e"),
+        Column("MiB a step", lambda run: run.sent, in_mib(".2f")),
+        Column("of fp32", of_fp32, ".3f"),
+    )
     title = f"Wire formats: mean and standard deviation over {len(runs[0].losses)} seeds"
-    return Table(columns, rows, title, left=columns[:2])
+    return table_of(columns, runs, title)
 
 
 def _spread(values: Sequence[float], sign: str) -> str:
@@ -94,7 +101,7 @@ def _spread(values: Sequence[float], sign: str) -> str:
 
 
 def measure(job: WireJob) -> list[Run]:
-    """One rank's part of a job."""
+    """The runs of one rank."""
     hc.init()
     own_device(job.training.device)
     runs = []
@@ -103,20 +110,14 @@ def measure(job: WireJob) -> list[Run]:
             losses, sent = [], 0
             for seed in range(job.seeds):
                 samples = Samples(job.training, hc.rank(), hc.size(), seed)
-                session = Ours(
-                    build(job.training, seed), Configuration(OURS, stage), job.training, job.folder, wire=name
-                )
+                session = Session(Configuration(OURS, stage), job.training, job.folder, seed, wire=name)
                 for number in range(job.steps):
-                    before = session.sent()
+                    before = session.sent() or 0
                     losses.append(session.step(samples.step(number)))
-                    sent = session.sent() - before
+                    sent = (session.sent() or 0) - before
             every = torch.tensor(losses, dtype=torch.float64)
-            means = (
-                hc.allreduce(every, name=f"losses.{stage}.{name}")
-                .view(job.seeds, -1)[:, -LAST:]
-                .mean(1)
-                .tolist()
-            )
+            everyone = hc.allreduce(every, name=f"losses.{stage}.{name}").view(job.seeds, -1)
+            means = everyone[:, -LAST:].mean(1).tolist()
             finite = [mean if math.isfinite(mean) else None for mean in means]
             runs.append(Run(stage, name, finite, sent, *_errors(job, name)))
     return runs
@@ -125,9 +126,11 @@ def measure(job: WireJob) -> list[Run]:
 def _errors(job: WireJob, name: str) -> tuple[float, float]:
     model = build(job.training)
     loss(model, Samples(job.training, hc.rank(), hc.size()).micro_batch(0)).backward()  # type: ignore[no-untyped-call]
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    gradients = gradients_of(model.parameters())
     formats = wire_formats(name)
-    return _error(gradients, formats[0]), _error([one.detach() for one in model.parameters()], formats[1])
+    return _error(gradients, formats[0]), _error(
+        [weight.detach() for weight in model.parameters()], formats[1]
+    )
 
 
 def _error(tensors: Sequence[torch.Tensor], format: WireFormat) -> float:

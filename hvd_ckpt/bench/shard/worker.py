@@ -17,9 +17,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import own_device, reason, run_rank
+from hvd_ckpt.bench.harness.jobs import join_torch, own_device, reason, run_rank
 from hvd_ckpt.bench.harness.stats import alternating
-from hvd_ckpt.bench.shard.engines import SESSIONS, Samples, Session, build, join, loss
+from hvd_ckpt.bench.shard.engines import Samples, Session, build, loss
 from hvd_ckpt.bench.shard.job import Configuration, Findings, ShardJob
 from hvd_ckpt.utils.measure import now
 from hvd_ckpt.utils.memory import measure_peak, recording_marks
@@ -39,9 +39,7 @@ class Bench:
 
     def session(self, configuration: Configuration) -> Session:
         """The configuration, ready for its first step. Collective."""
-        training = self.job.training
-        folder = self.job.folder / configuration.name
-        return SESSIONS[configuration.engine](build(training), configuration, training, folder)
+        return Session(configuration, self.job.training, self.job.folder / configuration.name)
 
     def activations(self, recompute: bool) -> int:
         """Peak bytes of a micro-batch of the bare model, above its parameters and gradients."""
@@ -61,38 +59,41 @@ class Bench:
         """Measure what the configuration holds and sends in its third step."""
         if configuration.engine == "deepspeed":
             importlib.import_module("deepspeed")
-        found = self.findings[configuration.name]
-        found.activations = self.activations(configuration.recompute)
+        findings = self.findings[configuration.name]
+        findings.activations = self.activations(configuration.recompute)
         gc.collect()
         with recording_marks(self.device) as memory:
             session = self.session(configuration)
             for number in range(SETTLE):
-                found.losses.append(session.step(self.samples.step(number)))
+                findings.losses.append(session.step(self.samples.step(number)))
                 gc.collect()
                 memory.mark(f"step {number}")
             samples, sent = self.samples.step(SETTLE), session.sent()
-            found.losses.append(session.accumulate(samples))
-            self._hold(session, found)
+            findings.losses.append(session.accumulate(samples))
+            self._hold(session, findings)
             session.update()
             gc.collect()
             memory.mark("third step")
         before, last = memory.marks[-2:]
-        # A step ends with what it began with. What is more is blocks that communication threads have freed, which nobody counts.
-        found.peak = last.peak_bytes - (SETTLE + 1) * (last.bytes - before.bytes)
+        # A step ends with what it began with. What is more is blocks that communication threads have freed, which nobody counts:
+        # each of the three steps has added as much to the peak.
+        findings.peak = last.peak_bytes - (SETTLE + 1) * (last.bytes - before.bytes)
         after = session.sent()
         if sent is not None and after is not None:
-            found.counted = after - sent
+            findings.counted = after - sent
         else:
             samples = self.samples.step(SETTLE + 1)
-            found.counted = requested_bytes(lambda: found.losses.append(session.step(samples)), self.job.size)
+            findings.counted = requested_bytes(
+                lambda: findings.losses.append(session.step(samples)), self.job.size
+            )
 
     @staticmethod
-    def _hold(session: Session, found: Findings) -> None:
+    def _hold(session: Session, findings: Findings) -> None:
         held = session.tensors()
         seen: set[int] = set()
-        found.parameters, _ = storage_bytes(held.parameters, seen)
-        found.gradients, _ = storage_bytes(held.gradients, seen)
-        found.state, found.on_disk = storage_bytes(held.state, seen)
+        findings.parameters, _ = storage_bytes(held.parameters, seen)
+        findings.gradients, _ = storage_bytes(held.gradients, seen)
+        findings.state, findings.on_disk = storage_bytes(held.state, seen)
 
     def time(self, configurations: list[Configuration]) -> None:
         """Time steps of all configurations, in rounds that alternate."""
@@ -100,7 +101,8 @@ class Bench:
         for name, session in sessions.items():
             self.findings[name].losses = [session.step(self.samples.step(number)) for number in range(SETTLE)]
         gc.collect()
-        gc.freeze()  # what is collected within a step is what the step leaves
+        # What is collected within a step is then what the step leaves.
+        gc.freeze()
         for turn, name in alternating(list(sessions), self.job.rounds):
             samples = self.samples.step(SETTLE + turn)
             hc.barrier()
@@ -147,9 +149,8 @@ def requested_bytes(work: Callable[[], object], ranks: int) -> int:
     over_gloo = not any(event.name().startswith("nccl:") for event in events)
     for event in events:
         carrier, _, name = event.name().partition(":")
-        if (
-            over_gloo and event.name() == "c10d::_reduce_scatter_base_"
-        ):  # then comes one allreduce of the same bytes
+        # Gloo's reduce-scatter is followed by an event of the allreduce that does it: together they count as a reduce-scatter.
+        if over_gloo and event.name() == "c10d::_reduce_scatter_base_":
             total -= part * _bytes(event.shapes()[1:2], event.dtypes()[1:2])
         elif carrier in ("gloo", "nccl"):
             total += factors.get(name, part) * _bytes(event.shapes(), event.dtypes())
@@ -162,12 +163,15 @@ def _bytes(shapes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> int:
 
 
 def measure(job: ShardJob) -> dict[str, Findings]:
-    """One rank's part of a job: what it finds out about each configuration, by name."""
+    """The measurements of one rank, by the name of the configuration."""
     hc.init()
     bench = Bench(job)
     running = list(job.configurations)
     if not all(configuration.ours for configuration in running):
-        join(job.folder, hc.rank(), hc.size(), bench.device)
+        rank, size = str(hc.rank()), str(hc.size())
+        os.environ.update(LOCAL_RANK=rank, RANK=rank, WORLD_SIZE=size, LOCAL_SIZE=size)  # read by DeepSpeed
+        os.environ.setdefault("DS_ACCELERATOR", bench.device.type)
+        join_torch(job.folder, hc.rank(), hc.size(), device=bench.device)
     for configuration in job.configurations if job.memory else ():
         print(configuration.name, flush=True)
         try:

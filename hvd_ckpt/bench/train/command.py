@@ -9,17 +9,22 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import click
+from hvd_ckpt.app.cli.command_line import BadArgument
+from hvd_ckpt.bench.harness.cases import Column, attributes, results_of, table_of, yes_or_no
+from hvd_ckpt.bench.harness.jobs import RankJob
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command
+from hvd_ckpt.bench.harness.report import Report
+from hvd_ckpt.bench.harness.settings import (
+    BenchSettings,
+    controller_setting,
+    names_of,
+    numbers_of,
+    setting,
+    timeout_setting,
+)
+from hvd_ckpt.bench.harness.stats import quartiles_of_ratios, slowest
 
-from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command, job_options, whole_numbers
-from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
-from hvd_ckpt.bench.harness.stats import Quartiles, quartiles_of_ratios, slowest
-
-COLUMNS = ("model", "micro-batches", "trainer ms", "by hand ms", "ratio", "same weights")
 NOTES = (
     "trainer: `hvd-ckpt train`, that is Trainer.run as it is, with its loader, schedule, micro-batches, report, log file and a log "
     "entry over all ranks every 10 steps (every round if it is shorter); no evaluation.",
@@ -33,25 +38,45 @@ NOTES = (
 )
 
 
+def _find_model(name: str) -> object:
+    from hvd_ckpt.app.models import catalog
+
+    return catalog.find(name)
+
+
+@dataclass(frozen=True)
+class Settings(BenchSettings):
+    """What is measured, and how often."""
+
+    models: tuple[str, ...] = setting(
+        "Models to train.", "bert-mini,gpt-tiny", type=names_of(find=_find_model)
+    )
+    accumulate: tuple[int, ...] = setting(
+        "Numbers of micro-batches of a batch.", "1,4", type=numbers_of("micro-batches")
+    )
+    batch: int = setting("Samples of a step on each rank.", 4)
+    ranks: int = setting("Number of ranks.", 2)
+    rounds: int = setting("Timed rounds of each, alternating.", 15)
+    steps: int = setting("Steps of a round.", 10)
+    controller: str = controller_setting()
+    timeout: float = timeout_setting()
+
+    def check(self) -> None:
+        if max(self.accumulate) > self.batch:
+            raise BadArgument(
+                f"--accumulate: a batch of {self.batch} has fewer samples than {max(self.accumulate)}: give a larger --batch"
+            )
+
+
 @dataclass(frozen=True)
 class Job(RankJob):
-    """One model with one number of micro-batches.
-
-    Attributes:
-        model: a name of the catalogue.
-        accumulate: micro-batches of a step.
-        batch: samples of a step on each rank.
-        rounds: timed rounds of each loop.
-        steps: of a round.
-    """
+    """One model, with steps of ``accumulate`` micro-batches."""
 
     worker = "hvd_ckpt.bench.train.loops"
 
     model: str
     accumulate: int
-    batch: int
-    rounds: int
-    steps: int
+    settings: Settings
 
 
 @dataclass
@@ -100,92 +125,57 @@ class Case:
         """Whether both loops ran and did the same."""
         return self.failure is None and not self.differences
 
-    @property
-    def ratio(self) -> Quartiles | None:
-        """The trainer's time as a ratio to that by hand, over the rounds."""
-        return quartiles_of_ratios(self.trainer, self.by_hand)
 
-    def remark(self) -> str:
-        """Why the case did not pass, in one line."""
-        differ = ", ".join(self.differences[:1]) + ", ..." * (len(self.differences) > 1)
-        why = f"failed: {self.failure}" if self.failure else f"weights or buffers differ: {differ}"
-        return f"{self.model}, {self.accumulate} micro-batches: {why}"
-
-    def row(self) -> tuple[str, ...]:
-        """The entries of the table."""
-        name, ratio = (self.model, str(self.accumulate)), self.ratio
-        if ratio is None:
-            return (*name, "-", "-", "-", "failed")
-        times = (f"{statistics.median(times) * 1000:.1f}" for times in (self.trainer, self.by_hand))
-        return (*name, *times, f"{ratio:.3f}", "no" if self.differences else "yes")
+def _milliseconds(rounds: Sequence[float]) -> float | None:
+    return 1000 * statistics.median(rounds) if rounds else None
 
 
-@bench_command("train")
-@click.option("--models", default="bert-mini,gpt-tiny", show_default=True, help="Models to train.")
-@click.option("--accumulate", default="1,4", show_default=True, help="Numbers of micro-batches of a batch.")
-@click.option(
-    "--batch", type=click.IntRange(1), default=4, show_default=True, help="Samples of a step on each rank."
+COLUMNS = (
+    Column("model", lambda case: case.model, key="model", left=True),
+    Column("micro-batches", lambda case: case.accumulate, key="accumulate"),
+    Column("trainer ms", lambda case: _milliseconds(case.trainer), ".1f"),
+    Column("by hand ms", lambda case: _milliseconds(case.by_hand), ".1f"),
+    Column("ratio", lambda case: quartiles_of_ratios(case.trainer, case.by_hand), ".3f", key="ratio"),
+    Column(
+        "same weights", lambda case: "failed" if case.failure else yes_or_no(not case.differences), left=True
+    ),
+    *attributes("threads", "trainer", "by_hand", "differences", "failure", "passed"),
 )
-@click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=15,
-    show_default=True,
-    help="Timed rounds of each, alternating.",
-)
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of a round.")
-@job_options
-def train(
-    run: BenchRun,
-    models: str,
-    accumulate: str,
-    batch: int,
-    ranks: int,
-    rounds: int,
-    steps: int,
-    controller: str,
-    timeout: float,
-) -> None:
+
+
+@bench_command("train", settings=Settings)
+def train(run: BenchRun, settings: Settings) -> None:
     """Time what `hvd-ckpt train` adds to a step, beside a loop written by hand with the same calls.
 
     Both train the same model on the same batches in the same processes, in rounds that alternate, and must come to the same weights
     bit for bit. Run it on a machine that does nothing else.
     """
-    from hvd_ckpt.app.models import catalog
-
-    names = split_names("--models", models, find=catalog.find)
-    counts = whole_numbers("--accumulate", accumulate, "micro-batches")
-    if max(counts) > batch:
-        raise BadArgument(
-            f"--accumulate: a batch of {batch} has fewer samples than {max(counts)}: give a larger --batch"
-        )
-    carrier = check_controller(controller)
-    settings = {"batch": batch, "ranks": ranks, "rounds": rounds, "steps": steps, "controller": carrier}
     cases: list[Case] = []
-    with run.progress(len(names) * len(counts)) as progress:
-        for (number, name), count in itertools.product(enumerate(names), counts):
-            progress.start(f"{name}, {count} micro-batches")
-            cases.append(case := Case(name, count))
-            try:
-                job = Job(run.jobs / f"{number}-{count}", ranks, name, count, batch, rounds, steps)
-                case.add(steps, run_job(job, RankResult, carrier, timeout))
-            except JobError as error:
-                case.failure = str(error)
-            report = make_report(cases, settings)
-            run.save(report)  # a long run that is ended leaves what it has found
-    run.finish(report, success=all(case.passed for case in cases))
+    run.make_report = lambda: make_report(run, cases)
+    models = list(itertools.product(enumerate(settings.models), settings.accumulate))
+    with run.progress(len(models)) as progress:
+        for (number, model), count in models:
+            cases.append(case := Case(model, count))
+            name = f"{model}, {count} micro-batches"
+            job = Job(run.jobs / f"{number}-{count}", settings.ranks, model, count, settings)
+            if ranks := progress.job(name, job, RankResult):
+                case.add(settings.steps, ranks)
+            case.failure = run.failures.get(name)
+    run.finish(success=all(case.passed for case in cases))
 
 
-def make_report(cases: Sequence[Case], settings: dict[str, Any]) -> Report:
+def make_report(run: BenchRun, cases: Sequence[Case]) -> Report:
     """The report of the cases so far."""
-    threads = max(case.threads for case in cases)
-    return Report(
+    report = run.report(
         "The training loop beside a loop written by hand",
-        machine_facts(settings={**settings, "threads per rank": threads}),
-        [Table(COLUMNS, [case.row() for case in cases], left=("model", "same weights"), folded=1)],
-        [{**vars(case), "ratio": case.ratio, "passed": case.passed} for case in cases],
-        remarks=[case.remark() for case in cases if not case.passed],
+        [table_of(COLUMNS, cases, folded=1)],
+        results_of(COLUMNS, cases),
+        {"threads per rank": max((case.threads for case in cases), default=0)},
         notes=NOTES,
-        settings=settings,
     )
+    report.remarks += [
+        f"{case.model}, {case.accumulate} micro-batches: weights or buffers differ: {', '.join(case.differences)}"
+        for case in cases
+        if case.differences
+    ]
+    return report

@@ -14,13 +14,13 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.build import Assembly, assemble
 from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.modes import Parts
 from hvd_ckpt.app.training.optim import Schedule, build_optimizer
-from hvd_ckpt.app.training.passes import Parts
 from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.train.command import Job, RankResult
@@ -84,6 +84,7 @@ class ByHand:
         total = torch.tensor([sum(terms)], dtype=torch.float64)
         if hc.size() > 1:
             total = hc.allreduce(total, op=hc.Sum, name="by_hand.terms")
+        # Gradients are averaged over the ranks, so each rank scales its own by their number: the sum over all terms remains.
         factor = hc.size() / total.item()
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.taken)
@@ -144,6 +145,10 @@ class Measured(Trainer):
 
         In even rounds the trainer goes first, in odd ones the loop by hand.
         """
+        # Turns of the trainer (T) and the loop by hand (H), and ``done`` at the calls, each of which comes after a turn of T:
+        #
+        #     T H | T H | H T | T H | H T      warm-up, then rounds 1 to 4
+        #     0     1       2   3       4
         if done:
             self.seconds.append(time.perf_counter() - self._start)
         with self.report.meter.excluded():
@@ -172,32 +177,30 @@ class Measured(Trainer):
         return seconds
 
 
-def differences(one: nn.Module, other: nn.Module) -> list[str]:
-    """Names of the weights and buffers that are not bit for bit the same in two models of one kind."""
-    found: dict[str, Tensor] = other.state_dict()
-    return [name for name, tensor in one.state_dict().items() if not torch.equal(tensor, found[name])]
-
-
 def measure(job: Job) -> RankResult:
     """Times both loops on one rank."""
     hc.init()
+    rounds, steps = job.settings.rounds, job.settings.steps
     config = Config(
         model=job.model,
         accumulate=job.accumulate,
-        batch=job.batch,
-        steps=WARM_UP + job.rounds * job.steps + 1,
+        batch=job.settings.batch,
+        steps=WARM_UP + rounds * steps + 1,
         validation_split=0.0,
         clip=1.0,
-        log_every=min(LOG_EVERY, job.steps),
+        log_every=min(LOG_EVERY, steps),
         device="cpu",
         output=str(job.folder / "run"),
     )
-    trainer = Measured(config, assemble(config), job.rounds, job.steps)
+    trainer = Measured(config, assemble(config), rounds, steps)
     gc.collect()
     gc.freeze()  # what is collected within a round is what the loops leave
     trainer.run()
     trainer.by_hand.close()
-    apart = differences(trainer.model, trainer.by_hand.model)
+    theirs = trainer.by_hand.model.state_dict()
+    apart = [
+        name for name, tensor in trainer.model.state_dict().items() if not torch.equal(tensor, theirs[name])
+    ]
     return RankResult(torch.get_num_threads(), trainer.seconds, trainer.seconds_by_hand, apart)
 
 

@@ -7,7 +7,8 @@ import time
 
 import horovod.torch as hvd
 
-from hvd_ckpt.bench.compare.engines import Engine, HvdCkpt, launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import Engine, launched_rank_and_size
+from hvd_ckpt.bench.harness.engines import HvdCkpt
 
 
 class Alone(Engine):

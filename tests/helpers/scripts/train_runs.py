@@ -23,7 +23,7 @@ import pytest
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.cli.main import main
-from hvd_ckpt.app.training.passes import Parts
+from hvd_ckpt.app.training.modes import Parts
 from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.processes.grid import current
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,14 +15,16 @@ import pytest
 from click.testing import CliRunner
 
 from hvd_ckpt.bench.command import bench
-from hvd_ckpt.bench.faults.checks import differences, newest_good, unreadable
-from hvd_ckpt.bench.faults.command import add_result, load_results
-from hvd_ckpt.bench.faults.job import MARK, marked, rank_of
-from hvd_ckpt.bench.faults.kill import Killed, draw_plan, kill_report
-from hvd_ckpt.bench.faults.save import SaveKill, save_report
-from hvd_ckpt.bench.faults.soak import Growth, Soaked, growth, soak_report
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.writer import SnapshotWriter
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from faults.checks import differences, newest_good, unreadable
+from faults.job import MARK, marked, rank_of
+from faults.kill import Killed, draw_plan, kill_report
+from faults.run import add_result, load_results
+from faults.save import SaveKill, save_report
+from faults.soak import Growth, Soaked, growth, soak_report
 
 KILL = {"who": "rank 1", "signal": "SIGKILL", "when": "step", "step": 7, "snapshot": 6, "writing": True}
 

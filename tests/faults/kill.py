@@ -8,7 +8,6 @@ was left.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import shutil
 import time
@@ -18,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hvd_ckpt.bench.faults.checks import differences, digest, newest_good, unreadable
-from hvd_ckpt.bench.faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step
+from faults.checks import differences, digest, newest_good, unreadable
+from faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step, write_text
+
 from hvd_ckpt.bench.harness.jobs import JobError
 from hvd_ckpt.bench.harness.report import Report, Table
 
@@ -101,12 +101,7 @@ class FaultPlan:
 
 
 def draw_plan(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps: int) -> FaultPlan:
-    """The plan of a seed, always the same. Sizes and controllers alternate with the seed, so that seeds are spread evenly.
-
-    Args:
-        sizes, controllers: to choose from.
-        steps: of the whole run, at least 4.
-    """
+    """The plan of a seed for a run of at least 4 steps. Sizes and controllers alternate with the seed, so that all come up."""
     generator = random.Random(seed)
 
     def one_of(weights: dict[Any, float]) -> Any:
@@ -128,15 +123,22 @@ def draw_plan(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps
 
 
 @dataclass(frozen=True)
-class Variant:
-    """The kind of the runs.
+class KillTest:
+    """The settings of all runs of a test.
 
     Attributes:
+        folder: for the runs.
+        sizes: numbers of ranks, which the stages divide.
+        timeout: seconds for one launch.
         stages: pipeline stages.
         replicas: logical replicas; each launch then is on another number of ranks, and all runs are to end in the same bits.
         elastic: jobs of Horovod Elastic, which a kill of one rank leaves running.
     """
 
+    folder: Path
+    sizes: Sequence[int]
+    controllers: Sequence[str]
+    timeout: float
     stages: int = 1
     replicas: int | None = None
     elastic: bool = False
@@ -147,10 +149,15 @@ class Variant:
         return ELASTIC_STEPS if self.elastic else STEPS
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Of ``hvd-ckpt train``."""
+    def text(self) -> Path:
+        """The text that all runs train on."""
+        return self.folder / "text.txt"
+
+    def arguments(self, run: Path) -> list[str]:
+        """Of ``hvd-ckpt train`` for the first launch of a run."""
         replicas = {} if self.replicas is None else {"replicas": self.replicas}
-        return {**SETTINGS, **replicas, "steps": self.steps, "stages": self.stages, "commit-every": 5}
+        settings = {**SETTINGS, **replicas, "steps": self.steps, "stages": self.stages, "commit-every": 5}
+        return flags({**settings, "text": self.text, "output": run})
 
 
 @dataclass
@@ -158,16 +165,13 @@ class Killed:
     """The result of a run that was killed.
 
     Attributes:
-        seed, size, controller: of its :class:`FaultPlan`.
-        kills: each with ``who``, ``signal``, ``when``, the last logged ``step`` and the newest ``snapshot`` at that time,
-            whether a snapshot was being written (``writing``), and the ``ranks`` of the launch; kills that came too late are
-            left out.
+        kills: those that did not come too late, each with ``who``, ``signal``, ``when``, the last logged ``step`` and the newest
+            ``snapshot`` at that time, whether a snapshot was being written (``writing``), and the ``ranks`` of the launch.
         restarts: launches after the first.
         lost: restarts that resumed from before a snapshot that had been in place.
         unreadable: why snapshots in place could not be read.
         left: processes that still ran long after the launcher had ended.
         differences: what differs from the undisturbed run; None if the run did not end.
-        stages, replicas, elastic: of the run (:class:`Variant`).
         digest: of the weights at its end.
         failure: why it did not end, in one line.
         seconds: duration.
@@ -201,58 +205,38 @@ class Killed:
         return self.equal and not self.lost and not self.unreadable and not self.left
 
 
-def kill_runs(
-    seeds: range,
-    sizes: list[int],
-    controllers: list[str],
-    folder: Path,
-    timeout: float,
-    variant: Variant = Variant(),
-) -> Iterator[Killed]:
-    """Run the fault plan of each seed, and compare with an undisturbed run. The folders of sound runs are removed.
-
-    Args:
-        folder: for the runs; created here.
-        timeout: seconds for one launch.
-        variant: its pipeline stages divide the sizes.
+def kill_runs(test: KillTest, seeds: range) -> Iterator[Killed]:
+    """Runs the fault plan of each seed, and compares with an undisturbed run. The folders of sound runs are removed.
 
     Raises:
         JobError: an undisturbed run failed.
     """
-    folder.mkdir()
-    text = write_text(folder)
+    test.folder.mkdir()
+    write_text(test.text)
     references: dict[tuple[int, str], Path] = {}
     for seed in seeds:
-        plan = draw_plan(seed, sizes, controllers, variant.steps)
-        same = variant.replicas is not None
-        ranks = (1, controllers[0]) if same else (plan.size, plan.controller)
-        if ranks not in references:
-            place = folder / f"undisturbed-{ranks[0]}-{ranks[1]}"
-            course = _Course(FaultPlan(0, *ranks, ()), ranks[:1], text, place, timeout, variant)
-            if course.run().failure is not None:
-                raise JobError(
-                    f"the undisturbed run of {ranks[0]} ranks over {ranks[1]}: {course.killed.failure}"
-                )
-            references[ranks] = course.path
         start = time.monotonic()
-        numbers = sizes if same else [plan.size]
-        course = _Course(plan, numbers, text, folder / f"seed-{seed}", timeout, variant)
+        plan = draw_plan(seed, test.sizes, test.controllers, test.steps)
+        # Replicas end in the same bits on any number of ranks; without them, bits depend on ranks and controller.
+        ranks = (plan.size, plan.controller) if test.replicas is None else (1, test.controllers[0])
+        if ranks not in references:
+            undisturbed = _Course(
+                test, FaultPlan(0, *ranks, ()), f"undisturbed-{ranks[0]}-{ranks[1]}", ranks[:1]
+            )
+            if (failure := undisturbed.run().failure) is not None:
+                raise JobError(f"the undisturbed run of {ranks[0]} ranks over {ranks[1]}: {failure}")
+            references[ranks] = undisturbed.path
+            start = time.monotonic()
+        course = _Course(test, plan, f"seed-{seed}", [plan.size] if test.replicas is None else test.sizes)
         killed = course.run()
         if killed.failure is None:
-            own = None if same else plan.size // variant.stages
-            killed.differences = differences(course.path, references[ranks], variant.steps, own)
-            killed.digest = digest(course.path, variant.steps)
+            own = plan.size // test.stages if test.replicas is None else None
+            killed.differences = differences(course.path, references[ranks], test.steps, own)
+            killed.digest = digest(course.path, test.steps)
         killed.seconds = round(time.monotonic() - start, 1)
         if killed.sound:
             shutil.rmtree(course.folder)
         yield killed
-
-
-def write_text(folder: Path) -> Path:
-    """The text that all runs train on."""
-    path = folder / "text.txt"
-    path.write_bytes(bytes(range(32, 127)) * 40)
-    return path
 
 
 class _Course:
@@ -260,29 +244,26 @@ class _Course:
 
     Attributes:
         killed: the result so far.
-        committed: the step of the newest snapshot that was seen in place.
+        path: the folder of the run.
     """
 
-    def __init__(
-        self,
-        plan: FaultPlan,
-        sizes: Sequence[int],
-        text: Path,
-        folder: Path,
-        timeout: float,
-        variant: Variant,
-    ) -> None:
-        folder.mkdir(parents=True)
-        self.plan, self.text, self.folder, self.timeout, self.variant = plan, text, folder, timeout, variant
-        self.killed = Killed(plan.seed, plan.size, plan.controller, **dataclasses.asdict(variant))
-        self.path = folder / "run"
-        self.committed = 0
-        self._sizes = sizes
+    def __init__(self, test: KillTest, plan: FaultPlan, name: str, sizes: Sequence[int]) -> None:
+        self.folder = test.folder / name
+        self.folder.mkdir()
+        self.path = self.folder / "run"
+        self.killed = Killed(plan.seed, plan.size, plan.controller)
+        self.killed.stages, self.killed.replicas, self.killed.elastic = (
+            test.stages,
+            test.replicas,
+            test.elastic,
+        )
+        self._test, self._plan, self._sizes = test, plan, sizes
         self._kills = list(plan.kills)  # still to come
+        self._newest = 0  # the step of the newest snapshot that was seen in place
 
     def run(self) -> Killed:
-        """Launch until the run has ended or failed."""
-        for number in range(len(self.plan.kills) + 1):
+        """Launches until the run has ended or failed."""
+        for number in range(len(self._plan.kills) + 1):
             self.killed.restarts = number
             if self._launch(number) or self.killed.failure is not None:
                 break
@@ -290,69 +271,62 @@ class _Course:
 
     def _launch(self, number: int) -> bool:
         """One launch; whether the run came to its end."""
-        killed, before = self.killed, self.committed
-        size = self._sizes[(self.plan.seed + number) % len(self._sizes)]
+        killed, before = self.killed, self._newest
+        size = self._sizes[(self._plan.seed + number) % len(self._sizes)]
         resumed = (self.path / "config.yaml").exists()
-        arguments = (
-            ["--resume", str(self.path)]
-            if resumed
-            else flags({**self.variant.settings, "text": self.text, "output": self.path})
-        )
-        log_file = self.folder / f"log-{number}.txt"
+        arguments = ["--resume", str(self.path)] if resumed else self._test.arguments(self.path)
         view = RunView(self.path)
-        elastic = self.variant.elastic and bool(self.plan.kills)
-        with TrainJob(size, self.plan.controller, arguments, log_file, elastic) as job:
-            happened = self._watch(job, size, view)
+        elastic = self._test.elastic and bool(self._plan.kills)
+        with TrainJob(
+            size, self._plan.controller, arguments, self.folder / f"log-{number}.txt", elastic
+        ) as job:
+            was_killed = self._watch(job, size, view)
             status = job.status
             if status is not None:
                 killed.left += job.left(LIMIT)
         killed.unreadable += unreadable(self.path, size)
-        first = job.first_step()
+        first, newest = job.first_step(), newest_good(self.path)
         went_back = first is not None and first - 1 < before
-        killed.lost += went_back or newest_good(self.path) < self.committed
-        if status == 0 and newest_good(self.path) == self.variant.steps:
+        killed.lost += went_back or newest < self._newest
+        if status == 0 and newest == self._test.steps:
             return True
         if status is None:
-            killed.failure = f"launch {number + 1}: no end after {self.timeout:.0f} s (log: {log_file})"
-        elif not happened:
-            killed.failure = f"launch {number + 1}: status {status}: {job.last_words()} (log: {log_file})"
+            killed.failure = (
+                f"launch {number + 1}: no end after {self._test.timeout:.0f} s (log: {job.log_file})"
+            )
+        elif not was_killed:
+            killed.failure = f"launch {number + 1}: status {status}: {job.failure()}"
         self._look()
         return False
 
     def _watch(self, job: TrainJob, size: int, view: RunView) -> bool:
-        """Wait until the launcher has ended or the time is over; whether a kill has happened.
-
-        Others follow in an elastic job that has lost one rank.
-        """
+        """Waits until the launcher has ended or the time is over; whether a kill has happened."""
         start = time.monotonic()
-        happened, goes_on = False, True
-        while not job.ended and time.monotonic() - start < self.timeout:
-            kill = self._kills[0] if self._kills and goes_on else None
+        was_killed, may_be_killed = False, True
+        while not job.ended and time.monotonic() - start < self._test.timeout:
+            kill = self._kills[0] if self._kills and may_be_killed else None
             if kill is not None and _due(kill, view, time.monotonic() - start):
                 time.sleep(kill.delay)
+                # Before the signal: what is in place now must not be lost, and the job may be gone a moment later.
                 self._look()
-                facts = {
-                    "who": kill.who,
-                    "signal": kill.signal,
-                    "when": kill.when,
-                    "step": view.last_step(),
-                    "snapshot": self.committed,
-                    "writing": view.writing(),
-                    "ranks": size,
-                }
+                step, writing = view.last_step(), view.writing()
                 if job.send(kill.who, kill.signal):
-                    happened = True
-                    goes_on = (
-                        self.variant.elastic and kill.who.startswith("rank") and kill.signal == "SIGKILL"
+                    facts = {"who": kill.who, "signal": kill.signal, "when": kill.when, "step": step}
+                    self.killed.kills.append(
+                        {**facts, "snapshot": self._newest, "writing": writing, "ranks": size}
                     )
-                    self.killed.kills.append(facts)
                     self._kills.pop(0)
+                    was_killed = True
+                    # Only an elastic job that has lost one rank lives on, for the next kill to hit it.
+                    may_be_killed = (
+                        self._test.elastic and kill.who.startswith("rank") and kill.signal == "SIGKILL"
+                    )
             self._look()
             time.sleep(POLL)
-        return happened
+        return was_killed
 
     def _look(self) -> None:
-        self.committed = max(self.committed, newest_step(self.path))
+        self._newest = max(self._newest, newest_step(self.path))
 
 
 def _due(kill: Kill, view: RunView, seconds: float) -> bool:
@@ -363,18 +337,15 @@ def _due(kill: Kill, view: RunView, seconds: float) -> bool:
 
 def kill_report(runs: Sequence[Killed], recorded: Sequence[Killed] = ()) -> Report:
     """The runs of this call, and the sum of those that are ``recorded``."""
-    rows = [_kill_row(run) for run in runs]
-    table = Table(COLUMNS, rows, "Kill test", left=("controller", "kills", "equal"))
-    remarks = [_sum_of_kills("this call", runs)]
-    remarks += [_sum_of_kills("all recorded seeds", recorded)] if recorded else []
+    table = Table(COLUMNS, [_row(run) for run in runs], "Kill test", left=("controller", "kills", "equal"))
+    remarks = [_sum("this call", runs), *([_sum("all recorded seeds", recorded)] if recorded else [])]
     for run in runs:
-        faults = [*run.unreadable, *(f"differs: {name}" for name in run.differences or ())]
-        remarks += [f"seed {run.seed}: {line}" for line in (*faults, *([run.failure] if run.failure else ()))]
-    success = all(run.sound for run in runs)
-    return Report("Kill test", {}, [table], runs, remarks, NOTES, success=success)
+        faults = [*run.unreadable, *(f"differs: {name}" for name in run.differences or ()), run.failure]
+        remarks += [f"seed {run.seed}: {fault}" for fault in faults if fault]
+    return Report("Kill test", {}, [table], runs, remarks, NOTES, success=all(run.sound for run in runs))
 
 
-def _kill_row(run: Killed) -> tuple[str, ...]:
+def _row(run: Killed) -> tuple[str, ...]:
     kills = ", ".join(
         f"{kill['who']} {kill['signal'].removeprefix('SIG')} {kill['step'] or 'start'}{'*' * kill['writing']}"
         for kill in run.kills
@@ -385,13 +356,13 @@ def _kill_row(run: Killed) -> tuple[str, ...]:
     return (*ranks, kills or "-", *map(str, counts), equal, run.digest or "-", f"{run.seconds:.0f}")
 
 
-def _sum_of_kills(which: str, runs: Sequence[Killed]) -> str:
+def _sum(which: str, runs: Sequence[Killed]) -> str:
     kills = [kill for run in runs for kill in run.kills]
     sizes = ", ".join(
-        f"{many} at np={size}" for size, many in sorted(Counter(run.size for run in runs).items())
+        f"{count} at np={size}" for size, count in sorted(Counter(run.size for run in runs).items())
     )
     signals = ", ".join(
-        f"{many} {name}" for name, many in Counter(kill["signal"] for kill in kills).most_common()
+        f"{count} {name}" for name, count in Counter(kill["signal"] for kill in kills).most_common()
     )
     return (
         f"{which}: {sum(run.equal for run in runs)} of {len(runs)} runs ({sizes}) end as the undisturbed run, bit for bit; "

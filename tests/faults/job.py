@@ -18,41 +18,41 @@ import psutil
 
 from hvd_ckpt.bench.harness.jobs import Process, end_processes, error_line, launch_command, rank_environment
 from hvd_ckpt.processes.launchers import RANK_VARIABLES
+from hvd_ckpt.snapshots.folder import names_in
 
 ALL, LAUNCHER = "all ranks", "launcher"  # that get a signal
 MARK = "HVD_CKPT_FAULTS"  # environment variable
 MPI_LAUNCHERS = ("mpirun", "orterun", "mpiexec", "prterun")
 STEP_LINE = re.compile(r"\bstep +(\d+)/\d+ ")
 STEP_RECORD = re.compile(rb'"step": (\d+), "kind": "train"')
-TAIL = 4096  # bytes of a log that hold its last record
 INTERVAL = 0.05  # seconds
 
 
 def marked(token: str) -> list[psutil.Process]:
     """All other running processes whose environment has ``token`` as :data:`MARK`, the oldest first."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
-            if process.pid != os.getpid() and process.environ().get(MARK) == token:
-                found.append(process)
-    return sorted(found, key=lambda process: (process.create_time(), process.pid))
+    processes = (process for process in psutil.process_iter() if process.pid != os.getpid())
+    mine = [process for process in processes if _variables(process).get(MARK) == token]
+    return sorted(mine, key=lambda process: (process.create_time(), process.pid))
+
+
+def _variables(process: psutil.Process) -> dict[str, str]:
+    """The environment of a process; empty if it has ended, or belongs to another user."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.environ()
+    return {}
 
 
 def rank_of(process: psutil.Process) -> int | None:
     """The rank that the launcher gave a process, in an elastic job when it was started; None for launchers and shells."""
-    with contextlib.suppress(psutil.Error, OSError):
-        environment = process.environ()
-        ranks = (environment.get(variable, "") for variable in RANK_VARIABLES)
-        return next((int(rank) for rank in ranks if rank.isdecimal()), None)
-    return None
+    variables = _variables(process)
+    ranks = (variables.get(name, "") for name in RANK_VARIABLES)
+    return next((int(rank) for rank in ranks if rank.isdecimal()), None)
 
 
 def _place_of(process: psutil.Process) -> tuple[str, ...]:
     """The host of a rank and its number there, which no other running rank of an elastic job has."""
-    with contextlib.suppress(psutil.Error, OSError):
-        environment = process.environ()
-        return tuple(environment.get(f"HOROVOD_{name}", "") for name in ("HOSTNAME", "LOCAL_RANK"))
-    return ()
+    variables = _variables(process)
+    return tuple(variables.get(f"HOROVOD_{name}", "") for name in ("HOSTNAME", "LOCAL_RANK"))
 
 
 def elastic_options(size: int, folder: Path) -> list[str]:
@@ -73,15 +73,13 @@ def flags(settings: dict[str, object]) -> list[str]:
     return [word for name, values in pairs for value in values for word in (f"--{name}", str(value))]
 
 
-class TrainJob(Process):
-    """A job that is launched at once; leaving the context ends all its processes.
+def write_text(path: Path) -> None:
+    """Writes a text to train on."""
+    path.write_bytes(bytes(range(32, 127)) * 40)
 
-    Args:
-        size: number of ranks.
-        controller: ``gloo`` or ``mpi``.
-        arguments: of ``hvd-ckpt train``.
-        log_file: gets the output; overwritten.
-        elastic: ranks come and go.
+
+class TrainJob(Process):
+    """``hvd-ckpt train`` with some arguments, launched at once; leaving the context ends all its processes.
 
     Attributes:
         token: the mark of all its processes.
@@ -104,16 +102,16 @@ class TrainJob(Process):
         return self.status is not None
 
     def close(self) -> None:
-        """Kill all processes of the job, including those that are started meanwhile."""
+        """Kills all processes of the job, including those that are started meanwhile."""
         for _ in range(100):
-            found = marked(self.token)
-            end_processes(found)
-            if not found:
+            running = marked(self.token)
+            end_processes(running)
+            if not running:
                 break
         super().close()
 
     def send(self, who: str, name: str) -> bool:
-        """Send the signal of that name to ``rank N``, ``all ranks`` or the ``launcher``; False if one of them is not running.
+        """Sends the signal of that name to ``rank N``, ``all ranks`` or the ``launcher``; False if one of them is not running.
 
         In an elastic job, where ranks change, to the one that was started N-th of those that are running.
         """
@@ -125,14 +123,15 @@ class TrainJob(Process):
             ranks: dict[object, int] = {}
             for process in running:
                 if (rank := rank_of(process)) is not None:
+                    # Of the processes that carry the number of a rank, the oldest.
                     ranks.setdefault(_place_of(process) if self._elastic else rank, process.pid)
             if self._elastic:
                 ranks = dict(enumerate(ranks.values()))
             size = len(ranks) if self._elastic else self._size
-            wanted = range(size) if who == ALL else [int(who.removeprefix("rank ")) % max(size, 1)]
-            if not ranks or any(rank not in ranks for rank in wanted):
+            numbers = range(size) if who == ALL else [int(who.removeprefix("rank ")) % max(size, 1)]
+            if not ranks or any(number not in ranks for number in numbers):
                 return False
-            targets = [ranks[rank] for rank in wanted]
+            targets = [ranks[number] for number in numbers]
         for pid in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.Signals[name])
@@ -148,65 +147,50 @@ class TrainJob(Process):
 
     def first_step(self) -> int | None:
         """The first step in its output."""
-        found = STEP_LINE.search(self.log_file.read_text(errors="replace"))
-        return int(found[1]) if found else None
+        line = STEP_LINE.search(self.log_file.read_text(errors="replace"))
+        return int(line[1]) if line else None
 
-    def last_words(self) -> str:
-        """The line of its output that says what went wrong."""
-        return error_line(self.log_file)
+    def failure(self) -> str:
+        """The line of its output that says what went wrong, and where its output is."""
+        return f"{error_line(self.log_file)} (log: {self.log_file})"
 
 
 class RunView:
     """The log and the snapshots of a run while one launch of it runs.
 
-    Made before the launch: records and temporary folders of earlier launches do not count.
-
-    Args:
-        run: the folder; it need not exist yet.
+    It is made before the launch: records and temporary folders of earlier launches do not count.
     """
 
     def __init__(self, run: Path) -> None:
-        self.run = run
-        self._log_before = self._log_state()
-        self._before = set(self._temporary())
+        self._run = run
+        self._log_before, self._names_before = _log(run), self._temporary()
 
     def last_step(self) -> int:
         """The last step in the log; 0 until this launch has written to it."""
-        return 0 if self._log_state() == self._log_before else logged_step(self.run)
+        return 0 if _log(self._run) == self._log_before else logged_step(self._run)
 
     def writing(self) -> bool:
         """Whether a snapshot is being written or removed."""
-        return any(name not in self._before for name in self._temporary())
+        return bool(self._temporary() - self._names_before)
 
-    def _temporary(self) -> list[str]:
-        return [name for name in _names(self.run) if name.startswith(".step-")]
+    def _temporary(self) -> set[str]:
+        return {name for name in names_in(self._run / "snapshots") if name.startswith(".step-")}
 
-    def _log_state(self) -> tuple[int, int] | None:
-        try:
-            status = (self.run / "log.jsonl").stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size
+
+def _log(run: Path) -> bytes:
+    try:
+        return (run / "log.jsonl").read_bytes()
+    except OSError:
+        return b""
 
 
 def logged_step(run: Path) -> int:
     """The last step in the log of a run, or 0."""
-    try:
-        with (run / "log.jsonl").open("rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
-            found = STEP_RECORD.findall(file.read())
-    except OSError:
-        return 0
-    return int(found[-1]) if found else 0
+    steps = STEP_RECORD.findall(_log(run))
+    return int(steps[-1]) if steps else 0
 
 
 def newest_step(run: Path) -> int:
     """The step of the newest snapshot that is in place, or 0."""
-    return max((int(name[5:]) for name in _names(run) if name.startswith("step-")), default=0)
-
-
-def _names(run: Path) -> list[str]:
-    try:
-        return os.listdir(run / "snapshots")
-    except FileNotFoundError:
-        return []
+    names = names_in(run / "snapshots")
+    return max((int(name.removeprefix("step-")) for name in names if name.startswith("step-")), default=0)

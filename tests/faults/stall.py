@@ -18,14 +18,23 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.cases import Column, table_of
+from hvd_ckpt.bench.harness.report import Report
 from hvd_ckpt.bench.harness.stats import alternating, ratios
 from hvd_ckpt.bench.harness.workloads import Gpt
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
+MEGABYTES = 150  # of weights and both moments of AdamW
 WIDTH = 512
 BLOCK_BYTES = 12 * 12 * WIDTH**2  # of a block's weights and two moments in float32
 WAYS = ("SnapshotWriter, blocking", "torch.save + fsync", "SnapshotWriter", "DCP async_save")
+COLUMNS = (
+    Column("written by", lambda row: row.way, left=True),
+    Column("MB", lambda row: row.megabytes, ".0f"),
+    Column("stall ms", lambda row: 1000 * row.seconds, ".1f"),
+    Column("of blocking", lambda row: row.ratio, ".3f"),
+    Column("added ms", lambda row: 1000 * row.added, ".0f"),
+)
 NOTES = (
     "stall: median time that training waits for one snapshot; of blocking: median of the ratios within a round; added: median "
     "time by which the steps until the snapshot is on the disk are longer than others, in sum.",
@@ -34,14 +43,12 @@ NOTES = (
 
 @dataclass(frozen=True)
 class StallRow:
-    """The cost of one way of writing.
+    """The cost of one way of writing so many megabytes, by medians over the rounds.
 
     Attributes:
-        way: its name.
-        seconds: median time that training waited.
-        ratio: median over the rounds of that time to that of a blocking SnapshotWriter in the same round.
-        added: median seconds by which the steps until the snapshot was on the disk were longer than others, in sum.
-        megabytes: of state.
+        seconds: that training waited.
+        ratio: of these seconds to those of a blocking SnapshotWriter in the same round.
+        added: seconds by which the steps until the snapshot was on the disk were longer than others, in sum.
     """
 
     way: str
@@ -54,9 +61,9 @@ class StallRow:
 class _Run:
     """A GPT with AdamW, and its snapshots."""
 
-    def __init__(self, megabytes: int, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        blocks = max(round(megabytes * 1e6 / BLOCK_BYTES), 1)
+        blocks = round(MEGABYTES * 1e6 / BLOCK_BYTES)
         self.workload = Gpt(batch=2, length=64, width=WIDTH, heads=8, layers=blocks)
         self.model = self.workload.chain()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -83,7 +90,7 @@ class _Run:
         return time.perf_counter() - start - waited, waited
 
     def begin(self, way: str) -> Callable[[], bool]:
-        """Write, or begin to write; returns a function that says whether the snapshot is on the disk."""
+        """Writes, or begins to write; returns a function that says whether the snapshot is on the disk."""
         self.number += 1
         state: dict[str, Any] = {
             "weights": self.model.state_dict(),
@@ -108,17 +115,10 @@ class _Run:
         return lambda: True
 
 
-def measure_stall(rounds: int, megabytes: int, folder: Path) -> list[StallRow]:
-    """Measure all ways in this process.
-
-    Args:
-        rounds: medians are over so many.
-        megabytes: approximate size of the state (weights and both moments of AdamW).
-        folder: on the disk to write to; what is written is removed.
-    """
-    place = folder / "stall"
-    place.mkdir(parents=True)
-    run = _Run(megabytes, place)
+def measure_stall(rounds: int, folder: Path) -> list[StallRow]:
+    """Measures all ways in this process, in a folder that is made for it and removed."""
+    folder.mkdir(parents=True)
+    run = _Run(folder)
     stalls: dict[str, list[float]] = {way: [] for way in WAYS}
     added: dict[str, list[float]] = {way: [] for way in WAYS}
     try:
@@ -130,7 +130,7 @@ def measure_stall(rounds: int, megabytes: int, folder: Path) -> list[StallRow]:
     finally:
         for writer in run.writers.values():
             writer.close()
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     size = sum(parameter.nbytes for parameter in run.model.parameters()) * 3 / 1e6
     rows = []
     for way in WAYS:
@@ -181,10 +181,4 @@ def _no_warning(text: str) -> None:
 
 def stall_report(rows: Sequence[StallRow]) -> Report:
     """One row for each way of writing."""
-    shown: list[tuple[str, ...]] = []
-    for row in rows:
-        milliseconds, added = f"{row.seconds * 1000:.1f}", f"{row.added * 1000:.0f}"
-        shown.append((row.way, f"{row.megabytes:.0f}", milliseconds, f"{row.ratio:.3f}", added))
-    columns = ("written by", "MB", "stall ms", "of blocking", "added ms")
-    table = Table(columns, shown, "Snapshot stall", left=columns[:1])
-    return Report("Snapshot stall", {}, [table], rows, notes=NOTES)
+    return Report("Snapshot stall", {}, [table_of(COLUMNS, rows, "Snapshot stall")], rows, notes=NOTES)

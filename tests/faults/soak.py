@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of, write_text
 
-from hvd_ckpt.bench.faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of
-from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.cases import Column, table_of, yes_or_no
+from hvd_ckpt.bench.harness.report import Report
 
+RANKS = 2
 EVERY = 20  # steps between snapshots
 SETTINGS = {
     "model": "gpt-tiny",
@@ -36,6 +38,15 @@ START_LIMIT, STOP_LIMIT = 180.0, 120.0  # seconds
 LEFT_OUT = 0.2  # of the time, at the start
 FLAT = 0.01  # growth of memory over the whole time, as a part of the mean
 MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
+COLUMNS = (
+    Column("process", lambda growth: growth.process, left=True),
+    Column("measure", lambda growth: growth.measure, left=True),
+    Column("mean", lambda growth: growth.mean, ".1f"),
+    Column("first", lambda growth: growth.first, ".1f"),
+    Column("last", lambda growth: growth.last, ".1f"),
+    Column("per hour", lambda growth: growth.per_hour, "+.2f"),
+    Column("flat", lambda growth: growth.flat, yes_or_no, left=True),
+)
 NOTES = (
     "per hour: slope of the line through the samples, without the first fifth of the time; first, last: medians of the first and "
     "of the last quarter; flat: memory rises by less than 1 % of its mean over the whole time; others do not rise.",
@@ -47,8 +58,6 @@ class Growth:
     """How one measure of a process developed.
 
     Attributes:
-        process, measure: which.
-        mean: of the samples.
         first, last: medians of the first and of the last quarter.
         per_hour: slope of the line through the samples (least squares).
         flat: whether descriptors or threads are no more at the end, or memory has risen by less than 1 % of its mean.
@@ -65,15 +74,7 @@ class Growth:
 
 @dataclass
 class Soaked:
-    """The result of a soak.
-
-    Attributes:
-        growth: of all processes that ran from the first sample to the last.
-        steps: optimizer steps taken.
-        snapshots: number written.
-        seconds: from the first sample to the last.
-        failure: what went wrong, in one line.
-    """
+    """The result of a soak; ``growth`` is of the processes that ran from the first sample to the last."""
 
     growth: list[Growth] = field(default_factory=list)
     steps: int = 0
@@ -84,11 +85,11 @@ class Soaked:
     @property
     def sound(self) -> bool:
         """Whether the run stopped when it was asked to, and no process has grown."""
-        return self.failure is None and bool(self.growth) and all(one.flat for one in self.growth)
+        return self.failure is None and bool(self.growth) and all(growth.flat for growth in self.growth)
 
 
 def growth(process: str, measure: str, times: list[float], values: list[float]) -> Growth:
-    """Sum up samples (at least 5) of a measure at times in seconds."""
+    """The growth in at least 5 samples at times in seconds."""
     start = times[0] + LEFT_OUT * (times[-1] - times[0])
     times, values = zip(*((time, value) for time, value in zip(times, values) if time >= start))  # type: ignore[assignment]
     slope = statistics.linear_regression(times, values).slope
@@ -99,30 +100,22 @@ def growth(process: str, measure: str, times: list[float], values: list[float]) 
     return Growth(process, measure, mean, first, last, 3600 * slope, flat)
 
 
-def soak(
-    minutes: float, size: int, controller: str, text: Path, folder: Path, tick: Callable[[float], object]
-) -> Soaked:
-    """Train for so many minutes and then touch the run's ``stop``.
-
-    Args:
-        size: number of ranks.
-        text: to train on.
-        folder: for the run and its log; created here.
-        tick: gets the seconds that have passed.
-    """
+def soak(minutes: float, controller: str, folder: Path, show: Callable[[float], object]) -> Soaked:
+    """Trains for so many minutes and then touches the run's ``stop``; ``show`` gets the seconds that have passed."""
     folder.mkdir(parents=True)
+    write_text(folder / "text.txt")
     run, log = folder / "run", folder / "log.txt"
     soaked = Soaked()
-    arguments = flags({**SETTINGS, "text": text, "output": run})
-    with TrainJob(size, controller, arguments, log) as job:
+    arguments = flags({**SETTINGS, "text": folder / "text.txt", "output": run})
+    with TrainJob(RANKS, controller, arguments, log) as job:
         _wait(lambda: job.ended or newest_step(run) > 0, START_LIMIT)
         if newest_step(run) == 0:
-            soaked.failure = f"no snapshot after {START_LIMIT:.0f} s: {job.last_words()} (log: {log})"
+            soaked.failure = f"no snapshot after {START_LIMIT:.0f} s: {job.failure()}"
             return soaked
-        soaked.growth, soaked.seconds = _watch(job, minutes * 60, tick)
+        soaked.growth, soaked.seconds = _watch(job, minutes * 60, show)
         soaked.steps = logged_step(run)
         if job.ended:
-            soaked.failure = f"the run ended by itself: {job.last_words()} (log: {log})"
+            soaked.failure = f"the run ended by itself: {job.failure()}"
             return soaked
         (run / "stop").touch()
         _wait(lambda: job.ended, STOP_LIMIT)
@@ -140,7 +133,8 @@ def _wait(reached: Callable[[], bool], limit: float) -> None:
         time.sleep(0.1)
 
 
-def _watch(job: TrainJob, seconds: float, tick: Callable[[float], object]) -> tuple[list[Growth], float]:
+def _watch(job: TrainJob, seconds: float, show: Callable[[float], object]) -> tuple[list[Growth], float]:
+    """The growth of the job's processes until the time is over or the job has ended, and the seconds that this took."""
     names = {}
     for number, process in enumerate(marked(job.token)):
         rank = rank_of(process)
@@ -154,27 +148,23 @@ def _watch(job: TrainJob, seconds: float, tick: Callable[[float], object]) -> tu
         for process, taken in samples.items():
             with contextlib.suppress(psutil.Error):
                 memory = process.memory_full_info()
-                mebibytes = (memory.rss / 2**20, memory.uss / 2**20)
-                taken.append((*mebibytes, process.num_fds(), process.num_threads()))
-        tick(passed)
+                taken.append(
+                    (memory.rss / 2**20, memory.uss / 2**20, process.num_fds(), process.num_threads())
+                )
+        show(passed)
         time.sleep(max(len(times) * min(INTERVAL, seconds / SAMPLES) - (time.monotonic() - start), 0))
-    found = [
+    grown = [
         growth(name, measure, times, list(values))
         for process, name in names.items()
         if len(samples[process]) == len(times) >= 5
         for measure, values in zip(MEASURES, zip(*samples[process]))
     ]
-    return found, round(times[-1], 1)
+    return grown, round(times[-1], 1)
 
 
 def soak_report(soaked: Soaked) -> Report:
     """One row for each measure of each process."""
-    rows: list[tuple[str, ...]] = []
-    for one in soaked.growth:
-        figures = (f"{one.mean:.1f}", f"{one.first:.1f}", f"{one.last:.1f}", f"{one.per_hour:+.2f}")
-        rows.append((one.process, one.measure, *figures, "yes" if one.flat else "no"))
-    columns = ("process", "measure", "mean", "first", "last", "per hour", "flat")
     size = f"{soaked.seconds / 60:.1f} minutes, {soaked.steps} steps, {soaked.snapshots} snapshots (one every {EVERY} steps)"
     remarks = [size, *([soaked.failure] if soaked.failure else ())]
-    table = Table(columns, rows, "Soak", left=("process", "measure", "flat"), folded=1)
+    table = table_of(COLUMNS, soaked.growth, "Soak", folded=1)
     return Report("Soak", {}, [table], soaked, remarks, NOTES, success=soaked.sound)

@@ -1,136 +1,38 @@
-"""The engines: how a rank joins the others, how model and optimizer are wrapped, and how activations are recomputed.
+"""The engines on data parallelism, and the registry.
 
-Each is what that project's documentation tells its user to write, and no more. To add one, write a class with these
-methods and enter it in :data:`ENGINES`, or name it on the command line as ``module:Class``.
+Each is what that project's documentation tells its user to write, and no more. To add one, write a subclass of :class:`Engine` and
+enter it in :data:`ENGINES`, or name it on the command line as ``module:Class``.
 """
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hvd_ckpt as hc
+from hvd_ckpt.bench.harness.engine import (
+    Engine,
+    Functions,
+    Held,
+    gradients_of,
+    held_by,
+    launched_rank_and_size,
+    run_backward,
+)
 from hvd_ckpt.bench.harness.jobs import join_torch
-from hvd_ckpt.processes.launchers import whole_in
 from hvd_ckpt.utils.named import import_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hvd_ckpt.bench.compare.recording import Recording
-    from hvd_ckpt.bench.compare.workloads import Workload
+    from hvd_ckpt.bench.harness.workloads import Workload
     from hvd_ckpt.planning.plan import Plan
-
-Functions = Sequence[Callable[..., Any]]
-
-
-class Engine(ABC):
-    """One way to train on several ranks.
-
-    Attributes:
-        title: the name in tables.
-        uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
-        wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
-        plans: it has :meth:`plan`.
-        device: of this process; set before :meth:`start`.
-        rank: number of this process, from 0; set by :meth:`start`.
-        size: number of processes; set by :meth:`start`.
-    """
-
-    title: ClassVar[str]
-    uses_horovod: ClassVar[bool] = False
-    wraps_after_apex: ClassVar[bool] = True
-    plans: ClassVar[bool] = False
-    device = torch.device("cpu")
-    rank: int
-    size: int
-
-    @classmethod
-    def unavailable(cls) -> str | None:
-        """Why it cannot run here, in a clause; None where it can."""
-        return None
-
-    def refuses(self, workload: Workload) -> str | None:
-        """Why it cannot train this by design, in a clause; None where it can."""
-        return None
-
-    @abstractmethod
-    def start(self, folder: Path) -> None:
-        """Join the other ranks. ``folder`` is the same on all ranks, and free to use."""
-
-    @abstractmethod
-    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        """Make every rank's weights rank 0's, and training reduce gradients; returns what to train with.
-
-        ``passes`` is the most backward passes before an update.
-        """
-
-    def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
-        """Apply ``function``, recomputed: PyTorch's own unless the engine brings another."""
-        return checkpoint(function, *inputs, use_reentrant=use_reentrant)
-
-    def checkpoint_sequential(
-        self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
-    ) -> Any:
-        """Apply ``functions`` in turn, recomputed by segment: PyTorch's own unless the engine brings another.
-
-        PyTorch's takes one input and no keyword arguments; those that every function shares are bound beforehand.
-        """
-        bound = (
-            [functools.partial(function, **shared) for function in functions] if shared else list(functions)
-        )
-        return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
-
-    def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
-        """A plan of what ``model`` recomputes, the same on all ranks: :func:`hvd_ckpt.plan`, for engines with ``plans``.
-
-        Raises:
-            ValueError: on every rank, where no chain is found in the model or no plan stays within the budget.
-        """
-        raise NotImplementedError(f"{self.title} has no plans")
-
-    def backward_passes(self, optimizer: Any) -> Iterable[AbstractContextManager[Any]]:
-        """The backward passes of a step, each as a context."""
-        return (nullcontext(),)
-
-    def grad_scaler(self, device: str) -> torch.amp.GradScaler:
-        """Scales losses: PyTorch's own unless the engine brings another."""
-        return torch.amp.GradScaler(device)
-
-    def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        """The update after a backward pass of a scaled loss."""
-        scaler.step(optimizer)
-
-    def after_apex_backward(self, optimizer: Any) -> None:  # noqa: B027  # most engines have nothing to do
-        """Called at the end of Apex's ``scale_loss``."""
-
-    def apex_step(self, optimizer: Optimizer) -> None:
-        """The update after a backward pass within Apex's ``scale_loss``."""
-        optimizer.step()
-
-    def uneven(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The context of a loop whose number of steps differs between ranks; afterwards their weights are equal."""
-        return nullcontext()
-
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        """The context of a training run whose reductions are recorded; ``model`` is the wrapped one."""
-        return nullcontext()
-
-    def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """The parameters of the trained, unwrapped model, by name, whole on every rank; every rank calls it."""
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def stop(self) -> None:  # noqa: B027  # most engines have nothing to do
-        """Leave the other ranks."""
 
 
 class OneProcess(Engine):
@@ -151,6 +53,16 @@ class HorovodFamily(Engine):
 
     uses_horovod = True
     wraps_after_apex = False
+    reduces_by = "horovod"
+
+    def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
+        mean = super().accumulate(model, optimizer, losses)
+        optimizer.synchronize()
+        return mean
+
+    def update(self, model: nn.Module, optimizer: Any) -> None:
+        with optimizer.skip_synchronize():
+            optimizer.step()
 
     def after_apex_backward(self, optimizer: Any) -> None:
         optimizer.synchronize()
@@ -167,18 +79,12 @@ class HorovodFamily(Engine):
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
 
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        from hvd_ckpt.bench.compare.recording import recording_horovod
-
-        return recording_horovod(recording, self.rank, folder)
-
 
 class HvdCkpt(HorovodFamily):
     """This library."""
 
     title = "hvd_ckpt"
     plans = True
-    options: ClassVar[dict[str, Any]] = {}
 
     def start(self, folder: Path) -> None:
         hc.init()
@@ -238,13 +144,18 @@ class LogicalReplicas(HvdCkpt):
         return "replicas draw random numbers of their own; hvd-ckpt bench replicas compares them"
 
 
-class LocalEveryStep(HvdCkpt):
-    """This library's local SGD with an average after every step; buffers stay each rank's own, as with the other engines."""
+class Local(HvdCkpt):
+    """This library's local SGD, by default with an average after every step; buffers stay each rank's own, as with the others."""
 
     title = "hvd_ckpt, local SGD"
+    reduces_by = ""
+    defaults: ClassVar[dict[str, Any]] = {"every": 1}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        return model, hc.LocalSGD(optimizer, list(model.named_parameters()), every=1)
+        return model, hc.LocalSGD(optimizer, list(model.named_parameters()), **self.options)
+
+    def sent(self, optimizer: Any) -> int:
+        return sum(optimizer.traffic.sent.values())
 
     def refuses(self, workload: Workload) -> str | None:
         if workload.uneven or workload.scales_loss:
@@ -254,14 +165,13 @@ class LocalEveryStep(HvdCkpt):
         together = workload.alike or workload.static
         return None if together else "momentum rests on ranks that do not use a layer"
 
-    recording = Engine.recording  # no gradient is reduced
-
 
 class Sharded(HvdCkpt):
     """This library with the model's states split over the ranks, and the backward passes of a step reduced together."""
 
     stage: ClassVar[int]
-    recording = Engine.recording  # a shard is no parameter's gradient
+    defaults: ClassVar[dict[str, Any]] = {"master_weights": False}
+    reduces_by = ""  # a shard is not the gradient of a parameter
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         sharded = hc.DistributedOptimizer(
@@ -270,9 +180,18 @@ class Sharded(HvdCkpt):
             backward_passes_per_step=passes,
             shard=self.stage,
             model=model,
-            master_weights=False,
+            **self.options,
         )
         return model, sharded
+
+    def held(self, model: nn.Module, optimizer: Any) -> Held:
+        pieces = [piece.parameter for piece in optimizer.pieces]
+        held = held_by([*model.parameters(), *pieces], optimizer)
+        # From stage 2 on the gradients of parameters have left: only those of the pieces are held.
+        return held if self.stage > 1 else held._replace(gradients=gradients_of(model.parameters()))
+
+    def sent(self, optimizer: Any) -> int:
+        return sum(optimizer.traffic.sent.values())
 
     def refuses(self, workload: Workload) -> str | None:
         if workload.uneven:
@@ -281,7 +200,7 @@ class Sharded(HvdCkpt):
             return "where parameters are sharded, ranks gather each one together, so all must use the same layers"
         return None
 
-    def weights(self, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    def weights(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         with optimizer.gathered_parameters():
             return {name: value.clone() for name, value in super().weights(model, optimizer).items()}
 
@@ -305,7 +224,6 @@ class Horovod(HorovodFamily):
     """Horovod as it comes, with its own default fusion."""
 
     title = "Horovod"
-    options: ClassVar[dict[str, Any]] = {}
 
     def start(self, folder: Path) -> None:
         import horovod.torch as hvd
@@ -337,34 +255,36 @@ class HorovodGrouped(Horovod):
     """Horovod with its gradients in two groups, each of which travels as one."""
 
     title = "Horovod, groups=2"
-    options: ClassVar[dict[str, Any]] = {"groups": 2}
+    defaults: ClassVar[dict[str, Any]] = {"groups": 2}
 
 
 class DDP(Engine):
     """PyTorch's DistributedDataParallel over Gloo, or NCCL on GPUs, each rank with its own batch-norm statistics as in Horovod."""
 
     title = "PyTorch DDP"
-    options: ClassVar[dict[str, Any]] = {}
+    reduces_by = "ddp"
+    defaults: ClassVar[dict[str, Any]] = {"broadcast_buffers": False}
 
     def start(self, folder: Path) -> None:
         self.rank, self.size = launched_rank_and_size()
         join_torch(folder, self.rank, self.size, device=self.device)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **self.options)
+        wrapped = nn.parallel.DistributedDataParallel(model, **self.options)
         return wrapped, optimizer
+
+    def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        optimizer.zero_grad()
+        with model.no_sync():
+            mean = sum(run_backward(loss, len(losses)) for loss in losses[:-1])
+        return mean + run_backward(losses[-1], len(losses))
 
     @contextmanager
     def uneven(self, model: nn.Module) -> Iterator[None]:
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         with model.join():
             yield
-
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        from hvd_ckpt.bench.compare.recording import recording_ddp
-
-        assert isinstance(model, nn.parallel.DistributedDataParallel)
-        return recording_ddp(recording, model)
 
     def stop(self) -> None:
         torch.distributed.destroy_process_group()
@@ -374,20 +294,21 @@ class DDPFindUnused(DDP):
     """The same, looking for parameters that the loss does not depend on."""
 
     title = "DDP find_unused"
-    options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+    defaults: ClassVar[dict[str, Any]] = {**DDP.defaults, "find_unused_parameters": True}
 
 
 class DDPStatic(DDP):
     """The same, with the promise that the graph never changes."""
 
     title = "DDP static_graph"
-    options: ClassVar[dict[str, Any]] = {"static_graph": True}
+    defaults: ClassVar[dict[str, Any]] = {**DDP.defaults, "static_graph": True}
 
 
 class ApexDDP(DDP):
     """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over NCCL."""
 
     title = "Apex DDP"
+    reduces_by = "apex"
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -404,11 +325,6 @@ class ApexDDP(DDP):
     def uneven(self, model: nn.Module) -> Iterator[None]:
         yield  # it has nothing for it
 
-    def recording(self, recording: Recording, model: nn.Module, folder: Path) -> AbstractContextManager[Any]:
-        from hvd_ckpt.bench.compare.recording import recording_apex
-
-        return recording_apex(recording, model)
-
 
 ENGINES: dict[str, type[Engine]] = {
     "hvd_ckpt": HvdCkpt,
@@ -423,7 +339,7 @@ ENGINES: dict[str, type[Engine]] = {
     "shard-2": ShardedGradients,
     "shard-3": ShardedParameters,
     "replicas": LogicalReplicas,
-    "local": LocalEveryStep,
+    "local": Local,
 }
 
 
@@ -437,23 +353,10 @@ def find_engine(name: str) -> type[Engine]:
         return ENGINES[name]
     if ":" not in name:
         raise ValueError(f"no engine '{name}': choose among {', '.join(ENGINES)} or give module:Class")
-    found = import_named("engine", name)
-    if not (isinstance(found, type) and issubclass(found, Engine)):
+    engine = import_named("engine", name)
+    if not (isinstance(engine, type) and issubclass(engine, Engine)):
         raise ValueError(f"'{name}' is not an engine: it must be a subclass of {Engine.__module__}.Engine")
-    return found
-
-
-def launched_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the launcher says: Horovod's over Gloo, or Open MPI.
-
-    Raises:
-        RuntimeError: no launcher that sets them started this process.
-    """
-    for rank, size in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
-        found = whole_in(rank), whole_in(size)
-        if found[0] is not None and found[1] is not None:
-            return found[0], found[1]
-    raise RuntimeError("this process has no rank: start it with horovodrun or mpirun")
+    return engine
 
 
 def _horovod_rank_and_size() -> tuple[int, int]:

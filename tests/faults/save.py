@@ -13,16 +13,16 @@ import random
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from faults.checks import differing
 from torch import Tensor
 
-from hvd_ckpt.bench.faults.checks import differing
 from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
@@ -60,7 +60,7 @@ class SaveKill:
     """One kill within a save.
 
     Attributes:
-        seed, number: of the series, and of the kill within it.
+        number: of the kill within the series of its seed.
         writer: one of :data:`WRITERS`.
         phase: how far the save had come, one of :data:`PHASES`.
         delay: seconds from the start of the save (or from its manifest on) to the kill.
@@ -80,11 +80,8 @@ class SaveKill:
     kind: Literal["save"] = "save"
 
 
-# ------------------------------------------------------------------------------------ the process that is killed
-
-
 class _Content:
-    """The state that is saved; every number in it grows from write to write, of which this is the ``number``-th."""
+    """The state that is saved in the ``number``-th write; every number in it grows from write to write."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -92,7 +89,7 @@ class _Content:
         self.optimizer = [_numbers(size, 2 * number) for size in SIZES[:2]]
 
     def next(self) -> None:
-        """Become the content of the next write, in place."""
+        """Becomes the content of the next write, in place."""
         self.number += 1
         for tensor in self.weights.values():
             tensor += 1
@@ -104,11 +101,15 @@ class _Content:
         replicated = {"number": self.number, "optimizer": self.optimizer}
         return {"weights": self.weights, "replicated": replicated, "per_rank": {"number": self.number}}
 
-    def fault(self, found: reader.Snapshot) -> str | None:
+    def fault(self, snapshot: reader.Snapshot) -> str | None:
         """How a snapshot differs from this content."""
-        if found.step != step_of(self.number):
-            return f"write {self.number} has step {found.step} instead of {step_of(self.number)}"
-        saved = {"weights": found.weights, "replicated": found.replicated, "per_rank": found.per_rank}
+        if snapshot.step != step_of(self.number):
+            return f"write {self.number} has step {snapshot.step} instead of {step_of(self.number)}"
+        saved = {
+            "weights": snapshot.weights,
+            "replicated": snapshot.replicated,
+            "per_rank": snapshot.per_rank,
+        }
         wrong = next(differing("state", self.state(), saved), None)
         return wrong and f"write {self.number} has another {wrong} than was written"
 
@@ -118,12 +119,12 @@ def _numbers(size: int, start: int) -> Tensor:
 
 
 def step_of(number: int) -> int:
-    """The step of a write."""
+    """The step of a write: every third write replaces the snapshot of the one before."""
     return number - number // 3
 
 
 def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
-    """Write snapshots until the process is killed."""
+    """The process that is killed: it writes snapshots until then."""
 
     def fail(message: str) -> None:
         raise RuntimeError(message)
@@ -138,7 +139,7 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
                 pipe.send((BEGUN, written, time.monotonic()))
                 snapshots.begin(step_of(written), **content.state())
                 snapshots.before_update()
-                content.next()
+                content.next()  # as soon as the writer allows it, so that a copy taken too late is found
                 snapshots.wait()
                 pipe.send((RETURNED, written, time.monotonic()))
     except BaseException as error:
@@ -146,116 +147,115 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
         pipe.send((FAILED, f"{type(error).__name__}: {error}".splitlines()[0], 0.0))
 
 
-# ------------------------------------------------------------------------------------ the process that kills
-
-
-def save_kills(folder: Path, saves: int, seed: int) -> Iterator[SaveKill]:
-    """Kill a process ``saves`` times within its saves, the writers in turn.
+class SaveTest:
+    """Kills processes within their saves, and checks what each leaves.
 
     Args:
         folder: for the snapshots; created here.
-
-    Raises:
-        SaveError: the writing process failed.
+        seed: all moments follow from it.
     """
-    folder.mkdir(parents=True)
-    killer = _Killer(folder, seed)
-    for number in range(saves):
-        yield killer.kill(number, WRITERS[number % len(WRITERS)])
 
-
-class _Killer:
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.seed, self.random = folder, seed, random.Random(seed)
-        self.server = multiprocessing.get_context("forkserver")
-        self.server.set_forkserver_preload([__name__])
-        self.number = 1  # of the next write
-        self.returned = 0
+        folder.mkdir(parents=True)
+        self._folder, self._seed, self._random = folder, seed, random.Random(seed)
+        self._server = multiprocessing.get_context("forkserver")
+        self._server.set_forkserver_preload(
+            ["torch", "hvd_ckpt.snapshots.reader", "hvd_ckpt.snapshots.writer"]
+        )
+        self._next = 1  # number of a write
+        self._returned = 0  # number of the last write that had returned
 
-    def kill(self, number: int, writer: str) -> SaveKill:
-        """Kill a new process within its third to fifth save, at a moment that the time of the save before it limits."""
-        before = set(os.listdir(self.folder))
-        which = self.number + self.random.randint(*KILLED)
-        aimed = self.random.randrange(AIMED) == 0
+    def kill(self, number: int) -> SaveKill:
+        """Kills a new process within its third to fifth save; how long the save before it took limits the moment.
+
+        Raises:
+            SaveError: the process failed by itself.
+        """
+        writer = WRITERS[number % len(WRITERS)]
+        before = set(os.listdir(self._folder))
+        which = self._next + self._random.randint(*KILLED)
+        aimed = self._random.randrange(AIMED) == 0
         while aimed and step_of(which) != step_of(which - 1):
             which += 1
-        part = self.random.uniform(0, LAST_PART if aimed else 1)
-        receiver, sender = self.server.Pipe(duplex=False)
-        process = self.server.Process(target=_save, args=(self.folder, writer, self.number, sender))
+        part = self._random.uniform(0, LAST_PART if aimed else 1)
+        receiver, sender = self._server.Pipe(duplex=False)
+        process = self._server.Process(target=_save, args=(self._folder, writer, self._next, sender))
         process.start()
         sender.close()
-        told: dict[str, dict[int, float]] = {BEGUN: {}, RETURNED: {}}  # when each write began and returned
+        times: dict[str, dict[int, float]] = {BEGUN: {}, RETURNED: {}}  # when each write began and returned
         try:
-            while which not in told[BEGUN]:
-                if not _read(receiver, told):
+            while which not in times[BEGUN]:
+                if not _read(receiver, times):
                     raise SaveError("the process that saves has ended by itself")
             if aimed:
                 self._await_manifest(step_of(which), before)
-            delay = part * (told[RETURNED][which - 1] - told[BEGUN][which - 1])
+            delay = part * (times[RETURNED][which - 1] - times[BEGUN][which - 1])
             time.sleep(delay)
             process.kill()
-            while _read(receiver, told):
+            while _read(receiver, times):  # what it still said tells which write was killed
                 pass
         finally:
             process.kill()
             process.join()
             receiver.close()
-        write = max(told[BEGUN])
-        self.returned = max([self.returned, *told[RETURNED]])
-        self.number = write + 1
-        fault, found = self._left(write)
-        phase = self._phase(set(os.listdir(self.folder)) - before, step_of(write), found == write)
-        return SaveKill(self.seed, number, writer, phase, delay, write, found, fault)
+        write = max(times[BEGUN])
+        self._returned = max([self._returned, *times[RETURNED]])
+        self._next = write + 1
+        fault, newest = self._newest_good(write)
+        phase = (
+            PHASES[4]
+            if newest == write
+            else self._phase(set(os.listdir(self._folder)) - before, step_of(write))
+        )
+        return SaveKill(self._seed, number, writer, phase, delay, write, newest, fault)
 
     def _await_manifest(self, step: int, before: set[str]) -> None:
-        """Return when the manifest of a step has been written; folders that were there ``before`` are of an earlier process."""
+        """Returns when the manifest of a step has been written; folders that were there ``before`` are of an earlier process."""
         deadline = time.monotonic() + MANIFEST_SECONDS
         while time.monotonic() < deadline:
-            for name in set(os.listdir(self.folder)) - before:
-                written = self.folder / name / "manifest.json"
+            for name in set(os.listdir(self._folder)) - before:
+                written = self._folder / name / "manifest.json"
                 if name.startswith(f".step-{step:08d}.tmp-") and written.exists():
                     return
 
-    def _phase(self, new: set[str], step: int, in_place: bool) -> str:
-        """How far the write of a step had come, from the names that it added to the folder."""
-        if in_place:
-            return PHASES[4]
+    def _phase(self, new: set[str], step: int) -> str:
+        """How far the write of a step had come that is not in place, from the names that it added to the folder."""
         if any(name.startswith(f".step-{step:08d}.old-") for name in new):
             return PHASES[3]
-        folders = [self.folder / name for name in new if name.startswith(f".step-{step:08d}.tmp-")]
+        folders = [self._folder / name for name in new if name.startswith(f".step-{step:08d}.tmp-")]
         written = [name for folder in folders for name in os.listdir(folder)]
         return PHASES[2] if "manifest.json" in written else PHASES[1] if written else PHASES[0]
 
-    def _left(self, write: int) -> tuple[str | None, int]:
+    def _newest_good(self, write: int) -> tuple[str | None, int]:
         """The fault of the newest good snapshot, if any, and the number of its write."""
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                path = reader.find(self.folder)
+                path = reader.find(self._folder)
                 if path is None:
                     return "there is no snapshot", 0
-                found = reader.read(path, 0)
+                snapshot = reader.read(path, 0)
             except SnapshotError as error:
                 return str(error), 0
-        number = found.replicated["number"]
+        number = snapshot.replicated["number"]
         if warned:
             return f"a snapshot in place is damaged: {warned[0].message}", number
-        if not self.returned <= number <= write:
-            return f"it is of write {number}, and write {self.returned} had returned", number
-        return _Content(number).fault(found), number
+        if not self._returned <= number <= write:
+            return f"it is of write {number}, and write {self._returned} had returned", number
+        return _Content(number).fault(snapshot), number
 
 
-def _read(pipe: Connection, told: dict[str, dict[int, float]]) -> bool:
+def _read(pipe: Connection, times: dict[str, dict[int, float]]) -> bool:
     """Waits for a message of the writing process; False if that has ended."""
     try:
         if not pipe.poll(HANG):
             raise SaveError(f"a save has not returned after {HANG:.0f} s")
-        what, number, moment = pipe.recv()
+        event, number, moment = pipe.recv()
     except EOFError:
         return False
-    if what == FAILED:
+    if event == FAILED:
         raise SaveError(f"the process that saves failed: {number}")
-    told[what][number] = moment
+    times[event][number] = moment
     return True
 
 
@@ -263,14 +263,14 @@ def save_report(kills: Sequence[SaveKill], recorded: Sequence[SaveKill] = ()) ->
     """The kills of this call by how far the save had come, and the sum of those that are ``recorded``."""
     rows = []
     for phase in PHASES:
-        found = [kill for kill in kills if kill.phase == phase]
-        counts = [str(sum(kill.writer == writer for kill in found)) for writer in WRITERS]
-        rows.append((phase, *counts, _right(found)))
+        reached = [kill for kill in kills if kill.phase == phase]
+        counts = [str(sum(kill.writer == writer for kill in reached)) for writer in WRITERS]
+        rows.append((phase, *counts, _right(reached)))
     columns = ("the kill came", *WRITERS, "newest good snapshot right")
     remarks = [f"this call: {_right(kills)} kills within a save left the right newest good snapshot"]
     remarks += [f"all recorded seeds: {_right(recorded)} kills within a save"] if recorded else []
     faulty = [kill for kill in kills if kill.fault]
-    remarks += [f"kill {one.number} of seed {one.seed}, {one.phase}: {one.fault}" for one in faulty]
+    remarks += [f"kill {kill.number} of seed {kill.seed}, {kill.phase}: {kill.fault}" for kill in faulty]
     table = Table(columns, rows, "Save test", left=columns[:1])
     return Report("Save test", {}, [table], kills, remarks, NOTES, success=not faulty)
 

@@ -1,0 +1,179 @@
+"""The model of one rank: device, precision, batch norm, recomputation, pipeline stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.ending import errors_everywhere
+from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
+from hvd_ckpt.distributed.precision import Precision
+from hvd_ckpt.pipeline.chain import Chain
+from hvd_ckpt.pipeline.pipeline import Pipeline
+from hvd_ckpt.pipeline.random_state import seed_blocks
+from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, has_gpu_operations, local_device
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
+from hvd_ckpt.reduction.construction import warn_of_unsynchronized
+from hvd_ckpt.torch_private import AnyBatchNorm
+from hvd_ckpt.utils.spans import span
+from hvd_ckpt.utils.text import BUILD_HOROVOD
+
+# ------------------------------------------------------------------------------------ device and precision
+
+
+def device_of(config: Config) -> torch.device:
+    """The configured device: by default this process's own GPU, or the CPU where there is none that Horovod can use.
+
+    Raises:
+        ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.
+    """
+    name = config.device
+    try:
+        device = torch.device(name or "cuda")
+    except RuntimeError:
+        # A name that PyTorch does not know is refused below, like a device that is not supported.
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{name}': give cpu, cuda, or cuda:N")
+    if device.type == "cpu":
+        return device
+    if name is not None:
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device '{name}': this machine has no such device, see `hvd-ckpt doctor`")
+        if not has_gpu_operations():
+            raise ConfigError(f"device '{name}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
+    if ":" in (name or ""):
+        torch.cuda.set_device(device)
+        return device
+    try:
+        return local_device()
+    except RuntimeError as error:
+        raise ConfigError(f"device '{name or 'cuda'}': {error}") from None
+
+
+def precision_of(config: Config, device: torch.device) -> Precision:
+    """The configured precision.
+
+    Raises:
+        ConfigError: the device or a missing package rules it out.
+    """
+    try:
+        return Precision(config.precision, device.type)
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from None
+
+
+# ------------------------------------------------------------------------------------ batch norm and recomputation
+
+
+def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """The model on its device, with the configured kind of batch norm, recomputed in segments if configured.
+
+    Each block of a chain has a random state of its own, so that dropout draws the same numbers in any number of pipeline stages.
+    With stages the model stays where it is: each rank's device is to hold its blocks only.
+
+    Raises:
+        ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments or stages.
+    """
+    if config.verify_recomputation is not None:
+        verify_recomputation(config.verify_recomputation)
+    one_stage = check_stages(model, config) == 1
+    kind = type(model).__name__
+    # A model that will be cut may be larger than a device: only this rank's part of it moves there, in cut_into_stages.
+    if one_stage:
+        model = model.to(device)
+    if config.batch_norm != "local":
+        if not any(isinstance(module, AnyBatchNorm) for module in model.modules()):
+            raise ConfigError(f"batch_norm {config.batch_norm}: this {kind} has no batch norm, leave it out")
+        converter: Any = SyncBatchNorm if config.batch_norm == "synchronized" else DeferredBatchNorm
+        model = converter.convert(model)
+    # After the conversion, so that only batch norms that stay as they are count.
+    warn_of_unsynchronized(model)
+    if config.segments is None:
+        return seed_blocks(model) if isinstance(model, nn.Sequential) else model
+    if not isinstance(model, nn.Sequential):
+        raise ConfigError(f"segments {config.segments}: this {kind} is not a chain of blocks, give a budget")
+    if config.segments > len(model):
+        raise ConfigError(
+            f"segments {config.segments}: this model has {len(model)} blocks, give at most that many"
+        )
+    if isinstance(model, Chain):
+        model.checkpoint_interval = -(-len(model) // config.segments)
+        model.use_reentrant = config.reentrant
+        return seed_blocks(model)
+    return seed_blocks(CheckpointSequential(model, config.segments, config.reentrant))
+
+
+def check_stages(model: nn.Module, config: Config) -> int:
+    """Returns the number of pipeline stages.
+
+    Raises:
+        ConfigError: the job was started with another number, or the model cannot be cut into so many.
+    """
+    stages, each, started = config.stages, config.virtual_stages_of_each, current().stages
+    if stages != started:
+        raise ConfigError(
+            f"stages {stages}: the job was started with {started}, give the same number to init()"
+        )
+    if stages == 1:
+        return stages
+    if not isinstance(model, nn.Sequential):
+        raise ConfigError(
+            f"stages {stages}: this {type(model).__name__} is not a chain of blocks, make it an nn.Sequential of them"
+        )
+    if len(model) < stages * each:
+        of_each = f" with {each} parts each" if each > 1 else ""
+        raise ConfigError(
+            f"stages {stages}{of_each}: this model has {len(model)} blocks, give at most that many"
+        )
+    if config.balance is not None and sum(config.balance) != len(model):
+        raise ConfigError(
+            f"balance {config.balance}: these are {sum(config.balance)} blocks and this model has {len(model)}, give all of them"
+        )
+    return stages
+
+
+def cut_into_stages(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    device: torch.device,
+    plan: Plan | None,
+) -> Pipeline:
+    """The model in the configured pipeline stages, of which this rank's is on its device. Collective.
+
+    Args:
+        optimizer: of the model, without state; it keeps the parameters of this rank's stage.
+        plan: gives the cuts and the policy of each block; without a plan both are as configured.
+
+    Raises:
+        ConfigError: the model cannot be cut so; on every rank alike.
+    """
+    with errors_everywhere("hvd_ckpt.train.cut"):
+        if plan is not None:
+            pipeline = Pipeline(model, plan=plan)  # type: ignore[arg-type]
+        else:
+            pipeline = Pipeline(
+                model,  # type: ignore[arg-type]
+                config.balance,
+                chunks=config.accumulate,
+                schedule=config.pipeline_schedule,
+                checkpoint=config.checkpoint,
+                virtual_stages=config.virtual_stages_of_each,
+            )
+        own = set(pipeline.parameters())
+        # A group may become empty. It stays, since snapshots of all stages have the same groups.
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in own]
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise ConfigError(
+                f"stages {config.stages}: stage {current().stage} has no parameters that are trained, give another balance than "
+                f"{pipeline.balance}"
+            )
+    pipeline.recorder = lambda kind, chunk, part: span(kind, f"{kind} chunk {chunk}, micro-batch {part}")
+    return pipeline.to(device)

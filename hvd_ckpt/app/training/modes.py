@@ -1,0 +1,441 @@
+"""Modes of a run: how its ranks share the work of a step.
+
+A global batch has parts, and each rank computes some of them:
+
+- :class:`Plain`: one for each rank, and all ranks average their gradients.
+- :class:`Stages`: one for each replica of the pipeline, whose blocks are on different ranks.
+- :class:`Replicas`: one for each logical replica; the number of ranks does not change the order in which gradients are added up.
+- :class:`Local`: one for each rank, which steps on its own; now and then the ranks average their weights.
+
+The loop calls :meth:`~Plain.run`, :meth:`~Plain.finish`, :meth:`~Plain.clip` and :meth:`~Plain.step` in each step of any mode.
+Sharding (ZeRO) goes with each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.ending import LocalReports, Reports, errors_everywhere
+from hvd_ckpt.app.training.local import make_local
+from hvd_ckpt.app.training.model import cut_into_stages
+from hvd_ckpt.batchnorm import commit_batch_norm
+from hvd_ckpt.data.objectives import Batch, Objective
+from hvd_ckpt.data.sampler import DistributedSampler
+from hvd_ckpt.distributed.optimizer import DistributedOptimizer
+from hvd_ckpt.distributed.precision import Precision
+from hvd_ckpt.pipeline.microbatch import Accumulated, accumulate
+from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.reduction import Compression
+from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.reduction.leveling import agree_on_naming
+from hvd_ckpt.sharding.clipping import clip_grad_norm_
+from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.utils.spans import span
+
+Aliases = Mapping[str, str]
+"""Further names of tied parameters, and the name that the optimizer knows: on each pipeline stage a parameter may have another."""
+
+Parts = Sequence[tuple[Batch, int]]
+"""Batches, and the samples of each: 0 if it has no weight, and is only there so that its owner takes part."""
+
+
+class Plain:
+    """Each rank computes one part of a global batch, and all ranks take the same step. The other modes override what differs.
+
+    Args:
+        model: with its plan, in pipeline stages if configured.
+        optimizer: what :meth:`distribute` has made.
+        objective: the loss.
+        device: of the batches.
+
+    Attributes:
+        parts: the number of parts of a global batch that this rank computes.
+        same_state: whether the optimizers of all ranks begin with the same state.
+        scales_rate: whether the learning rate of an elastic job follows the number of ranks.
+        reports: the class of the ranks' reports.
+    """
+
+    same_state = scales_rate = True
+    reports: type[Reports] = Reports
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: Any,
+        objective: Objective,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        ranks: int = hvd.size()
+        self.parts = config.parts_of_batch(ranks) // ranks
+        self.config, self.device = config, device
+        self._model, self._optimizer = model, optimizer
+        self._objective, self._precision = objective, precision
+        self._skips = config.on_nan == "skip"
+        self._buffers: Any = None  # before the step, where it may be skipped
+
+    # -------------------------------------------------------------------------------- before the first step
+
+    @classmethod
+    def place(
+        cls, config: Config, model: nn.Module, optimizer: Optimizer, device: torch.device, plan: Plan | None
+    ) -> Any:
+        """The model with its plan, on this rank."""
+        if plan is not None:
+            plan.apply(model)
+        return model
+
+    @classmethod
+    def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
+        """The ``DistributedOptimizer`` of a run, sharded if configured. Collective.
+
+        Args:
+            model: on its device and with its plan, since blocks that are recomputed together are gathered together at stage 3.
+
+        Raises:
+            ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; on every rank alike.
+        """
+        options = _options_of_shards(config, model)
+        try:
+            return _distributed(config, model, optimizer, aliases, options)
+        except (ValueError, OSError) as error:
+            if not options:
+                raise
+            raise ConfigError(f"shard {config.shard}: {error}") from None
+
+    # -------------------------------------------------------------------------------- in each step
+
+    def run(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
+        """The gradients of this rank's parts; returns loss and terms of each."""
+        self._buffers = self._copy_buffers() if self._skips else None
+        return self._run_parts(parts, micro_batches)
+
+    def finish(self, parts: Parts, skipped: bool) -> None:
+        """Updates the statistics of deferred batch norms after the reduction, or takes back what the passes have changed."""
+        self._commit_statistics(discard=skipped or not parts[0][1])
+        if skipped:
+            self._restore_buffers()
+
+    def skip(self) -> None:
+        """Passes over a step. All ranks do, so nothing has to be told."""
+
+    def clip(self, norm: float) -> None:
+        """Clips the reduced gradients."""
+        self._precision.unscale(self._optimizer)
+        self._clip_unscaled(norm)
+
+    def step(self, accumulated: Sequence[Accumulated]) -> None:
+        """The optimizer's step, on what :meth:`run` has returned."""
+        self._precision.step(self._optimizer)
+
+    # -------------------------------------------------------------------------------- between steps
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """A context in which the model has the weights and buffers that are evaluated, the same on every rank. Collective."""
+        yield
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum of the rows of all parts; ``values`` has those of this rank's. Collective."""
+        total: Tensor = hvd.allreduce(values[0], op=hvd.Sum, name="hvd_ckpt.report")
+        return total
+
+    def facts(self) -> dict[str, float]:
+        """Further numbers of an entry of the log, the same on every rank."""
+        return {}
+
+    def may_commit(self, step: int) -> bool:
+        """Whether an elastic job commits after a step."""
+        return step % self.config.commit_every == 0
+
+    def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
+        """Replicated state that only this mode has. Collective.
+
+        Args:
+            logged: what the next entry of the log counts so far, of each of this rank's parts.
+        """
+        return {}
+
+    def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
+        """What the next entry of the log had counted when a snapshot was written, of each of this rank's parts.
+
+        Args:
+            of_rank: whether the snapshot has this rank's own state.
+        """
+        return snapshot.per_rank["logged"] if of_rank else ()
+
+    # -------------------------------------------------------------------------------- what modes override
+
+    def _run_parts(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
+        # All modes but replicas have one part on each rank.
+        ((batch, samples),) = parts
+        return [self._run_part(batch.to(self.device), samples, micro_batches)]
+
+    def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
+        return self._in_turn(batch, samples, micro_batches)
+
+    def _in_turn(
+        self,
+        batch: Batch,
+        samples: int,
+        micro_batches: int,
+        mean_terms: Callable[[], float] | None = None,
+    ) -> Accumulated:
+        return accumulate(
+            self._loss,
+            batch,
+            micro_batches,
+            checkpoint=self.config.checkpoint,
+            weight=self._objective.weight if samples else _nothing,
+            across_ranks=True,
+            mean_terms=mean_terms,
+            backward=self._backward,
+        )
+
+    def _loss(self, batch: Batch) -> Tensor:
+        with self._precision.autocast():
+            return self._objective.loss(self._model(*batch.inputs, **batch.shared), batch)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        self._precision.backward(loss, self._optimizer, last)
+
+    def _commit_statistics(self, discard: bool) -> None:
+        kind = self.config.batch_norm
+        if kind.startswith("deferred"):
+            commit_batch_norm(self._model, across_ranks=kind == "deferred-ranks", discard=discard)
+
+    def _copy_buffers(self) -> Any:
+        return [buffer.clone() for buffer in self._model.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        for buffer, before in zip(self._model.buffers(), self._buffers):
+            buffer.copy_(before)
+
+    def _clip_unscaled(self, norm: float) -> None:
+        clip_grad_norm_(self._model.parameters(), norm)
+
+
+class Stages(Plain):
+    """Pipeline stages: the model is a :class:`~hvd_ckpt.Pipeline`, whose stages compute the parts of a batch together."""
+
+    _model: Any
+
+    @classmethod
+    def place(
+        cls, config: Config, model: nn.Module, optimizer: Optimizer, device: torch.device, plan: Plan | None
+    ) -> Any:
+        return cut_into_stages(model, optimizer, config, device, plan)
+
+    @classmethod
+    def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
+        # Each stage has a world of its own, in which an error is raised on all; the other stages must hear of it, too.
+        with errors_everywhere("hvd_ckpt.train.distribute"):
+            return super().distribute(config, model, optimizer, aliases)
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[None]:
+        # Batches of an evaluation are as small as micro-batches, and follow one another through the stages.
+        self._model.micro_batches = 1
+        yield
+
+    def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
+        self._model.micro_batches = micro_batches
+        accumulated: Accumulated = self._model.accumulate(
+            batch,
+            lambda output, targets: self._objective.loss(output, Batch((), targets)),
+            weight=self._objective.weight if samples else _nothing,
+            across_ranks=True,
+            backward=self._backward,
+            forward_context=self._precision.autocast,
+        )
+        return accumulated
+
+    def _clip_unscaled(self, norm: float) -> None:
+        self._model.clip_grad_norm_(norm)
+
+
+class Replicas(Plain):
+    """Logical replicas: each part has its own random state and buffers, so results do not depend on the number of ranks."""
+
+    scales_rate = False  # a step has as many samples on any number of ranks
+
+    @classmethod
+    def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
+        options = {**_options_of_shards(config, model), "model": model, "replicas": config.replicas}
+        try:
+            distributed = _distributed(config, model, optimizer, aliases, options)
+        except (ValueError, OSError) as error:
+            raise ConfigError(str(error)) from None
+        distributed.replicas.seed = config.seed
+        return distributed
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[None]:
+        self._replicas.average_buffers()
+        yield
+
+    def add_up(self, values: Tensor) -> Tensor:
+        # Rows are added in the order of the replicas, whichever ranks have them, so that the log has the same bits.
+        rows: Tensor = hvd.allgather(values, name="hvd_ckpt.report")
+        return rows.sum(0)
+
+    def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
+        rows: Tensor = hvd.allgather(torch.tensor(logged, dtype=torch.float64), name="hvd_ckpt.train.logged")
+        entries = [tuple(row) for row in rows.tolist()]
+        return {"replicas": {**self._replicas.state_dict(), "logged": entries}}
+
+    def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
+        entries = snapshot.replicated["replicas"]["logged"]
+        return [entries[index] for index in self._replicas.indices]
+
+    @property
+    def _replicas(self) -> Any:
+        return self._optimizer.replicas
+
+    def _run_parts(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
+        # The losses of all replicas are weighed together, so the mean of their terms is on its way before the first forward pass.
+        terms = [self._objective.weight(batch) if samples else 0.0 for batch, samples in parts]
+        mean_terms = functools.cache(self._replicas.begin_mean(terms))
+        accumulated = []
+        for replica, (batch, samples) in zip(self._optimizer.local_replicas(), parts):
+            with replica:
+                accumulated.append(self._in_turn(batch.to(self.device), samples, micro_batches, mean_terms))
+                # Here, and not in finish(): outside of the context the model's buffers are not this replica's.
+                super()._commit_statistics(discard=not samples)
+        return accumulated
+
+    def _commit_statistics(self, discard: bool) -> None:
+        """Each replica has done so."""
+
+    def _copy_buffers(self) -> Any:
+        return self._replicas.buffers()
+
+    def _restore_buffers(self) -> None:
+        self._replicas.restore_buffers(self._buffers)
+
+
+class Local(Plain):
+    """Local SGD: each rank, or group of ranks, steps on its own, and all average their weights every so many steps."""
+
+    same_state = scales_rate = False  # a step is one of each rank, on any number of ranks
+    reports = LocalReports
+
+    def __init__(self, config: Config, *run: Any, **more: Any) -> None:
+        super().__init__(config, *run, **more)
+        # A run that has to stop continues to the next entry of the log, where all ranks hear of it; steps until then are skipped.
+        self._skips = config.on_nan in ("skip", "stop")
+        self._idle = False  # no rank of this rank's group had any terms in the last step
+
+    @classmethod
+    def distribute(cls, config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases) -> Any:
+        return make_local(optimizer, model, config)
+
+    def skip(self) -> None:
+        with span("update"), self._optimizer.skip_synchronize():
+            self._only_average()
+
+    def clip(self, norm: float) -> None:
+        if not self._idle:
+            super().clip(norm)
+
+    def step(self, accumulated: Sequence[Accumulated]) -> None:
+        if self._idle:
+            self._only_average()
+            return
+        # A rank counts in the next average by its terms. A scaler may skip the step after it was weighed, so it is not.
+        if self._precision.scaler is None:
+            self._optimizer.weigh(accumulated[0].weight)
+        super().step(accumulated)
+
+    def _only_average(self) -> None:
+        # The other ranks step and average, so this one takes part in their averages all the same, and counts for nothing.
+        with self._optimizer.without_reduction():
+            pass
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[None]:
+        with self._optimizer.averaged():
+            yield
+
+    def facts(self) -> dict[str, float]:
+        return {"divergence": self._optimizer.divergence}
+
+    def may_commit(self, step: int) -> bool:
+        settled: bool = self._optimizer.settled
+        return settled
+
+    def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
+        own = float(self._objective.weight(batch)) if samples else 0.0
+        mean_terms = self._optimizer.begin_group_mean(own)
+        accumulated = self._in_turn(batch, samples, micro_batches, mean_terms)
+        self._idle = not mean_terms()
+        return accumulated
+
+
+def mode_of(config: Config) -> type[Plain]:
+    """The configured mode. The settings of no two modes go together."""
+    if config.local_steps is not None:
+        return Local
+    if config.replicas is not None:
+        return Replicas
+    return Stages if config.stages > 1 else Plain
+
+
+def micro_batches_of(config: Config, sampler: DistributedSampler, position: int) -> int:
+    """The number of micro-batches: equal on every rank where each communicates, so at most the samples of the smallest part."""
+    communicates = config.batch_norm == "synchronized" or config.shard_stage == 3
+    if not communicates or sampler.length is None:
+        # Without messages in a forward pass, ranks may run different numbers of micro-batches.
+        return config.accumulate
+    ranks: int = hvd.size()
+    left = min(sampler.length - position, config.batch * ranks)
+    return min(config.accumulate, max(left // ranks, 1))
+
+
+def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
+    """The options of a sharded optimizer; none without sharding.
+
+    Raises:
+        ConfigError: the job is elastic.
+    """
+    stage = config.shard_stage
+    if not stage:
+        return {}
+    if is_elastic():
+        raise ConfigError(
+            f"shard {config.shard}: ranks of an elastic job come and go, and take what they hold with them, leave it out"
+        )
+    options = {name: getattr(config, name) for name in ("shard", "offload", "offload_folder", "wire")}
+    options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1
+    return {**options, "model": model, "within": config.within} if stage == 3 else options
+
+
+def _distributed(
+    config: Config, model: nn.Module, optimizer: Optimizer, aliases: Aliases, options: dict[str, Any]
+) -> Any:
+    distributed: Any = DistributedOptimizer(
+        optimizer,
+        named_parameters=[(aliases.get(name, name), weights) for name, weights in model.named_parameters()],
+        compression=getattr(Compression, config.compression),
+        bucket_cap_mb=config.bucket_cap_mb,
+        **options,
+    )
+    # Ranks that have joined the job later have made fewer optimizers, and names of collectives count these.
+    if is_elastic():
+        agree_on_naming(distributed)
+    return distributed
+
+
+def _nothing(_: Batch) -> float:
+    return 0.0

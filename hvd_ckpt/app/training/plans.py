@@ -1,0 +1,162 @@
+"""The plan of a run: read from a file, taken from the run that resumes, or made by rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from hvd_ckpt.app.training.build import Assembly
+from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.ending import errors_everywhere
+from hvd_ckpt.distributed.precision import AUTOCAST
+from hvd_ckpt.planning.plan import Plan, PlanError
+from hvd_ckpt.planning.planner import plan
+from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.reduction.agreement import of_first_process
+from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
+from hvd_ckpt.utils.schema import write_text
+
+
+def choose_plan(
+    config: Config,
+    parts: Assembly,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    folder: Path,
+    text: str | None,
+) -> tuple[Plan | None, str | None]:
+    """The configured plan, written to ``plan.json``, and its text. Collective.
+
+    Args:
+        parts: with the whole model, to which the plan is not applied yet. Planning runs it on the first samples.
+        optimizer: of the model, not distributed.
+        folder: of the run.
+        text: of the run's earlier plan, if it is still valid.
+
+    Raises:
+        ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit; on every rank alike.
+    """
+    if config.budget is None and config.plan is None:
+        return None, None
+    file, first = folder / "plan.json", current().number == 0
+    # The plan of the run before goes to the folder first, since a plan is loaded from a file, which errors name.
+    if text is not None:
+        with errors_everywhere("hvd_ckpt.train.plan_file"):
+            if first:
+                write_text(text, file)
+    if text is None and config.plan is None:
+        chosen = _make_plan(config, parts, optimizer, device)
+    else:
+        with errors_everywhere("hvd_ckpt.train.plan"):
+            chosen = load_plan(
+                Path(str(config.plan)) if text is None else file, parts.model, config.precision
+            )
+            _check_layout(chosen, config)
+    if first:
+        chosen.save(file)
+        text = file.read_text("utf-8")
+    return chosen, of_first_process(text, "hvd_ckpt.train.plan_text")
+
+
+@watchdog.unlimited()
+def _make_plan(
+    config: Config, parts: Assembly, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Plan:
+    """A plan for steps of micro-batches."""
+    model, objective, train, _ = parts
+    count = min(config.micro_batch, len(train))
+    with errors_everywhere("hvd_ckpt.train.sample"):
+        sample = train.batch(range(count), [0] * count).to(device)
+    options: dict[str, Any] = {}
+    if (stages := config.stages) > 1:
+        options = {
+            "stages": stages,
+            "chunks": config.accumulate,
+            "schedule": config.pipeline_schedule,
+            "virtual_stages": config.virtual_stages_of_each,
+            "param_scale": _param_scale(model, optimizer, config),
+        }
+        if current().number == 0:
+            # The model is cut after planning, so it is still on the CPU; only the process that plans needs it on a device.
+            model.to(device)
+    try:
+        return plan(
+            model,
+            *sample.inputs,
+            kwargs=sample.shared,
+            loss=lambda output: objective.loss(output, sample),
+            budget=config.budget,
+            autocast=AUTOCAST.get(config.precision),
+            chunk_head=config.chunk_head,
+            verbose=True,
+            cache=config.plan_cache,
+            **options,
+        )
+    except ValueError as error:
+        raise ConfigError(f"budget {config.budget}: {error}") from None
+    finally:
+        if options:
+            model.to("cpu")
+
+
+def _param_scale(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> float:
+    """Bytes of a parameter with its gradient, optimizer state and average on each rank, for each byte of the parameter alone."""
+    # What an optimizer keeps for one parameter stands for all. Entries of the parameter's size take memory, and others, such as
+    # the step, hardly any.
+    entries = next(iter(state_of_shards(optimizer, model).values()), {})
+    kept = sum(isinstance(entry, torch.Tensor) and entry.numel() == FLAT for entry in entries.values())
+    # Optimizer state and average are split from stage 1 of ZeRO on, gradients from stage 2 on, parameters at stage 3.
+    split = [kept + (config.ema is not None), 1, 1]
+    stage = config.shard_stage
+    return sum(part / hvd.size() if stage > place else float(part) for place, part in enumerate(split))
+
+
+def _check_layout(made: Plan, config: Config) -> None:
+    """Raises ConfigError if a plan is for other pipeline stages than configured."""
+    cuts, stages = made.pipeline, config.stages
+    if (cuts is None) != (stages == 1):
+        other = "without stages" if cuts is None else f"in {cuts.stages} stages"
+        raise ConfigError(
+            f"plan {config.plan}: it is for a model {other}, make one with `hvd-ckpt plan --stages {stages}`"
+        )
+    if cuts is None:
+        return
+    for setting, expected, given in (
+        ("stages", cuts.stages, stages),
+        ("accumulate", cuts.micro_batches, config.accumulate),
+        ("pipeline_schedule", cuts.schedule, config.pipeline_schedule),
+        ("virtual_stages", cuts.virtual_stages, config.virtual_stages_of_each),
+    ):
+        if expected != given:
+            raise ConfigError(f"{setting} {given}: the plan {config.plan} was made for {expected}, give that")
+
+
+def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
+    """The plan in a file, if it fits the model and was made in this precision.
+
+    Raises:
+        ConfigError: it cannot be read or does not fit.
+    """
+    try:
+        loaded = Plan.load(file)
+        loaded.check(model)
+    except PlanError as error:
+        raise ConfigError(f"plan: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"plan: cannot read '{file}': {error.strerror}") from None
+    # A plan knows the dtype of its autocast, and a run its precision.
+    made = next(
+        (name for name, dtype in AUTOCAST.items() if str(dtype) == f"torch.{loaded.autocast}"), "fp32"
+    )
+    # Only precisions under autocast change the bytes that blocks keep; all others count as fp32.
+    if made != precision and {made, precision} & AUTOCAST.keys():
+        raise ConfigError(
+            f"plan '{file}': it was made for precision {made}, and this run's is {precision}, with another peak: make "
+            f"one with `hvd-ckpt plan --precision {precision}`, or give budget instead"
+        )
+    return loaded

@@ -1,0 +1,157 @@
+"""The arguments of ``LocalSGD`` as one object, checked and described before the ranks compare them; and ``Nesterov``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import global_process_set
+
+from hvd_ckpt.local_sgd.schedule import Moments, Schedule, check_moments
+from hvd_ckpt.local_sgd.weights import Outer
+from hvd_ckpt.reduction.agreement import described
+from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.process_sets import check_within
+from hvd_ckpt.sharding import stage_name, stage_of
+from hvd_ckpt.sharding.construction import check_stage
+from hvd_ckpt.sharding.elementwise import check_elementwise
+from hvd_ckpt.sharding.formats import INT4, WireFormat, wire_format
+from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.sharding.options import check_optimizer, model_of
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """The outer optimizer of DiLoCo: SGD with Nesterov momentum.
+
+    Args:
+        lr: outer learning rate.
+        momentum: outer momentum.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"Nesterov: lr must be greater than 0, not {self.lr!r}")
+        if not 0 < self.momentum < 1:
+            raise ValueError(f"Nesterov: momentum must lie between 0 and 1, not {self.momentum!r}")
+
+    def __call__(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of some parameters."""
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=True)
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """The arguments of :func:`hvd_ckpt.LocalSGD`, which has their meaning."""
+
+    optimizer: torch.optim.Optimizer
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+    every: int
+    outer: Outer | None
+    moments: Moments
+    fragments: int
+    delay: int
+    wire: str
+    within: str | Sequence[Sequence[int]] | None
+    shard: str | int
+    model: torch.nn.Module | None
+    process_set: Any
+    elastic: bool
+    offload: str | None
+    offload_folder: str | Path | None
+
+    def resolved(self) -> LocalOptions:
+        """The options with the parameters as a list, and the model that they come from."""
+        model = model_of(self.named_parameters) if self.model is None else self.model
+        pairs = None if self.named_parameters is None else list(self.named_parameters)
+        return replace(self, model=model, named_parameters=pairs)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.every, self.fragments, self.delay)
+
+    @property
+    def format(self) -> WireFormat:
+        """What changes of parameters travel as."""
+        return wire_format(self.wire)
+
+    @property
+    def stage(self) -> int:
+        """What is split over the ranks of a group: 0 to 3."""
+        return stage_of(self.shard)
+
+    def of_group(self, ranks: int) -> dict[str, Any]:
+        """Arguments of the ``DistributedOptimizer`` of a group of ranks, if it is sharded."""
+        if not self.stage or ranks == 1:
+            return {}
+        return {"shard": self.stage, "offload": self.offload, "offload_folder": self.offload_folder}
+
+    @property
+    def make_offload(self) -> Callable[[torch.device], Offload] | None:
+        """Makes what has the state between averages of parameters on a device; None: it is beside them."""
+        if self.offload is None:
+            return None
+        folder = None if self.offload_folder is None else Path(self.offload_folder)
+        return lambda device: Offload(folder, device, parameters=True)
+
+    def described(self) -> dict[str, Any]:
+        """What must be equal on all ranks, as plain data."""
+        return described(
+            optimizer=self.optimizer,
+            every=self.every,
+            outer=repr(self.outer) if isinstance(self.outer, Nesterov) else self.outer,
+            moments=self.moments,
+            fragments=self.fragments,
+            delay=self.delay,
+            wire=self.wire,
+            within=self.within,
+            shard=stage_name(self.shard),
+            model=self.model,
+            offload=self.offload,
+        )
+
+    def check(self) -> None:
+        """Raises ValueError or TypeError for the first argument that is wrong on this rank."""
+        check_optimizer(self.optimizer)
+        if isinstance(self.optimizer, ReducedOptimizer):
+            raise ValueError(
+                "optimizer is a DistributedOptimizer already; give LocalSGD the bare torch.optim optimizer, and within= the ranks "
+                "whose gradients are to be reduced in every step"
+            )
+        if is_elastic() and not self.elastic:
+            raise ValueError(
+                "LocalSGD in an elastic job: each rank has weights of its own between averages; commit when "
+                "optimizer.settled, make the optimizer anew after each change of ranks, and give elastic=True"
+            )
+        if is_elastic() and self.within is not None:
+            raise ValueError(f"within={self.within!r}: ranks of an elastic job come and go, leave it out")
+        if self.within is not None and self.process_set != global_process_set:
+            raise ValueError("within works on all ranks only, not on a process set")
+        if self.outer is not None:
+            scalar = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+            made = self.outer([scalar]) if callable(self.outer) else None
+            if not isinstance(made, torch.optim.Optimizer):
+                raise ValueError(
+                    f"outer must make a torch.optim.Optimizer from a list of parameters, such as hc.Nesterov(), not {self.outer!r}"
+                )
+            check_elementwise(made, promised=True)
+        Schedule(self.every, self.fragments, self.delay)
+        check_moments(self.moments, self.every)
+        if self.format is INT4:
+            raise ValueError(
+                "wire='int4' is for sharded gradients: give 'int8' or a wider format for averages"
+            )
+        stage = check_stage(self.shard, self.offload if self.stage else None, "fp32")[0]
+        if not stage and self.offload not in (None, "optimizer"):
+            raise ValueError(f"offload must be None or 'optimizer' without shard, not {self.offload!r}")
+        check_within(self.within)

@@ -1,0 +1,158 @@
+"""The arguments of a ``DistributedOptimizer`` as one object, checked and described before the ranks compare them.
+
+It lies here since most arguments are about shards. This file knows nothing else of them, so that an optimizer that is not
+sharded loads no more than this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, global_process_set
+
+from hvd_ckpt.reduction.agreement import described
+from hvd_ckpt.reduction.communicator import Communicator, adasum_unavailable
+from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.sharding import stage_name
+
+OPERATIONS = {
+    Average: "Average",
+    Sum: "Sum",
+    Adasum: "Adasum",
+    Min: "Min",
+    Max: "Max",
+    Product: "Product",
+}
+_FOR_SHARDS = ("units", "offload", "master_weights", "within")  # None where nothing is sharded
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of :func:`hvd_ckpt.DistributedOptimizer`, which has their meaning."""
+
+    optimizer: torch.optim.Optimizer
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+    compression: Any
+    backward_passes_per_step: int
+    op: int
+    gradient_predivide_factor: float
+    num_groups: int
+    groups: Sequence[Sequence[torch.Tensor]] | int | None
+    sparse_as_dense: bool
+    process_set: Any
+    bucket_cap_mb: float
+    keep_buckets: bool
+    shard: str | int
+    model: torch.nn.Module | None
+    units: Sequence[torch.nn.Module | Sequence[torch.nn.Module]] | None
+    offload: str | None
+    offload_folder: str | Path | None
+    wire: str | Mapping[str, str]
+    master_weights: bool | None
+    elementwise: bool
+    replicas: int | None
+    within: str | Sequence[Sequence[int]] | None
+
+    def resolved(self) -> Options:
+        """The options with ``groups`` in place of ``num_groups``, and the model that ``named_parameters`` comes from.
+
+        To be called before the parameters are read: a generator that has begun does not tell its model.
+        """
+        groups = self.groups
+        if self.num_groups:
+            warnings.warn(
+                "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3
+            )
+            groups = self.num_groups if groups is None else groups
+        model = model_of(self.named_parameters) if self.model is None else self.model
+        return dataclasses.replace(self, groups=groups, num_groups=0, model=model)
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether gradients are allreduced and nothing else: no shards, no logical replicas, and no option of theirs."""
+        asked = [getattr(self, name) for name in (*_FOR_SHARDS, "replicas")]
+        return stage_name(self.shard) == "none" and self.wire == "fp32" and asked == [None] * len(asked)
+
+    @property
+    def prescale(self) -> float:
+        """What gradients are multiplied by before they are summed."""
+        return 1.0 / self.gradient_predivide_factor if self.op == Average else 1.0
+
+    def communicator(self) -> Communicator:
+        """How buckets are allreduced."""
+        postscale = self.gradient_predivide_factor if self.op == Average else 1.0
+        return Communicator("", self.op, self.prescale, postscale, self.compression, self.process_set)
+
+    def described(self) -> dict[str, Any]:
+        """What must be equal on all ranks, but for ``groups``, as plain data."""
+        of_rank = {"named_parameters", "num_groups", "groups", "process_set", "offload_folder", "model"}
+        fields = [field.name for field in dataclasses.fields(self) if field.name not in of_rank]
+        options = {name: getattr(self, name) for name in fields}
+        options.update(op=OPERATIONS.get(self.op, self.op), shard=stage_name(self.shard))
+        extended = self.replicas is not None or options["shard"] != "none"
+        return described(**options, model=self.model if extended else None)
+
+    def check(self) -> None:
+        """Raises ValueError or TypeError for the first argument of a plain optimizer that is wrong on this rank."""
+        if isinstance(self.optimizer, ReducedOptimizer):
+            raise ValueError(
+                "optimizer is a DistributedOptimizer already; wrap the bare torch.optim optimizer once"
+            )
+        check_optimizer(self.optimizer)
+        if self.backward_passes_per_step <= 0:
+            raise ValueError(f"backward_passes_per_step must be > 0, not {self.backward_passes_per_step}")
+        if self.gradient_predivide_factor != 1.0 and mpi_ops.rocm_built():
+            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+        if self.gradient_predivide_factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {self.bucket_cap_mb}")
+        if self.op == Adasum and mpi_ops.size() > 1:
+            if self.process_set != global_process_set:
+                raise ValueError(
+                    "op=Adasum works on all ranks only, not on a process set; use op=Average, or the global process set"
+                )
+            reason = adasum_unavailable()
+            if reason is not None:
+                raise ValueError(reason)
+        _check_groups(self.groups)
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raises TypeError for what is not an optimizer."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if isinstance(groups, bool) or not (
+        isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)
+    ):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    seen: set[int] = set()
+    for parameter in itertools.chain.from_iterable(groups) if isinstance(groups, list) else ():
+        if not isinstance(parameter, torch.Tensor):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if id(parameter) in seen:
+            raise ValueError("A parameter can only appear once in groups.")
+        seen.add(id(parameter))
+
+
+def model_of(named_parameters: Any) -> torch.nn.Module | None:
+    """The module whose ``named_parameters()`` this is, if it is that generator, not begun."""
+    if inspect.isgenerator(named_parameters) and named_parameters.gi_code.co_name == "named_parameters":
+        frame = named_parameters.gi_frame
+        owner = None if frame is None else frame.f_locals.get("self")
+        return owner if isinstance(owner, torch.nn.Module) else None
+    return None

@@ -1,0 +1,38 @@
+"""What this process waits for, in words, for the line that is shown when it does not come."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+_awaited: dict[int, str] = {}  # by thread
+
+
+class waiting_for:
+    """Within it this thread waits for ``what``; an error that leaves it keeps these words (:func:`awaited_by`)."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        self._before = _awaited.get(self._thread, "")
+        _awaited[self._thread] = self._what or self._before
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _awaited[self._thread] = self._before
+        if error is not None and self._what and not awaited_by(error):
+            error.__dict__["awaited"] = self._what
+
+
+def awaited_in(thread: int) -> str:
+    """What a thread waits for now; empty if it has not said so."""
+    return _awaited.get(thread, "")
+
+
+def awaited_by(error: BaseException) -> str:
+    """What was waited for when an error was raised; empty if that is not known."""
+    words: str = error.__dict__.get("awaited", "")
+    return words

@@ -1,0 +1,46 @@
+"""The script of the page about a loop of one's own stops, resumes and ends in the bits of a run that was never stopped."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvd_ckpt as hc
+
+pytestmark = pytest.mark.ranks(gloo=(2,))
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-loop.md"
+
+
+def test_the_script_resumes_in_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    script = folder / "train.py"
+    if hc.rank() == 0:
+        script.write_text(found.group(1), encoding="utf-8")
+        (folder / "stopped").mkdir()
+        (folder / "whole").mkdir()
+    hc.barrier()
+
+    def stop(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    def run(name: str, **names: Any) -> dict[str, Any]:
+        monkeypatch.chdir(folder / name)
+        variables = runpy.run_path(str(script), init_globals=names, run_name="__main__")
+        hc.barrier()
+        return variables
+
+    whole = run("whole")
+    stopped = run("stopped", print=stop)  # rank 0 prints at step 20
+    resumed = run("stopped")
+    assert stopped["stop"] == "SIGTERM" and 20 <= stopped["step"] < whole["step"] == resumed["step"]
+    assert any((folder / "stopped" / "plans").iterdir())
+    for name, parameter in whole["model"].state_dict().items():
+        assert torch.equal(parameter, resumed["model"].state_dict()[name]), name

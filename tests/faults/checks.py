@@ -1,0 +1,137 @@
+"""Checks of a run's snapshots: whether they can be read, and whether two runs ended in the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_ckpt.app.training import logs
+from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.folder import SnapshotError, name_of
+from hvd_ckpt.snapshots.schema import shard_file
+
+REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples", "replicas")
+PER_RANK = ("random", "buffers", "logged")
+NAMED = 5  # differences of one kind that are named
+
+
+def unreadable(run: Path, ranks: int) -> list[str]:
+    """One sentence for each snapshot in place that some rank cannot read."""
+    faults = []
+    for path in sorted((run / "snapshots").glob("step-*"), reverse=True):
+        try:
+            for rank in range(ranks):
+                reader.read(path, rank)
+        except SnapshotError as error:
+            faults.append(str(error))
+    return faults
+
+
+def newest_good(run: Path) -> int:
+    """The step that a run resumes from; 0 if no snapshot can be used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            path = reader.find(run / "snapshots")
+        except SnapshotError:
+            return 0
+    return 0 if path is None else int(path.name.removeprefix("step-"))
+
+
+def digest(run: Path, step: int) -> str:
+    """The start of the SHA-256 of the weights in a snapshot."""
+    weights = _snapshot(run, step) / "model.safetensors"
+    return hashlib.sha256(weights.read_bytes()).hexdigest()[:12]
+
+
+def differences(run: Path, reference: Path, step: int, ranks: int | None) -> list[str]:
+    """The differences, to the bit, between two runs in their snapshots of a step and in their logs.
+
+    Args:
+        ranks: of each pipeline stage; None for logical replicas, which use no state of ranks and run on any number of them.
+    """
+    try:
+        ours, theirs = (_state(folder, step, ranks) for folder in (run, reference))
+        pairs = [
+            differing(name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])
+        ]
+        return [name for pair in (*pairs, _losses_differ(run, reference)) for name in _shortened(pair)]
+    except (SnapshotError, ValueError) as error:
+        return [str(error)]
+
+
+def _snapshot(run: Path, step: int) -> Path:
+    return run / "snapshots" / name_of(step)
+
+
+def _state(run: Path, step: int, ranks: int | None) -> dict[str, Any]:
+    """Everything in a snapshot that two equal runs have in common, by name."""
+    path = _snapshot(run, step)
+    first = reader.read(path, 0)
+    state = {"weights": first.weights, **{name: first.replicated.get(name) for name in REPLICATED}}
+    if first.sharding is not None:
+        files = reader.open_snapshot(path)
+        state["shards"] = [files.state(shard_file(rank)) for rank in range(first.ranks)]
+    for rank in range(ranks or 0):
+        stages = reader.read(path, rank).per_stage
+        if not stages:
+            raise ValueError(f"rank {rank} has no state in '{path}'")
+        for name in PER_RANK:
+            state[f"rank {rank}'s {name}"] = [own[name] for own in stages]
+    return state
+
+
+def differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:
+    """The names of the values that differ, by a single bit, between two states of dicts, lists, tensors and plain values."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        # As bytes: equal numbers may have other bits (0 and -0), and nan is not equal to itself.
+        if not (same and torch.equal(_bytes(ours), _bytes(theirs))):
+            yield name
+    elif isinstance(ours, dict) and isinstance(theirs, dict):
+        if ours.keys() != theirs.keys():
+            yield f"{name}: its names"
+        for key in ours.keys() & theirs.keys():
+            yield from differing(f"{name}.{key}", ours[key], theirs[key])
+    elif isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        if len(ours) != len(theirs):
+            yield f"{name}: its length"
+        for number, (value, other) in enumerate(zip(ours, theirs)):
+            yield from differing(f"{name}[{number}]", value, other)
+    elif ours != theirs:
+        yield name
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _losses_differ(run: Path, reference: Path) -> Iterator[str]:
+    """The logged losses, with each step once and in order."""
+    ours, theirs = (
+        [
+            (record["step"], record["loss"])
+            for record in logs.read(folder / "log.jsonl")
+            if record.get("kind") == "train"
+        ]
+        for folder in (run, reference)
+    )
+    if [step for step, _ in ours] != [step for step, _ in theirs]:
+        yield "the steps in the log"
+    else:
+        yield from (
+            f"the loss of step {step} in the log"
+            for (step, loss), (_, other) in zip(ours, theirs)
+            if loss != other
+        )
+
+
+def _shortened(differences: Iterator[str]) -> list[str]:
+    names = list(differences)
+    return names if len(names) <= NAMED else [*names[:NAMED], f"and {len(names) - NAMED} more of these"]

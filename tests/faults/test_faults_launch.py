@@ -1,0 +1,39 @@
+"""``hvd-ckpt bench faults`` in short: one run that is killed, and two processes that are killed within a save."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_ckpt.bench.command import bench
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from faults.kill import FaultPlan, Kill
+
+pytestmark = pytest.mark.launch
+
+
+def test_a_killed_run_ends_as_the_undisturbed_one_and_killed_saves_leave_a_good_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = Kill("all ranks", "SIGKILL", "step", 20, 0.0)
+    monkeypatch.setattr("faults.kill.draw_plan", lambda seed, *_: FaultPlan(seed, 1, "gloo", (kill,)))
+    file = tmp_path / "results.jsonl"
+    options = ("--np", "1", "--seed", "8", "--runs", "1", "--saves", "2", "--add", str(file))
+    result = CliRunner().invoke(bench, ["faults", *options, "--output", str(tmp_path / "report")])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    output, report = result.output, json.loads((tmp_path / "report" / "results.json").read_text())
+    assert result.exit_code == 0, output
+    (killed,) = report["results"]["kill"]["found"]
+    assert (killed["seed"], killed["restarts"], killed["differences"]) == (8, 1, [])
+    assert (killed["lost"], killed["left"]) == (0, 0)
+    assert [one["signal"] for one in killed["kills"]] == ["SIGKILL"]
+    saves = report["results"]["save"]["found"]
+    assert [one["fault"] for one in saves] == [None] * 2
+    assert {one["writer"] for one in saves} == {"blocking", "background"}
+    assert len(file.read_text().splitlines()) == 3
+    assert "1 of 1 runs" in output and "2 of 2 kills" in output
