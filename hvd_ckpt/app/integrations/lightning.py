@@ -234,10 +234,11 @@ class HorovodStrategy(ParallelStrategy):
             return dataloader
         if self._replicas is not None:
             take_own_batches(dataloader, self._replicas)
-        numbered = not isinstance(dataloader.dataset, torch.utils.data.IterableDataset)
-        return (
-            ResumableLoader(dataloader) if numbered and not hasattr(dataloader, "state_dict") else dataloader
-        )
+        if isinstance(dataloader.dataset, torch.utils.data.IterableDataset) or hasattr(
+            dataloader, "state_dict"
+        ):
+            return dataloader
+        return ResumableLoader(dataloader, lambda: trainer.is_last_batch)
 
     # -------------------------------------------------------------------------------- a step
 
