@@ -68,6 +68,7 @@ class HorovodStrategy(ParallelStrategy):
         self._bare: list[
             torch.optim.Optimizer
         ] = []  # optimizers as the module has made them: schedulers have these
+        self._whole: list[list[torch.Tensor]] = []  # their parameters, also where the groups have shards
         self._step: Iterator[Any] | None = None  # replicas of the present step
         self._replica: Any = None
         self._random: Any = None  # random state to resume with
@@ -149,8 +150,8 @@ class HorovodStrategy(ParallelStrategy):
             plugin.scaler = hc.GradScaler(plugin.device, enabled=scaler.is_enabled())
             plugin.scaler.load_state_dict(scaler.state_dict())
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_norm, self._clip_value
-        for wrapper, optimizer, bare in zip(self._lightning_optimizers, self.optimizers, self._bare):
-            wrapper.zero_grad = partial(zero_grad, optimizer, parameters_of(bare))
+        for wrapper, optimizer, whole in zip(self._lightning_optimizers, self.optimizers, self._whole):
+            wrapper.zero_grad = partial(zero_grad, optimizer, whole)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -216,11 +217,13 @@ class HorovodStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         self._bare = self.optimizers
-        if len(self._bare) > 1 and self._options["shard"] in ("parameters", 3):
+        shard = self._options["shard"]
+        if len(self._bare) > 1 and shard in ("gradients", "parameters", 2, 3):
             raise ValueError(
-                f"HorovodStrategy(shard={self._options['shard']!r}) needs one optimizer, and configure_optimizers gives "
-                f"{len(self._bare)}; use shard='optimizer'"
+                f"HorovodStrategy(shard={shard!r}) needs one optimizer, and configure_optimizers gives {len(self._bare)}; use "
+                f"shard='optimizer'"
             )
+        self._whole = [parameters_of(bare) for bare in self._bare]
         named = list(self.model.named_parameters())
         self.optimizers = [
             hc.DistributedOptimizer(bare, named, model=self.model, **self._options) for bare in self._bare
@@ -281,7 +284,7 @@ class HorovodStrategy(ParallelStrategy):
     def _clip_value(self, optimizer: Any, clip_val: float) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         hc.clip_grad_norm_(optimizer, float("inf"))  # reduces, unless that is done
-        whole = parameters_of(self._bare[self.optimizers.index(optimizer)])
+        whole = self._whole[self.optimizers.index(optimizer)]
         torch.nn.utils.clip_grad_value_(
             parameters_of(optimizer) if optimizer.shard_stage > 1 else whole, clip_val
         )

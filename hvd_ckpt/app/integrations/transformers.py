@@ -18,8 +18,7 @@ import hvd_ckpt as hc
 
 def _stored(args: Any, protocol: Any) -> Any:
     """Has arguments stored as those of the user's class."""
-    make, (kind, *rest), *state = object.__reduce_ex__(args, protocol)
-    return make, (kind.__base__, *rest), *state
+    return object.__new__, (type(args).__base__,), vars(args)
 
 
 _OF_RANKS = {
