@@ -7,6 +7,7 @@ distributed optimizers, reduces before hooks and clipping see gradients, and add
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -316,7 +317,7 @@ class HorovodStrategy(ParallelStrategy):
             replicas = [
                 optimizer.replicas and optimizer.replicas.state_dict() for optimizer in self.optimizers
             ]
-            checkpoint[STATE] = {"ranks": hc.allgather_object(own), "replicas": replicas}
+            checkpoint[STATE] = {"ranks": hc.allgather_object(_stored(own)), "replicas": replicas}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -329,7 +330,7 @@ class HorovodStrategy(ParallelStrategy):
                 optimizer.replicas.load_state_dict(replicas)
         if len(state["ranks"]) != hc.size():
             return  # of other ranks: each draws new random numbers
-        own = state["ranks"][hc.rank()]
+        own = torch.load(io.BytesIO(state["ranks"][hc.rank()].numpy().tobytes()), weights_only=True)
         for optimizer, reduction in zip(self.optimizers, own["reduction"]):
             optimizer.load_reduction_state_dict(reduction)
         with torch.no_grad():
@@ -362,6 +363,13 @@ class TrainingStep(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A training step."""
         return (self.function or self.module)(*args, **kwargs)
+
+
+def _stored(state: Any) -> torch.Tensor:
+    """A rank's state as bytes: not every dtype can be sent in a tensor."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def loss_of(output: Any) -> torch.Tensor:
