@@ -177,7 +177,7 @@ def test_generation_during_evaluation(folder) -> None:
     trainer = Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data, compute_metrics=seen)
     trainer.train()
     trainer.evaluate()
-    assert shapes[0][0] == len(data) and shapes[0][1] <= 6
+    assert len(shapes[0]) == 2 and shapes[0][0] == len(data)  # tokens, not logits
 
 
 @pytest.mark.parametrize("shard", ["none", "parameters"])
