@@ -122,7 +122,7 @@ from hvd_ckpt.planning.plan import (
     Plan as Plan,
     PlanError as PlanError,
 )
-from hvd_ckpt.planning.planner import (
+from hvd_ckpt.planning.request import (
     largest_batch as largest_batch,
     plan as plan,
 )

@@ -1,10 +1,10 @@
 """Private names of PyTorch that this package relies on, and the check that this PyTorch has them.
 
-PyTorch promises nothing about them, so they are imported here and nowhere else (benchmarks import what their peers need where
-they measure them). Some objects have attributes that are private, too, and are read where they are needed: :data:`ATTRIBUTES`.
+PyTorch guarantees nothing about these names, so only this file imports them. (Benchmarks import what other libraries need where
+they measure them.) Private attributes of objects are read where they are needed; :data:`ATTRIBUTES` lists them.
 
 Raises:
-    ImportError: PyTorch is older than :data:`OLDEST`, or lacks one of the names, as a newer one may.
+    ImportError: PyTorch is older than :data:`OLDEST`, or lacks one of the names, which a newer version may.
 """
 
 # ruff: noqa: I001
@@ -54,7 +54,10 @@ if _release is not None and (int(_release[1]), int(_release[2])) < OLDEST:
 
 
 def _top_hooks() -> Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]:
-    """What tells the innermost ``saved_tensors_hooks`` of this thread; PyTorch 2.6 does not tell, so they are watched there."""
+    """A function that returns the innermost ``saved_tensors_hooks`` of this thread.
+
+    PyTorch 2.6 has no such function, so there the contexts are watched as they are entered and left.
+    """
     known = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if known is not None:
         return known  # type: ignore[no-any-return]
@@ -134,7 +137,7 @@ except (ImportError, AttributeError) as error:
 
 
 def untraceable(kind: type[torch.Tensor]) -> None:
-    """Lets code that ``torch.compile`` compiles call functions of such tensors eagerly, once ``torch.compile`` is imported."""
+    """Makes compiled code call functions of this tensor class eagerly, if ``torch.compile`` has been imported."""
     dynamo = sys.modules.get("torch._dynamo")
     kinds = getattr(dynamo.config, "nontraceable_tensor_subclasses", None) if dynamo is not None else None
     if kinds is not None:  # PyTorch 2.6 traces no subclasses
@@ -142,13 +145,19 @@ def untraceable(kind: type[torch.Tensor]) -> None:
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a mode sees the operations of this thread."""
+    """Whether a dispatch mode is active on this thread."""
     return bool(_dispatch_modes() or _dispatch_modes_before())  # type: ignore[no-untyped-call]
 
 
 def in_functorch() -> bool:
     """Whether a transform of :mod:`torch.func` is running."""
     return _functorch_level() is not None
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one is there."""
+    number: int = storage._cdata
+    return number
 
 
 def dual_level() -> int:

@@ -1,4 +1,4 @@
-"""Batch norm under recomputation: running statistics that see each batch once, deferred and synchronized batch norm."""
+"""Batch norm under recomputation: running statistics that count each batch once, deferred and synchronized batch norm."""
 
 from hvd_ckpt.batchnorm.deferred import DeferredBatchNorm, commit_batch_norm
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm

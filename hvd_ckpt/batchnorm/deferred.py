@@ -1,9 +1,9 @@
-"""Running statistics that see each batch once, although recomputation runs the module again.
+"""Running statistics that count each batch once, although recomputation runs the module again.
 
-Two kinds of modules keep them. :class:`DeferredBatchNorm` is made for recomputation and micro-batches: it notes what it
-sees outside of recomputations, and takes it into account at the end of the mini-batch. All others get scratch copies of
-their buffers in recomputations, as any module does whose first pass writes buffers (:mod:`hvd_ckpt.recompute.state`), which
-asks :func:`statistics_version` whether it did.
+There are two ways. :class:`DeferredBatchNorm` is made for recomputation and micro-batches: it collects statistics outside of
+recomputations, and updates the running statistics at the end of the mini-batch. All other normalization modules get scratch copies
+of their buffers in recomputations, as any module whose first pass writes buffers (:mod:`hvd_ckpt.recompute.state`).
+:func:`statistics_version` tells whether a pass has written them.
 """
 
 from __future__ import annotations
@@ -35,24 +35,34 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class DeferredBatchNorm(ForAnyShape):
-    """Batch norm whose running statistics are those of mini-batches, though it sees micro-batches.
+    """Batch norm whose running statistics are those of mini-batches, although its inputs are micro-batches.
 
-    In training mode it normalizes an input of shape (N, C, ...) by the input's own statistics, like ``nn.BatchNorm1d``,
-    ``2d`` and ``3d``. The running statistics change when :func:`commit_batch_norm` ends the mini-batch: by mean and
-    unbiased variance over all values that the module has seen since the last time, as if they had come in one batch (to
-    rounding). ``num_batches_tracked`` counts mini-batches. A recomputation is not counted. Deferred batch norm is
-    torchgpipe's (Kim et al., 2020); values are pooled by the formula of Chan, Golub and LeVeque (1979), in float64.
+    In training mode, it normalizes an input of shape (N, C, ...) by the statistics of the input, as ``nn.BatchNorm1d``, ``2d`` and
+    ``3d`` do. The running statistics change when :func:`commit_batch_norm` ends the mini-batch. Then they are updated by the mean
+    and the unbiased variance over all inputs since the last commit, as if these were one batch (up to rounding).
+    ``num_batches_tracked`` counts mini-batches. Recomputations do not count. Deferred batch norm comes from torchgpipe (Kim et al.,
+    2020). Statistics are pooled by the formula of Chan, Golub and LeVeque (1979), in float64.
 
-    The statistics of an unfinished mini-batch move and are copied with the module, but are not in its ``state_dict``,
-    whose keys are those of ``nn.BatchNorm2d``; loading one drops it.
+    The statistics of an unfinished mini-batch are buffers, which move and are copied with the module. They are not in its
+    ``state_dict``, which has the keys of ``nn.BatchNorm2d``. Loading a ``state_dict`` drops them.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in ``nn.BatchNorm2d``.
 
     Raises:
-        ValueError: an input of fewer than 2 dimensions, of another number of channels, or, in training mode, with a single
-            value per channel.
+        ValueError: an input has fewer than 2 dimensions, another number of channels, or, in training mode, a single value per
+            channel.
     """
+
+    # From a micro-batch to the running statistics:
+    #
+    #     forward(), first pass       the kernel leaves mean and variance of the input in two scratch tensors
+    #       _observe()                merges them into count n, mean m and sum of squared deviations d of the mini-batch so far:
+    #                                 with those of the input (k, a, b) and delta = a - m
+    #                                     n' = n + k    m' = m + delta * k / n'    d' = d + b + delta^2 * n * k / n'
+    #     forward(), recomputation    the same kernel and scratch tensors, so that autograd saves the same tensors; no _observe()
+    #     commit_batch_norm()         merges those of all ranks by the same formula, if asked to, then
+    #       _commit()                 moves running_mean towards m and running_var towards d / (n - 1), and starts anew
 
     pending_count: Tensor
     pending_mean: Tensor
@@ -64,17 +74,17 @@ class DeferredBatchNorm(ForAnyShape):
 
     @classmethod
     def convert(cls, model: Model) -> Model:
-        """Makes every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``model``, or the model itself, a deferred one.
+        """Converts each ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``model``, or the model itself, to a deferred batch norm.
 
-        The modules stay the same objects, with their parameters, buffers, hooks and modes, so that an optimizer made before
-        keeps working. Subclasses and synchronized batch norms stay what they are. Convert before planning: a plan knows the
-        functions that its blocks call.
+        The modules remain the same objects with their parameters, buffers, hooks and modes, so an existing optimizer stays valid.
+        Subclasses and synchronized batch norms are not converted. Convert before planning, since a plan depends on the functions
+        that its blocks call.
 
         Returns:
             ``model``.
 
         Raises:
-            ValueError: a lazy batch norm has no shape yet.
+            ValueError: a lazy batch norm is not initialized.
         """
         for name, module in model.named_modules():
             if isinstance(module, LazyNormBase):
@@ -87,7 +97,7 @@ class DeferredBatchNorm(ForAnyShape):
         return model
 
     def _begin(self) -> None:
-        """Nothing seen yet. Buffers, so that whoever moves, copies or restores buffers does so with these."""
+        """Registers the empty statistics of a mini-batch. As buffers, they are moved, copied and restored with the module."""
         if self.running_mean is not None:
             zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
             self.register_buffer("pending_count", torch.zeros_like(zeros[0]), persistent=False)
@@ -111,13 +121,13 @@ class DeferredBatchNorm(ForAnyShape):
 
     @disable_dynamo
     def _observed(self, input: Tensor) -> Tensor:
-        # The kernel leaves the input's statistics in these. Autograd saves them: every pass needs some.
+        # The kernel writes the statistics of the input into these tensors. Autograd saves them, so recomputations need them too.
         with DisableTorchFunction():
             assert self.running_mean is not None
             mean, variance = self.running_mean.new_zeros(2, self.num_features).unbind()
         output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if not is_recomputing():
-            # Hidden from those who match the operations of a recomputation with those of the first pass.
+            # Hidden from code that matches the operations of a recomputation with those of the first pass.
             with DisableTorchFunction(), disable_current_modes(), torch.no_grad():
                 self._observe(mean, variance, input.numel() // self.num_features)
         return output
@@ -133,7 +143,11 @@ class DeferredBatchNorm(ForAnyShape):
         self.pending_deviations += distance.square() * (before * count / self.pending_count)
 
     def _commit(self, count: float, mean: Tensor, deviations: Tensor) -> None:
-        """One mini-batch of ``count`` values per channel, with these sums of squared deviations from the mean."""
+        """Updates the running statistics by a mini-batch of ``count`` values per channel.
+
+        Args:
+            deviations: sums of squared deviations from the mean, (channels,).
+        """
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         if count > 0:
@@ -159,20 +173,22 @@ class DeferredBatchNorm(ForAnyShape):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name in _PENDING:
-            if name in self._buffers:  # a cast of the model must not cost the sums their digits
+            if name in self._buffers:  # stay in float64 if the model is cast
                 self._buffers[name] = getattr(self, name).double()
         return self
 
 
 def commit_batch_norm(model: nn.Module, across_ranks: bool = False, discard: bool = False) -> None:
-    """Ends a mini-batch: every :class:`DeferredBatchNorm` in ``model`` updates its running statistics by what it has seen since
-    the last time. One that has seen nothing stays as it is.
+    """Ends a mini-batch: each :class:`DeferredBatchNorm` in ``model`` updates its running statistics by its inputs since the last
+    commit. A module without inputs does not change.
+
+    Call it between the last backward pass of a mini-batch and the first forward pass of the next.
 
     Args:
-        model: in it, between the last backward pass of a mini-batch and the first forward pass of the next.
-        across_ranks: pool over what the modules of all ranks have seen. Collective, one allgather for all modules
-            together; a rank that has seen nothing takes part.
-        discard: what this rank's modules have seen counts nothing, such as a sample that only fills up a batch.
+        model: the model.
+        across_ranks: whether to pool the statistics of all ranks. Collective, with one allgather for all modules. A rank without
+            inputs takes part.
+        discard: whether to ignore the inputs of this rank, such as a sample that only fills a batch.
     """
     norms = [
         module
@@ -200,7 +216,7 @@ def commit_batch_norm(model: nn.Module, across_ranks: bool = False, discard: boo
 def _pooled(
     counts: Tensor, means: Tensor, deviations: Tensor, sizes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combines the statistics of all ranks; the same bits on every rank."""
+    """Pools the statistics of all ranks; the result has the same bits on every rank."""
     packed = torch.cat([counts, means, deviations]).unsqueeze(0)
     rows: Tensor = hvd.allgather(packed, name="hvd_ckpt.commit_batch_norm")
     modules = len(counts)
@@ -213,13 +229,14 @@ def _pooled(
 
 
 def statistics_version(module: nn.Module, name: str) -> Any:
-    """What differs before and after a pass that has updated a buffer of a normalization module past its version counter.
+    """A value that differs before and after a pass that has updated a buffer of a normalization module past its version counter.
 
-    Kernels of batch norm update running statistics without a word to the counters of these, but ``num_batches_tracked`` tells. An
-    instance norm never counts, and a subclass with a forward of its own may not: those are taken to have run if they train.
+    Kernels of batch norm update running statistics past their version counters, but the module also counts the batch in
+    ``num_batches_tracked``. An instance norm does not count, and a subclass with its own forward may not. Such modules are taken to
+    have run if they are in training mode.
 
     Returns:
-        None for other modules and buffers.
+        The value; None for other modules and buffers.
     """
     if name not in STATISTICS or not isinstance(module, NormBase) or isinstance(module, DeferredBatchNorm):
         return None
@@ -230,8 +247,7 @@ def statistics_version(module: nn.Module, name: str) -> Any:
 
 
 def _counts_batches(module: NormBase) -> bool:
-    """Whether ``num_batches_tracked`` tells that the module ran. An instance norm never counts, and a
-    subclass with a forward of its own may not: such modules are taken to have run."""
+    """Whether ``num_batches_tracked`` changes whenever the module has run in training mode."""
     counter = module._buffers.get("num_batches_tracked")
     if counter is None or counter.is_inference() or not isinstance(module, AnyBatchNorm):
         return False

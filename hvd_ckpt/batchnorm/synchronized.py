@@ -1,10 +1,9 @@
-"""Batch norm over the batches of all ranks, on CPU and GPU, that communicates once per batch and direction.
+"""Batch norm over the batches of all ranks, on CPU and GPU, with one communication per batch and direction.
 
-The first pass gathers every rank's mean, sum of squared deviations and count in one allreduce and combines
-them by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing
-sample variances", 1979), so ranks may have batches of different sizes. The backward pass sums two vectors in
-one allreduce. A recomputation does not communicate: it reads the statistics that the first pass left in its
-frame.
+The first pass gathers the mean, the sum of squared deviations and the count of each rank in one allreduce. It combines them by the
+formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), so ranks may
+have batches of different sizes. The backward pass sums two vectors in one allreduce. A recomputation does not communicate: it reads
+the statistics of the first pass from its frame.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _RUN = "_maybe_run_sync_bn"  # the method of Horovod's SyncBatchNorm that commun
 
 
 class ForAnyShape(AnyBatchNorm):
-    """Base of batch norms that take inputs of shape (N, C, ...)."""
+    """Base class of batch norms for inputs of shape (N, C, ...)."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.size(1) != self.num_features:
@@ -38,41 +37,38 @@ class ForAnyShape(AnyBatchNorm):
 
 
 class SyncBatchNorm(ForAnyShape):
-    """Batch norm of an input of shape (N, C, ...) with the mean and variance over the batches of all ranks.
+    """Batch norm of an input of shape (N, C, ...) by the mean and variance over the batches of all ranks.
 
-    Takes the arguments of ``horovod.torch.SyncBatchNorm`` and runs on CPU too. In training mode every rank
-    must run the module equally often. In evaluation mode, and on one rank, it is plain batch norm.
-    Half-precision inputs are accumulated in float32; the running variance is updated with the unbiased
-    variance over all ranks.
+    It takes the arguments of ``horovod.torch.SyncBatchNorm`` and also runs on CPU. In training mode, every rank must run the module
+    the same number of times. In evaluation mode and on one rank, it is a plain batch norm. Half-precision inputs are accumulated in
+    float32. The running variance is updated by the unbiased variance over all ranks.
 
     Args:
         num_features: number of channels C.
-        eps: added to the variance for numerical stability.
+        eps: value added to the variance for numerical stability.
         momentum: weight of the newest batch in the running statistics; None averages over all batches.
         affine: whether to learn a scale and a shift per channel.
-        track_running_stats: whether to keep running statistics; without them, evaluation mode too normalizes
-            by the batches of all ranks.
-        device, dtype: where and in which dtype parameters and statistics are made.
+        track_running_stats: whether to keep running statistics. Without them, evaluation mode also normalizes by the batches of all
+            ranks.
+        device, dtype: device and dtype of parameters and statistics.
 
     Raises:
-        ValueError: an input of fewer than 2 dimensions, of another number of channels, or with a single value
-            per channel over all ranks.
+        ValueError: an input has fewer than 2 dimensions, another number of channels, or a single value per channel over all ranks.
     """
 
     @classmethod
     def convert(cls, model: nn.Module) -> nn.Module:
-        """Makes every batch norm in ``model``, or the model itself, a synchronized one.
+        """Converts each batch norm in ``model``, or the model itself, to a synchronized batch norm.
 
-        That is every ``BatchNorm1d``, ``2d`` and ``3d``, and those that other libraries synchronize: torch's own ``SyncBatchNorm``
-        (which without ``torch.distributed`` is plain batch norm, silently), Horovod's, Apex's. The modules stay the same objects,
+        These are ``BatchNorm1d``, ``2d`` and ``3d``, and the synchronized batch norms of other libraries: of PyTorch (which without
+        ``torch.distributed`` is a plain batch norm, without a warning), of Horovod and of Apex. The modules remain the same objects
         with their parameters, buffers, options, hooks and modes.
 
         Returns:
             ``model``.
 
         Raises:
-            ValueError: a batch norm is lazy and has no shape yet, or is a subclass with a ``forward`` of its own, which would be
-                lost.
+            ValueError: a batch norm is lazy and not initialized, or its class has its own ``forward``, which would be lost.
         """
         plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         for name, module in model.named_modules():
@@ -116,8 +112,7 @@ def _communicates() -> bool:
 
 
 def synchronized_batch_norm(module: AnyBatchNorm, input: Tensor) -> Tensor:
-    """Normalizes ``input`` (N, C, ...) by the batches of all ranks and updates ``module``'s running
-    statistics."""
+    """Normalizes ``input`` (N, C, ...) by the batches of all ranks and updates the running statistics of ``module``."""
     accumulate = torch.float64 if input.dtype == torch.float64 else torch.float32
     mean, variance, count = remembered(lambda: _global_statistics(input.detach(), accumulate))
     if module.training and module.track_running_stats and module.running_mean is not None:
@@ -129,7 +124,7 @@ def synchronized_batch_norm(module: AnyBatchNorm, input: Tensor) -> Tensor:
 
 
 def _global_statistics(input: Tensor, accumulate: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance per channel, and number of values per channel, over all ranks, in float64."""
+    """Mean and biased variance per channel, and number of values per channel, over all ranks in float64."""
     with torch.no_grad():
         channels = input.size(1)
         local_count = input.numel() // max(channels, 1)
@@ -139,7 +134,7 @@ def _global_statistics(input: Tensor, accumulate: torch.dtype) -> tuple[Tensor, 
             packed[:channels] = mean
             packed[channels:-1] = variance.double() * local_count
             packed[-1] = local_count
-        # An allgather by an allreduce, in which ranks that have called join() count for nothing.
+        # An allgather by an allreduce: a rank that has called join() adds a row of zeros, which counts nothing.
         rows = packed.new_zeros(hvd.size(), packed.numel())
         rows[hvd.rank()] = packed
         gathered: Tensor = hvd.allreduce(rows, op=hvd.Sum, name=_collective_name("forward", rows))
@@ -174,12 +169,10 @@ def average_factor(module: AnyBatchNorm) -> float:
 
 
 def _collective_name(direction: str, tensor: Tensor) -> str:
-    """The same name wherever the same kind of tensor is sent, so that Horovod's response cache can skip the
-    negotiation.
+    """A name for all tensors of the same size and dtype, so that Horovod's response cache can skip the negotiation.
 
-    It holds nothing that depends on how many modules a rank has built: ranks that differ in that (an extra
-    model on rank 0) would wait for each other's names. Sharing a name is safe because each operation is
-    waited for at once.
+    The name does not depend on the number of modules that a rank has built: ranks that differ in it (an extra model on rank 0)
+    would wait for each other's names. Sharing a name is safe, since each operation is waited for at once.
     """
     return f"hvd_ckpt.sync_batch_norm.{direction}.{tensor.size(-1)}.{tensor.dtype}"
 
@@ -189,8 +182,7 @@ def _all_but_channels(input: Tensor) -> list[int]:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization by given statistics that are functions of every rank's input, with the gradient that
-    follows."""
+    """Normalization by statistics that depend on the inputs of all ranks, and its gradient."""
 
     @staticmethod
     def forward(
@@ -206,8 +198,7 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps), count)
         scale = None if weight is None else weight.to(mean.dtype)
         shift = None if bias is None else bias.to(mean.dtype)
-        # With the batch's own statistics in place of running ones this is the built-in kernel, for any
-        # layout.
+        # The built-in kernel for any layout, with the statistics of the batch in place of running statistics.
         return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, eps)
 
     @staticmethod
@@ -218,12 +209,18 @@ class _Normalize(torch.autograd.Function):
             )
         input, weight, mean, inverse_deviation, count = ctx.saved_tensors
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+        # With the incoming gradient g, c = input - mean, d = 1 / sqrt(variance + eps), and sums over the n values of a channel on
+        # all ranks:
+        #
+        #     gradient of the input = weight * d * (g - sum(g) / n - c * d^2 * sum(g * c) / n)
+        #
+        # The two sums are the message of the backward pass. Those of this rank alone also give its gradients of weight and bias.
         shape = [1, -1] + [1] * (input.dim() - 2)
         dims = _all_but_channels(input)
         gradient = grad_output.to(mean.dtype)
         centered = input.to(mean.dtype) - mean.view(shape)
         sums = torch.stack([gradient.sum(dims), (gradient * centered).sum(dims)])
-        # The optimizer reduces the gradients of parameters: those stay this rank's own.
+        # Gradients of parameters are those of this rank: the optimizer reduces them.
         grad_weight = (sums[1] * inverse_deviation).to(weight.dtype) if need_weight else None
         grad_bias = sums[0].clone() if need_bias else None
         grad_input = None
@@ -240,9 +237,10 @@ class _Normalize(torch.autograd.Function):
 
 @contextlib.contextmanager
 def synchronized_once(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Lets instances of Horovod's own ``SyncBatchNorm`` normalize by the operations of this file inside, so
-    that they do not communicate again in a recomputation. Only the instances are touched, and only for that
-    time."""
+    """A context in which instances of Horovod's own ``SyncBatchNorm`` normalize by the operations of this file.
+
+    So they do not communicate again in a recomputation. Only these instances change, and only for that time.
+    """
     with contextlib.ExitStack() as restore:
         for attributes in map(vars, modules):
             if _RUN in attributes:  # an outer region has replaced it already

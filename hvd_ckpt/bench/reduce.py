@@ -270,7 +270,10 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Rep
         Column("engine", lambda case: case.engine.rpartition(":")[2], left=True),
         Column("", lambda case: case.engine, key="engine"),
         Column("", lambda case: case.seconds, key="jobs"),
-        Column("step ms", lambda case: case.step, milliseconds(".1f"), key="step_seconds"),
+        Column("", lambda case: case.step, key="step_seconds"),
+        Column(
+            "step ms", lambda case: None if case.failure else case.step, milliseconds(".1f"), missing="failed"
+        ),
         *(of(name) for name in BASELINES if name in settings.engines),
         Column(
             "gradients MiB", lambda case: case.figures.get("gradient_bytes"), in_mib(), key="gradient_bytes"

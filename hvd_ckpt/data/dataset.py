@@ -1,6 +1,6 @@
-"""Common parts of the data sets: their protocol, random numbers, splits, and labelled arrays of NumPy files.
+"""Common parts of data sets: their protocol, random numbers, splits, and labelled arrays of NumPy files.
 
-Random numbers are a function of seed, epoch and sample, so that the number of ranks does not matter.
+Random numbers are a function of seed, epoch and sample, so they do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Integers = NDArray[numpy.int64]
 Source = str | os.PathLike[str] | tuple[NDArray[Any], NDArray[Any]]
 
 MOST_CLASSES = 1 << 20
-LARGEST = 1e30  # beyond it sums of squares overflow in float32
-STRETCH = 1024  # samples read together, so that statistics take little memory
+LARGEST = 1e30  # sums of squares of larger numbers overflow in float32
+STRETCH = 1024  # samples that are read at a time, so that statistics take little memory
 
 
 class Dataset(Protocol):
-    """Numbered samples; ``len()`` gives their number."""
+    """Numbered samples; ``len()`` is their number."""
 
     def __len__(self) -> int: ...
 
@@ -39,7 +39,7 @@ class Dataset(Protocol):
 
         Args:
             indices: sample numbers from 0 to ``len(self) - 1``.
-            epoch: for each of them the epoch in which it is drawn; masks and orders differ from epoch to epoch.
+            epoch: for each sample, the epoch in which it is drawn. Masks and orders differ between epochs.
 
         Raises:
             IndexError: a sample number is out of range.
@@ -48,7 +48,7 @@ class Dataset(Protocol):
 
 
 class Purpose(IntEnum):
-    """Streams of random numbers, independent of each other."""
+    """Independent streams of random numbers."""
 
     ORDER = 0
     SPLIT = 1
@@ -58,8 +58,8 @@ class Purpose(IntEnum):
 
 
 def generator(purpose: Purpose, seed: int, epoch: int = 0, sample: int = 0) -> numpy.random.Generator:
-    """A generator of random numbers that depends on these four numbers alone."""
-    # All 64 bits of each: a SeedSequence takes words of 32 bits, and a list of ints would give a large one two words.
+    """A generator of random numbers that depends on these four numbers only."""
+    # Two words of 32 bits for each number. A list of ints would give one word to a small number and two to a large one.
     key = numpy.array([seed, epoch, sample, purpose], dtype=numpy.uint64).view(numpy.uint32)
     return numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence(key)))
 
@@ -67,7 +67,7 @@ def generator(purpose: Purpose, seed: int, epoch: int = 0, sample: int = 0) -> n
 def generators(
     purpose: Purpose, seed: int, epochs: Integers, samples: Integers
 ) -> Iterator[numpy.random.Generator]:
-    """For each sample the :func:`generator` of its epoch."""
+    """The :func:`generator` of each sample in its epoch."""
     for epoch, sample in zip(epochs.tolist(), samples.tolist()):
         yield generator(purpose, seed, epoch, sample)
 
@@ -77,7 +77,7 @@ def check_samples(indices: Sequence[int], epoch: Sequence[int], samples: int) ->
 
     Raises:
         IndexError: a sample number is out of range.
-        ValueError: there are not as many epochs as sample numbers, or the batch is empty.
+        ValueError: the numbers of epochs and samples differ, or the batch is empty.
     """
     which, epochs = numpy.asarray(indices, dtype=numpy.int64), numpy.asarray(epoch, dtype=numpy.int64)
     if which.ndim != 1 or which.shape != epochs.shape or not len(which):
@@ -91,7 +91,7 @@ def check_samples(indices: Sequence[int], epoch: Sequence[int], samples: int) ->
 
 
 def validation_size(samples: int, share: float) -> int:
-    """The number of samples to evaluate on: that share of them, but at least one on either side; 0 for a share of 0.
+    """The number of samples for evaluation: that share of them, with at least one on each side; 0 for a share of 0.
 
     Raises:
         ValueError: there is only one sample.
@@ -104,11 +104,11 @@ def validation_size(samples: int, share: float) -> int:
 
 
 class ConsecutiveSamples:
-    """Samples of which the last ones are for evaluation.
+    """Samples whose last ones are for evaluation.
 
     Args:
-        count: how many there are.
-        seed: of random numbers.
+        count: number of samples.
+        seed: seed of random numbers.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -118,7 +118,7 @@ class ConsecutiveSamples:
         return self._count
 
     def split(self, share: float) -> tuple[Self, Self | None]:
-        """Data sets for training and for evaluation, which is the last ``share`` of the samples, or None for a share of 0.
+        """Data sets for training and for evaluation. The latter has the last ``share`` of the samples; None for a share of 0.
 
         Raises:
             ValueError: there is only one sample.
@@ -129,24 +129,29 @@ class ConsecutiveSamples:
 
     def _part(self, first: int, count: int) -> Self:
         part = copy.copy(self)
-        part._first += first
-        part._count = count
+        part.narrow(first, count)
         return part
+
+    def narrow(self, first: int, count: int) -> None:
+        """Keeps ``count`` samples from sample ``first`` on."""
+        self._first += first
+        self._count = count
 
 
 # ------------------------------------------------------------------------------------ labelled arrays
 
 
 def load_arrays(source: Source, samples: str) -> tuple[NDArray[Any], NDArray[Any], str]:
-    """Samples, their labels, and a name for messages.
+    """Samples, their labels, and a name of the source for messages.
 
     Args:
         source: an .npz file with the arrays ``samples`` and ``labels``, or the two arrays.
         samples: the name of the array of samples.
 
     Raises:
-        ValueError: the file is missing or not such a file; arrays are missing, empty, of unequal length or not numeric; labels are
-            not whole numbers from 0. One sentence.
+        ValueError: the file is missing or invalid; arrays are missing, empty, of different lengths or not numeric; or labels are
+        not
+            whole numbers from 0. The message is one sentence.
     """
     if isinstance(source, tuple):
         name = "the arrays"
@@ -180,7 +185,7 @@ def _read(path: Path, name: str, wanted: tuple[str, ...]) -> list[NDArray[Any]]:
         raise ValueError(f"cannot read {name}: {error.strerror or error}") from None
     except Exception as error:  # zipfile, zlib and NumPy raise nearly anything for a damaged file
         reason = one_line(str(error)) or type(error).__name__
-        if "pickle" in reason.lower():  # NumPy takes what is not one of its files for a pickle
+        if "pickle" in reason.lower():  # NumPy takes any other file for a pickle
             reason = "it holds Python objects, which are not loaded, or is not an .npz file"
         raise ValueError(
             f"cannot use {name}: {reason}: give an .npz file with {' and '.join(wanted)}"
@@ -190,10 +195,11 @@ def _read(path: Path, name: str, wanted: tuple[str, ...]) -> list[NDArray[Any]]:
 def channel_statistics(
     values: NDArray[Any], which: Integers
 ) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32]]:
-    """Mean and standard deviation of each channel of some samples, values being (samples, channels, ...).
+    """Mean and standard deviation of each channel over the samples ``which`` of ``values`` (samples, channels, ...).
 
-    A channel that is constant has the deviation 1.
+    A constant channel has the deviation 1.
     """
+    # Sums in float64 over one stretch of samples at a time, so that no copy of all samples is made.
     axes = (0, *range(2, values.ndim))
     total = squares = numpy.zeros(values.shape[1])
     for first in range(0, len(which), STRETCH):
@@ -208,7 +214,7 @@ def channel_statistics(
 
 
 class StandardisedSamples(ABC):
-    """Samples that are split at random, and standardised by those that are trained on."""
+    """Samples that are split at random, and standardised by the statistics of the training samples."""
 
     _chosen: Integers
     _seed: int
@@ -217,8 +223,9 @@ class StandardisedSamples(ABC):
         return len(self._chosen)
 
     def split(self, share: float) -> tuple[Self, Self | None]:
-        """Data sets for training and for evaluation: a random ``share`` of the samples, or None for a share of 0. Both are
-        standardised by the samples of the first.
+        """Data sets for training and for evaluation. The latter has a random ``share`` of the samples; None for a share of 0.
+
+        Both are standardised by the training samples.
 
         Raises:
             ValueError: there is only one sample.
@@ -228,12 +235,16 @@ class StandardisedSamples(ABC):
             return self, None
         order = generator(Purpose.SPLIT, self._seed).permutation(len(self))
         training, evaluation = copy.copy(self), copy.copy(self)
-        training._chosen = self._chosen[numpy.sort(order[count:])]
-        evaluation._chosen = self._chosen[numpy.sort(order[:count])]
-        training._standardise_by(training._chosen)
-        evaluation._standardise_by(training._chosen)
+        trained_on = self._chosen[numpy.sort(order[count:])]
+        training.select(trained_on, trained_on)
+        evaluation.select(self._chosen[numpy.sort(order[:count])], trained_on)
         return training, evaluation
+
+    def select(self, which: Integers, trained_on: Integers) -> None:
+        """Keeps the samples ``which``, standardised by the samples ``trained_on``."""
+        self._chosen = which
+        self._standardise_by(trained_on)
 
     @abstractmethod
     def _standardise_by(self, which: Integers) -> None:
-        """Takes mean and deviation of these samples."""
+        """Sets mean and deviation to those of these samples."""

@@ -1,7 +1,7 @@
-"""Batches and training objectives: the loss of a batch, the number of terms it is a mean of, and metrics.
+"""Batches and training objectives: the loss of a batch, the number of terms that it is a mean of, and metrics.
 
-A mean over a batch that is split, over micro-batches or over ranks, is the mean of the whole only if each part counts with its
-number of terms; so every objective tells that number from the batch alone, before the model has run.
+If a batch is split over micro-batches or ranks, its mean is the weighted mean of the parts, by their numbers of terms. So every
+objective computes that number from the batch alone, before the model runs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.nn import functional
 
 from hvd_ckpt.processes.devices import to_device
 
-IGNORED = -100  # the target of positions that count nothing, as torch's cross_entropy has it
+IGNORED = -100  # the target of ignored positions, as in torch's cross_entropy
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples for one call of a model, and what should come out.
+    """Samples for one call of a model, with their targets.
 
-    The first dimension of every tensor counts the samples, so a batch can be split.
+    The first dimension of each tensor is the number of samples, so a batch can be split.
 
     Attributes:
-        inputs: the model's positional arguments.
-        targets: what the loss compares the model's output with.
+        inputs: positional arguments of the model.
+        targets: targets that the loss compares with the output of the model.
         shared: keyword arguments that all blocks of the model share, such as masks.
     """
 
@@ -39,16 +39,16 @@ class Batch:
         return len(self.targets)
 
     def split(self, parts: int) -> list[Batch]:
-        """The batch in that many parts, whose lengths differ by one at most; in fewer, if it has fewer samples."""
+        """The batch in ``parts`` parts whose lengths differ by at most one; in fewer if it has fewer samples."""
         parts = max(min(parts, len(self)), 1)
         cut = [tensor.tensor_split(parts) for tensor in (*self.inputs, self.targets, *self.shared.values())]
         return [
             Batch(
-                one[: len(self.inputs)],
-                one[len(self.inputs)],
-                dict(zip(self.shared, one[len(self.inputs) + 1 :])),
+                part[: len(self.inputs)],
+                part[len(self.inputs)],
+                dict(zip(self.shared, part[len(self.inputs) + 1 :])),
             )
-            for one in zip(*cut)
+            for part in zip(*cut)
         ]
 
     def to(self, device: torch.device) -> Batch:
@@ -64,18 +64,18 @@ class Objective(ABC):
     """A loss that is a mean over terms.
 
     Attributes:
-        unit: what throughput counts.
+        unit: the unit of throughput.
     """
 
     unit: str
 
     def weight(self, batch: Batch) -> float:
-        """The number of terms that the loss of ``batch`` is the mean of: its samples."""
+        """The number of terms that the loss of ``batch`` is the mean of; by default its samples."""
         return float(len(batch))
 
     @abstractmethod
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """The mean, a tensor of one number; 0 where there are no terms."""
+        """The mean loss, a tensor with one element; 0 without terms."""
 
     @abstractmethod
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -86,12 +86,12 @@ class Objective(ABC):
         return {}
 
     def units(self, batch: Batch) -> int:
-        """How many of :attr:`unit` a batch has."""
+        """The number of :attr:`unit` in a batch."""
         return len(batch)
 
 
 class NextOrHiddenToken(Objective):
-    """Cross entropy of tokens: scores (batch, positions, vocabulary), targets (batch, positions), -100 where nothing is asked."""
+    """Cross entropy of tokens: scores (batch, positions, vocabulary), targets (batch, positions), -100 for ignored positions."""
 
     unit = "tokens"
 
@@ -109,7 +109,7 @@ class NextOrHiddenToken(Objective):
         return {"accuracy": right / _terms(batch)}
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Perplexity: of the next token, or of those that are predicted where they were hidden."""
+        """Perplexity of the next token or of the hidden tokens."""
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan}
 
     def units(self, batch: Batch) -> int:
@@ -117,7 +117,7 @@ class NextOrHiddenToken(Objective):
 
 
 def _terms(batch: Batch) -> Tensor:
-    """Of a mean over tokens, at least 1; left on its device."""
+    """The number of terms of a mean over tokens, at least 1, on the device of the targets."""
     return (batch.targets != IGNORED).sum().clamp(min=1)
 
 
@@ -134,8 +134,11 @@ class Classification(Objective):
 
 
 class Segmentation(Objective):
-    """One minus the Dice coefficient of each volume (Milletari et al., "V-Net", 2016, equation in section 3), averaged over the
-    classes but the background: scores (batch, classes, depth, height, width), targets (batch, depth, height, width)."""
+    """One minus the Dice coefficient of each volume, averaged over all classes except the background.
+
+    Scores are (batch, classes, depth, height, width), targets (batch, depth, height, width). The coefficient is that of Milletari
+    et al., "V-Net", 2016, equation in section 3.
+    """
 
     unit = "volumes"
 
@@ -153,12 +156,12 @@ def _one_hot(labels: Tensor, classes: int) -> Tensor:
     return functional.one_hot(labels, classes).movedim(-1, 1).float()
 
 
-def _dice(found: Tensor, wanted: Tensor) -> Tensor:
-    """The coefficient of each volume and each class but the background, (batch, classes - 1)."""
-    found, wanted = found[:, 1:].flatten(2), wanted[:, 1:].flatten(2)
-    smallest = torch.finfo(found.dtype).tiny  # both empty: 1
-    return (2 * (found * wanted).sum(2) + smallest) / (
-        found.square().sum(2) + wanted.square().sum(2) + smallest
+def _dice(predicted: Tensor, target: Tensor) -> Tensor:
+    """The coefficient of each volume and each class except the background, (batch, classes - 1)."""
+    predicted, target = predicted[:, 1:].flatten(2), target[:, 1:].flatten(2)
+    smallest = torch.finfo(predicted.dtype).tiny  # both empty: 1
+    return (2 * (predicted * target).sum(2) + smallest) / (
+        predicted.square().sum(2) + target.square().sum(2) + smallest
     )
 
 
@@ -169,4 +172,4 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "images": Classification,
     "volumes": Segmentation,
 }
-"""By the kind of data set that a model needs."""
+"""Objectives by the kind of data set that a model needs."""

@@ -1,8 +1,8 @@
-"""The order of samples, a function of seed and epoch alone, and loaders of one rank's batches.
+"""Order of samples, which depends on seed and epoch only, and loaders of the batches of one rank.
 
-The epochs' permutations follow one another. A global batch is the next samples of that sequence, and rank r takes every size-th of
-them from the r-th on; so each sample is seen once in an epoch, by one rank, whatever the number of ranks. The position in the data
-is one integer, the number of samples consumed, and any number of ranks can resume from it.
+The permutations of the epochs follow one another and form one sequence. A global batch is the next samples of this sequence, and
+rank r of n gets every n-th of them, from the r-th on. So each sample goes to one rank, once per epoch, with any number of ranks.
+The position in the data is one integer, the number of samples consumed, from which any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ PREFETCHED = 2  # batches
 
 
 class DistributedSampler(torch.utils.data.Sampler[list[int]]):
-    """All samples in random order, epoch after epoch, in batches of this rank; a ``batch_sampler`` that resumes where it was.
+    """A ``batch_sampler`` of the batches of one rank, which can resume. It yields all samples in random order, epoch after epoch.
 
-    In place of ``torch.utils.data.DistributedSampler`` and its ``set_epoch``. The epochs follow one another, and a global batch is
-    the next ``batch_size * num_replicas`` samples, so the position is one number, from which any number of ranks resumes.
-    Iteration starts there and yields whole batches; the few samples that do not fill a last one are left out.
+    It replaces ``torch.utils.data.DistributedSampler`` and its ``set_epoch``. The epochs follow one another, and a global batch is
+    the next ``batch_size * num_replicas`` samples. So the position is one number, from which any number of ranks can resume.
+    Iteration starts at the position and yields whole batches; the samples that do not fill a last batch are left out.
 
-    Give it to :class:`DataLoader`; torch's asks for batches ahead of the loop, so that the position would not be the loop's.
+    Use it with :class:`DataLoader`. PyTorch's own asks for batches ahead of the loop, so the position would be ahead of the loop.
 
     Args:
-        dataset: it, or the number of its samples.
-        batch_size: samples of each rank in a batch.
-        num_replicas, rank: by default the ranks of the job, of one pipeline stage, and this one.
-        seed: of the order, from 0 to 2**63 - 1.
-        epochs: the number of epochs; None for a sequence without an end.
-        shuffle: random order; False for the order of the data set, in every epoch.
+        dataset: the data set, or the number of its samples.
+        batch_size: number of samples of each rank in a batch.
+        num_replicas, rank: number of ranks and this rank; by default those of the job or of one pipeline stage.
+        seed: seed of the order, from 0 to 2**63 - 1.
+        epochs: number of epochs; None for an endless sequence.
+        shuffle: whether the order is random. If not, each epoch has the order of the data set.
 
     Attributes:
-        position: samples that all ranks together have consumed.
-        samples: in the data set.
-        length: samples in the whole sequence; None if it has no end.
+        position: number of samples that all ranks together have consumed.
+        samples: number of samples in the data set.
+        length: number of samples in the whole sequence; None if it is endless.
 
     Raises:
-        ValueError: there are no samples, or an argument is not a positive number.
+        ValueError: there are no samples, or an argument is invalid.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks together take at a time."""
+        """Number of samples that all ranks together take at a time."""
         ranks: int = hvd.size() if self._num_replicas is None else self._num_replicas
         return self.batch_size * ranks
 
@@ -101,22 +101,22 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         """The number of batches in the whole sequence.
 
         Raises:
-            TypeError: it has no end.
+            TypeError: the sequence is endless.
         """
         if self.length is None:
             raise TypeError("a DistributedSampler without epochs has no length: give epochs")
         return self.length // self.global_batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position, and what it is a position in."""
+        """The position, and the order that it is valid for."""
         of_order = {"samples": self.samples, "seed": self.seed, "shuffle": int(self._shuffle)}
         return {"position": self.position, **of_order}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from a position, with any number of ranks.
+        """Resumes from a position, with any number of ranks.
 
         Raises:
-            ValueError: it is in another number of samples, or in another order.
+            ValueError: the position is for another number of samples or another order.
         """
         for name, here in self.state_dict().items():
             if name != "position" and state.get(name, here) != here:
@@ -130,25 +130,32 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         """One rank's part of the global batch at a position.
 
         Args:
-            position: samples that all ranks together have consumed before.
-            count: samples in the global batch; it is shorter where the sequence ends.
+            position: number of samples that all ranks together have consumed before.
+            count: number of samples in the global batch, which is shorter at the end of the sequence.
             rank, size: this rank, and the number of ranks.
 
         Returns:
-            Sample numbers, and the epoch of each. The parts of two ranks differ by at most one sample; a rank may get none of a
-            short last batch.
+            The sample numbers and the epoch of each sample. The parts of two ranks differ by at most one sample. A rank may get no
+            sample of a short last batch.
         """
+        # With 5 samples, 2 ranks and global batches of 4:
+        #
+        #     position    0 1 2 3   4 5 6 7   8 9      where batches end does not depend on the epochs
+        #     epoch       0 0 0 0   0 1 1 1   1 1
+        #     rank        0 1 0 1   0 1 0 1   0 1
+        #
+        # Sample numbers are the permutation of the epoch at the offset in the epoch, position % 5.
         end = position + count if self.length is None else min(position + count, self.length)
         positions = numpy.arange(position + rank, max(end, position + rank), size)
         epochs, offsets = numpy.divmod(positions, self.samples)
-        found = offsets
+        numbers = offsets
         for epoch in numpy.unique(epochs) if self._shuffle else ():
             here = epochs == epoch
-            found[here] = self._permutation(int(epoch))[offsets[here]]
-        return found.tolist(), epochs.tolist()
+            numbers[here] = self._permutation(int(epoch))[offsets[here]]
+        return numbers.tolist(), epochs.tolist()
 
     def batches_left(self, position: int, count: int) -> int | None:
-        """The number of global batches of ``count`` samples from a position on; None if there is no end."""
+        """The number of global batches of ``count`` samples from a position on; None for an endless sequence."""
         return None if self.length is None else -(-max(self.length - position, 0) // count)
 
     def _permutation(self, epoch: int) -> NDArray[numpy.integer]:
@@ -159,19 +166,21 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """``torch.utils.data.DataLoader`` that resumes: it knows how far the loop has come, whatever its workers have loaded ahead.
+    """A ``torch.utils.data.DataLoader`` that can resume: its position is that of the loop, however far its workers have loaded
+    ahead.
 
-    Its state is the position of its ``batch_sampler`` after the last batch that it has yielded. Each iteration seeds its workers by
-    seed, position and rank (persistent workers once), where torch's draws from the default generator, so that dropout would draw
-    other numbers after a resume. Random augmentation should depend on the number of the sample: workers are not in the state.
+    Its state is the position of its ``batch_sampler`` after the last yielded batch. Each iteration seeds the workers by seed,
+    position and rank (persistent workers once). PyTorch's own draws the seed from the default generator, after which dropout would
+    draw other numbers in a resumed run. The random state of workers is not part of the state, so random augmentation should depend
+    on the number of the sample.
 
     Args:
-        dataset: map-style.
+        dataset: a map-style data set.
         batch_sampler: a :class:`DistributedSampler`.
         options: further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
     Raises:
-        TypeError: ``batch_sampler`` is something else.
+        TypeError: ``batch_sampler`` is not a :class:`DistributedSampler`.
     """
 
     def __init__(self, dataset: Any, batch_sampler: DistributedSampler, **options: Any) -> None:
@@ -192,41 +201,41 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """That of the sampler."""
+        """The state of the sampler."""
         sampler: Any = self.batch_sampler
         state: dict[str, int] = sampler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from a position, in the next iteration.
+        """Resumes from a position in the next iteration.
 
         Raises:
-            ValueError: as :meth:`DistributedSampler.load_state_dict`.
+            ValueError: as in :meth:`DistributedSampler.load_state_dict`.
         """
         sampler: Any = self.batch_sampler
         sampler.load_state_dict(state)
 
 
 class Loader:
-    """Iterates over ``(batch, samples)``, a rank's parts of each global batch in turn, to the end of the sampler's sequence.
+    """Iterator over ``(batch, samples)``: the parts of a rank of each global batch, to the end of the sampler's sequence.
 
-    The next two batches are made in a thread while the model works on this one: a process started beside Horovod would have to
-    import everything again. ``samples`` is the length of the batch, or 0 for a part that gets no sample of a short last global
-    batch: it then holds the first sample of the global batch, so that it can take part in the step, with a weight of 0.
+    A thread loads the next two batches while the model computes the current one. (A process beside Horovod would have to import
+    everything again.) ``samples`` is the length of the batch. It is 0 for a part that gets no sample of a short last global batch.
+    Such a part has the first sample of the global batch, so that it can take part in the step, with a weight of 0.
 
-    A context manager; :meth:`close` ends the thread. An error in the thread is raised where its batch is asked for, and ends the
-    iteration.
+    The loader is a context manager; :meth:`close` ends the thread. An error in the thread is raised when its batch is requested,
+    and ends the iteration.
 
     Args:
-        dataset: its ``batch`` runs in the thread.
+        dataset: the data set, whose ``batch`` runs in the thread.
         sampler: the order of its samples.
-        batch: samples in each part of a global batch.
+        batch: number of samples in each part of a global batch.
         rank, size: this rank, and the number of ranks.
-        position: samples that all ranks together have consumed before.
-        parts: consecutive parts of each global batch that a rank has: its logical replicas, or 1.
+        position: number of samples that all ranks together have consumed before.
+        parts: number of consecutive parts of each global batch that a rank has: its logical replicas, or 1.
 
     Attributes:
-        position: samples that all ranks together have consumed, up to the global batch whose last part was returned last.
+        position: number of samples that all ranks together have consumed, up to the global batch whose last part was returned last.
     """
 
     def __init__(
@@ -254,6 +263,7 @@ class Loader:
         return end if length is None else min(end, length)
 
     def _request(self) -> None:
+        # All parts of this rank of one global batch come before the first part of the next one.
         end = self._end(self._requested)
         if end > self._requested:
             self._batches.append(self._thread.submit(self._make, self._requested, self._own[self._next]))

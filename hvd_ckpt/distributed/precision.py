@@ -56,7 +56,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
         self._reduced: set[int] = (
             set()
         )  # optimizers whose gradients unscale_() has reduced since the last update()

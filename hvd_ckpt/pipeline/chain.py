@@ -1,12 +1,12 @@
-"""A chain of blocks with arguments that all of them share, such as the mask of a transformer.
+"""Chains of blocks with arguments that all blocks share, such as the mask of a transformer.
 
-The shared arguments are derived once per forward pass and handed to each block as keyword arguments; only the hidden state flows
-from block to block. Blocks hold nothing of a batch, so a recomputation finds what its own forward pass was given,
-however many forward passes came in between.
+The shared arguments are computed once per forward pass, and each block gets them as keyword arguments. Only the hidden state passes
+from block to block. Blocks store nothing of a batch, so a recomputation uses the arguments of its own forward pass, even if other
+forward passes have run in between.
 
-A model of Hugging Face's ``transformers`` becomes a chain of blocks that hold its own modules, so its weights, configuration and
-file format stay what they are; only the loop over the layers is replaced. What that loop derives of masks is derived in
-:meth:`Chain.prepare`.
+A model of Hugging Face's ``transformers`` becomes a chain of blocks that hold the model's own modules. Its weights, configuration
+and file format stay the same, and only the loop over the layers is replaced. :meth:`Chain.prepare` computes the masks of that
+loop.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 
 
 class Chain(nn.Sequential):
-    """A chain whose blocks share keyword arguments, recomputed every ``checkpoint_interval`` blocks.
+    """A chain whose blocks share keyword arguments, recomputed in segments of ``checkpoint_interval`` blocks.
 
-    A block takes what the block before it returns (the parts of a plain tuple as positional arguments, or the tuple itself, see
-    :func:`hvd_ckpt.checkpoint_sequential`) and those shared keyword arguments that its ``forward`` names. Every block is a module
-    with children of its own, so that a planner sees one block where the chain has one.
+    A block takes the result of the previous block and the shared keyword arguments that its ``forward`` names. The parts of a
+    plain tuple are positional arguments, as in :func:`hvd_ckpt.checkpoint_sequential`. Each block is a module with children, so
+    that a planner sees it as one block.
 
     Args:
-        blocks: modules, or one ``OrderedDict`` of names and modules, as for ``nn.Sequential``.
-        checkpoint_interval: blocks in each recomputed segment, DeepSpeed's ``activation_checkpoint_interval``; the last segment is
-            kept. 0 recomputes nothing. It may be changed between forward passes.
-        use_reentrant: which of PyTorch's two ways to recompute, as in :func:`hvd_ckpt.checkpoint`.
+        blocks: modules, or one ``OrderedDict`` of names and modules, as in ``nn.Sequential``.
+        checkpoint_interval: number of blocks in each recomputed segment, as DeepSpeed's ``activation_checkpoint_interval``. The
+        last
+            segment is kept. 0 recomputes nothing. The value may be changed between forward passes.
+        use_reentrant: which of PyTorch's two variants recomputes, as in :func:`hvd_ckpt.checkpoint`.
 
     Raises:
-        ValueError: for a ``checkpoint_interval`` that is negative or no whole number.
+        ValueError: ``checkpoint_interval`` is negative or not an int.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Chain(nn.Sequential):
 
     @property
     def checkpoint_interval(self) -> int:
-        """Blocks in each recomputed segment; 0 recomputes nothing."""
+        """Number of blocks in each recomputed segment; 0 recomputes nothing."""
         return self._checkpoint_interval
 
     @checkpoint_interval.setter
@@ -64,18 +65,18 @@ class Chain(nn.Sequential):
         self._checkpoint_interval = blocks
 
     def to_layers(self) -> list[nn.Module]:
-        """The blocks in order, for ``checkpoint_sequential`` or a pipeline: they take what :meth:`prepare` returns."""
+        """The blocks in order, for ``checkpoint_sequential`` or a pipeline. They take the result of :meth:`prepare`."""
         return list(self)
 
     def prepare(self, *inputs: Any, **shared: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Splits the arguments of a call into those of the first block and those that all blocks share.
 
-        Runs once per forward pass, before the blocks and outside of every recomputation.
+        It runs once per forward pass, before the blocks and outside of any recomputation.
         """
         return inputs, shared
 
     def forward(self, *inputs: Any, **shared: Any) -> Any:
-        """Runs :meth:`prepare`, then the blocks; returns what the last of them returns."""
+        """Runs :meth:`prepare` and the blocks; returns the result of the last block."""
         inputs, shared = self.prepare(*inputs, **shared)
         return checkpoint_sequential(
             self.to_layers(), self._segments(), *inputs, use_reentrant=self.use_reentrant, **shared
@@ -89,7 +90,9 @@ class Chain(nn.Sequential):
         return [interval] * full + [rest] * bool(rest)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):  # a part of a chain takes what the whole chain has prepared
+        if isinstance(
+            index, slice
+        ):  # a part of a chain takes the arguments that the whole chain has prepared
             return Chain(
                 OrderedDict(list(self._modules.items())[index]),
                 checkpoint_interval=self.checkpoint_interval,
@@ -102,11 +105,11 @@ class Chain(nn.Sequential):
 
 
 class WrappedChain(Chain):
-    """A model of ``transformers`` as a chain; training one trains the other.
+    """A model of ``transformers`` as a chain with the same weights.
 
     Args:
         model: the model.
-        blocks: names and blocks, made of the model's own modules.
+        blocks: names and blocks, which consist of the model's own modules.
         checkpoint_interval: as in :class:`Chain`.
     """
 
@@ -115,36 +118,36 @@ class WrappedChain(Chain):
     ) -> None:
         super().__init__(blocks, checkpoint_interval=checkpoint_interval)
         self.training = model.training
-        # Not as a child: its modules are in the blocks, and would be in the state_dict twice.
+        # Not as a child: the blocks have its modules, which would be in the state_dict twice.
         self.__dict__["_wrapped"] = model
 
     @property
     def transformers_model(self) -> PreTrainedModel:
-        """The model itself, with the weights as they are now; its ``save_pretrained`` writes a folder of it."""
+        """The model with its current weights; its ``save_pretrained`` writes a folder."""
         model: PreTrainedModel = self.__dict__["_wrapped"]
         return model
 
     def _like_hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A tensor with the batch, length, precision and device of the hidden states, all that ``transformers`` reads of them
-        when it makes a mask."""
+        """A tensor with the batch, length, dtype and device of the hidden states, which is all that ``transformers`` uses to make a
+        mask."""
         return torch.empty(*tokens.shape, 1, dtype=self.transformers_model.dtype, device=tokens.device)
 
 
 class LayerBlock(nn.Module):
-    """One layer: hidden states in, hidden states out, (batch, length, width) both."""
+    """One layer from hidden states to hidden states, both (batch, length, width)."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """``attention_mask`` is what the chain makes of its own: true, or 0, where a position (dimension 2) sees another (3)."""
+        """``attention_mask`` is the mask of the chain: true, or 0, where a position (dimension 2) sees another one (3)."""
         output: torch.Tensor = self.layer(hidden, attention_mask=attention_mask)
         return output
 
 
 class HeadBlock(nn.Module):
-    """Hidden states to a score for every token of the vocabulary: (batch, length, vocabulary)."""
+    """The head, from hidden states to scores of each token of the vocabulary, (batch, length, vocabulary)."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Clipping of gradients by their norm over all pipeline stages, as ``torch.nn.utils.clip_grad_norm_`` does for a whole model.
 
-The norm of each parameter is exchanged once between the stages, so that the total has the bits of the unstaged model; where
-gradients are sharded (stages 2 and 3) the norm of each stage, to rounding.
+The stages exchange the norm of each parameter once, so the total has the bits of the unstaged model. With sharded gradients (stages
+2 and 3), they exchange one norm for each stage, and the total is equal up to rounding.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ def clip_over_stages(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clips the gradients of this rank's parameters by the norm of those of all stages. Collective over all ranks.
+    """Clips the gradients of this rank's parameters by the norm over all stages. Collective over all ranks.
 
     Args:
-        parameters: those of this rank.
-        places: of each, its place among the parameters of the whole model.
+        parameters: parameters of this rank.
+        places: for each parameter, its place among the parameters of the whole model.
         count: number of parameters of the whole model.
-        grid: links the stages.
+        grid: connects the stages.
         max_norm, norm_type, error_if_nonfinite: as in ``torch.nn.utils.clip_grad_norm_``.
 
     Returns:
         The norm before clipping, the same on every rank.
 
     Raises:
-        RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
+        RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; raised on every rank.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     owners = owners_of(parameters)
@@ -52,7 +52,8 @@ def clip_over_stages(
     for parameter, gradient in gradients.items():
         measured[places[parameter]] = torch.linalg.vector_norm(gradient, norm_type).double()
     norms, dtype = _gathered(grid, measured, {gradient.dtype for gradient in gradients.values()})
-    chosen = norms.max(dim=0).values  # copies of a tied parameter have one norm
+    # A stage without a parameter has -1 in its place. Copies of a tied parameter have equal norms, one of which counts.
+    chosen = norms.max(dim=0).values
     total = _joined(chosen.to(dtype), norm_type)
     _check_finite(total, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
@@ -75,7 +76,7 @@ def _clip_sharded(
 
 
 def _gathered(grid: Grid, measured: Tensor, dtypes: Collection[torch.dtype]) -> tuple[Tensor, torch.dtype]:
-    """What each stage has measured, a row each, and the dtype of the norm over all of them. Collective."""
+    """The measurements of each stage, one row for each, and the dtype of the total norm. Collective."""
     there = torch.tensor([dtype in dtypes for dtype in _DTYPES], dtype=torch.float64)
     rows = torch.stack(grid.gather(torch.cat([measured, there])))
     norms, marks = rows[:, : len(measured)], rows[:, len(measured) :]
@@ -83,8 +84,8 @@ def _gathered(grid: Grid, measured: Tensor, dtypes: Collection[torch.dtype]) -> 
 
 
 def _joined(norms: Tensor, norm_type: float) -> Tensor:
-    """The norm of several norms; those below zero stand for missing gradients."""
-    there = norms[~(norms < 0)]  # nan is there
+    """The norm of several norms. A negative one stands for a missing gradient."""
+    there = norms[~(norms < 0)]  # includes nan
     total: Tensor = torch.linalg.vector_norm(there, norm_type) if there.numel() else norms.new_zeros(())
     return total
 

@@ -1,16 +1,51 @@
-"""The stages that a plan gives, and the weights of blocks that are on other stages."""
+"""Options of a pipeline, the cuts that a plan gives, and the weights of blocks on other stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
 
 
-def cuts_of(plan: Plan, stages: int, checkpoint: str | None, given: Sequence[str]) -> PipelinePlan:
-    """The stages of a plan, for a pipeline of so many that was given no other arguments about them."""
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Arguments of :class:`hvd_ckpt.Pipeline` besides the model."""
+
+    balance: Sequence[int] | None = None
+    plan: Plan | None = None
+    chunks: int | None = None
+    schedule: str | None = None
+    checkpoint: str | None = None
+    virtual_stages: int | None = None
+    costs: Sequence[float] | None = None
+
+
+def options_of(planned: PipelinePlan) -> PipelineOptions:
+    """The options that a plan for stages gives."""
+    return PipelineOptions(
+        planned.balance,
+        chunks=planned.micro_batches,
+        schedule=planned.schedule,
+        checkpoint="auto",
+        virtual_stages=planned.virtual_stages,
+    )
+
+
+def cuts_of(plan: Plan, stages: int, options: PipelineOptions) -> PipelinePlan:
+    """The cuts of a plan.
+
+    Args:
+        plan: a plan for stages.
+        stages: number of stages of the pipeline.
+        options: of the pipeline, which must not include what the plan gives.
+
+    Raises:
+        PlanError: the plan has no stages or another number of stages.
+        ValueError: an option is given that the plan gives.
+    """
     if plan.pipeline is None:
         raise PlanError("The plan was made without stages: make one with hc.plan(..., stages=hc.stages()).")
     if plan.pipeline.stages != stages:
@@ -18,7 +53,12 @@ def cuts_of(plan: Plan, stages: int, checkpoint: str | None, given: Sequence[str
             f"The plan was made for {plan.pipeline.stages} stages, and this job has {stages}: make one with "
             f"hc.plan(..., stages={stages})."
         )
-    if given or checkpoint not in (None, "auto"):
+    given = [
+        name
+        for name, value in vars(options).items()
+        if value is not None and name not in ("plan", "checkpoint")
+    ]
+    if given or options.checkpoint not in (None, "auto"):
         raise ValueError(
             f"Pipeline: the plan gives {', '.join(given or ['checkpoint'])} already: leave it out"
         )
@@ -26,7 +66,7 @@ def cuts_of(plan: Plan, stages: int, checkpoint: str | None, given: Sequence[str
 
 
 def release_weights(blocks: Sequence[nn.Module], kept: Sequence[nn.Module]) -> None:
-    """Frees the weights of blocks, but for those of modules that other blocks have as well."""
+    """Frees the weights of ``blocks``, except those of modules that the kept blocks have as well."""
     modules = {module for block in kept for module in block.modules()}
     for block in blocks:
         for module in block.modules():
@@ -34,7 +74,7 @@ def release_weights(blocks: Sequence[nn.Module], kept: Sequence[nn.Module]) -> N
                 continue
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    # setattr() also reaches the list of weights that a recurrent module keeps.
+                    # setattr() also updates the list of weights that a recurrent module keeps.
                     freed = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
                     setattr(module, name, freed)
             for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""The passes of one step through the chunks of one rank, with the messages between them."""
+"""Execution of one step of a pipeline on one rank: the passes through its chunks, and the messages between chunks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hvd_ckpt.pipeline.skip import Key, Skip, skips_of_chunk
 from hvd_ckpt.pipeline.transport import Received, Transport, put_together, take_apart
 from hvd_ckpt.planning.schedule import BACKWARD, FORWARD, Action, Edge
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
-from hvd_ckpt.recompute.sequential import Segment, accepted_names, as_arguments
+from hvd_ckpt.recompute.sequential import LayerSegment, accepted_names, as_arguments
 from hvd_ckpt.utils.frames import is_recomputing, without_recomputation
 
-FIRST_TAG = 16  # of values and gradients; those below are for what belongs to a whole step
+FIRST_TAG = 16  # first tag of values and gradients; lower tags are for messages of a whole step
 WAIT, RECOMPUTE = "wait", "recompute"
 Recorder = Callable[[str, int, int], AbstractContextManager[Any]]
 _NOT_RECORDED = contextlib.nullcontext()
@@ -33,11 +33,11 @@ class Chunk:
     """Consecutive blocks of a chain that run on one rank.
 
     Args:
-        blocks: all blocks of the chain; those of other ranks are only asked for the arguments that they accept.
-        number, count: which chunk this is, and of how many.
-        first, end: the numbers of its first block and of the block after its last.
+        blocks: all blocks of the chain. Blocks of other ranks are only asked for the arguments that they accept.
+        number, count: number of this chunk and of all chunks.
+        first, end: numbers of its first block and of the block after its last.
         skips: all skip connections of the chain.
-        skip_targets: the chunk that each of them leads to.
+        skip_targets: for each skip connection, the chunk that it leads to.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Chunk:
         self.all_blocks, self.blocks = blocks, list(blocks[first:end])
         self.own = range(first, end)
         self.skips, self.skip_targets = skips, skip_targets
-        self._segments: dict[frozenset[str], Segment] = {}
+        self._segments: dict[frozenset[str], LayerSegment] = {}
 
     def run(
         self,
@@ -67,18 +67,21 @@ class Chunk:
         """The forward pass of one micro-batch.
 
         Args:
-            arguments: of the first block.
-            given: skip connections from other chunks, by their numbers.
+            arguments: arguments of the first block.
+            given: values of skip connections from other chunks, by their numbers.
             shared: keyword arguments that all blocks share.
-            keeps: a context for a forward pass that keeps activations; None if the whole chunk is recomputed in the backward pass.
-            recomputing: makes a context around a recomputation.
+            keeps: a context for a forward pass that keeps activations; None to recompute the whole chunk in the backward pass.
+            recomputing: makes a context for a recomputation.
 
         Returns:
-            What the last block returns, and the skip connections to other chunks.
+            The result of the last block, and the values of skip connections to other chunks.
         """
         segment = self._segment(frozenset(shared))
         shared = {name: value for name, value in shared.items() if name in segment.accepted_names}
-        blocks, skips = self.blocks, self.skips  # found by looking into the function that is recomputed
+        blocks, skips = (
+            self.blocks,
+            self.skips,
+        )  # in the closure of compute(), where recomputation looks for modules
 
         def compute(
             arguments: tuple[Any, ...], given: Mapping[int, Tensor | None], shared: dict[str, Any]
@@ -98,8 +101,8 @@ class Chunk:
         )
         return result
 
-    def _segment(self, shared: frozenset[str]) -> Segment:
-        """The blocks as one function that takes these keyword arguments; made once, since signatures are slow to read."""
+    def _segment(self, shared: frozenset[str]) -> LayerSegment:
+        """The blocks as one function that takes these keyword arguments. Kept, since reading signatures is slow."""
         if shared not in self._segments:
             accepted = [accepted_names(block, shared) for block in self.all_blocks]
             for name in shared:
@@ -108,18 +111,18 @@ class Chunk:
                         f"None of the {len(accepted)} blocks accepts the keyword argument {name!r}."
                     )
             own = accepted[self.own.start : self.own.stop]
-            self._segments[shared] = Segment(self.blocks, own, self.number + 1, self.count, self.first)
+            self._segments[shared] = LayerSegment(self.blocks, own, self.number + 1, self.count, self.first)
         return self._segments[shared]
 
 
 @dataclass
 class _InFlight:
-    """What a forward pass leaves for the backward pass, all of it tensors that require gradients.
+    """Tensors that a forward pass leaves for its backward pass; all of them require gradients.
 
     Attributes:
-        received: leaves, whose gradients go back along their edge.
+        received: leaves, whose gradients are sent back along their edge.
         sent: outputs, whose gradients come back along their edge.
-        loss: on the last chunk.
+        loss: the loss, on the last chunk.
     """
 
     received: dict[Edge, list[Tensor]] = field(default_factory=dict)
@@ -129,13 +132,13 @@ class _InFlight:
 
 @dataclass
 class MicroBatch:
-    """One micro-batch: what the model takes, what the loss takes, and how much it counts.
+    """One micro-batch.
 
     Attributes:
         inputs, targets, shared: as in :class:`hvd_ckpt.data.objectives.Batch`.
-        terms: that its loss is the mean of.
-        key: its random state; None outside of training mode.
-        keeps: the chunks that keep its activations, instead of recomputing them as a whole.
+        terms: number of terms that its loss is the mean of.
+        key: its random state; None in evaluation mode.
+        keeps: the chunks that keep its activations and are not recomputed as a whole.
     """
 
     inputs: tuple[Any, ...]
@@ -146,55 +149,84 @@ class MicroBatch:
     keeps: Container[int]
 
 
+@dataclass(frozen=True)
+class RankChunks:
+    """Chunks of one rank and their connections, the same in all steps.
+
+    Attributes:
+        chunks: chunks of this rank, by number.
+        count: number of chunks of all ranks.
+        edges: edges of the chain; their order numbers them.
+        transport: messages to other stages; None in a job with one stage.
+        prepare: splits the arguments of the model into those of the first block and shared ones.
+        planned: whether chunks that keep activations follow the policies of a plan. If not, they keep everything.
+    """
+
+    chunks: Mapping[int, Chunk]
+    count: int
+    edges: Sequence[Edge]
+    transport: Transport | None
+    prepare: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    planned: bool
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Options of the passes of a step; the defaults are those of an evaluation.
+
+    Attributes:
+        loss_fn: takes the output of the model and the targets; None in an evaluation, which keeps the outputs.
+        total: the number of terms of the whole batch, on the rank with the last chunk.
+        backward: takes a loss and whether it is the last; None for ``loss.backward()``.
+        context: makes a context for each forward pass, such as ``torch.autocast``.
+    """
+
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    total: TotalTerms | None = None
+    backward: Callable[[Tensor, bool], Any] | None = None
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
 class Execution:
-    """One step of one rank; its methods run the actions of a schedule.
+    """One step of one rank. Its methods run the actions of a schedule.
 
     Args:
-        chunks: of this rank, by number.
-        count: of all ranks.
-        edges: of the chain, in the order that numbers them.
-        transport: None in a job with one stage.
-        prepare: splits the arguments of the model into those of the first block and shared ones.
-        micro_batches: of this step.
-        loss_fn: takes the model's output and the targets; None in an evaluation, which keeps the outputs.
-        total: the number of terms that count, on the rank with the last chunk.
-        backward: takes a loss and whether it is the last; None for ``loss.backward()``.
-        context: around each forward pass, such as one of ``torch.autocast``.
-        planned: chunks that keep activations follow the policies of a plan, in place of keeping everything.
-        recorder: makes a context around each pass, and around each wait and recomputation within or after it: it is told the kind,
+        rank: chunks of this rank.
+        micro_batches: micro-batches of this step.
+        options: of the passes.
+        recorder: makes a context for each pass, and for each wait and recomputation within or after it. Its arguments are the kind,
             ``"forward"``, ``"backward"``, ``"wait"`` or ``"recompute"``, the chunk and the micro-batch.
     """
 
     def __init__(
         self,
-        chunks: Mapping[int, Chunk],
-        count: int,
-        edges: Sequence[Edge],
-        transport: Transport | None,
-        prepare: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
+        rank: RankChunks,
         micro_batches: Sequence[MicroBatch],
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        total: TotalTerms | None,
-        backward: Callable[[Tensor, bool], Any] | None,
-        context: Callable[[], AbstractContextManager[Any]],
-        planned: bool,
+        options: PassOptions,
         recorder: Recorder | None,
     ) -> None:
         self.outputs: list[Any] = []
         self.loss: Tensor | None = None
-        self._chunks, self._count, self._transport, self._prepare = chunks, count, transport, prepare
-        self._numbers = {edge: number for number, edge in enumerate(edges)}
-        self._micro_batches, self._loss_fn, self._total = micro_batches, loss_fn, total
-        self._backward_of, self._context = backward, context
-        self._keeping = contextlib.nullcontext if planned else without_recomputation
+        self._chunks, self._count, self._transport, self._prepare = (
+            rank.chunks,
+            rank.count,
+            rank.transport,
+            rank.prepare,
+        )
+        self._numbers = {edge: number for number, edge in enumerate(rank.edges)}
+        self._micro_batches, self._loss_fn, self._total = micro_batches, options.loss_fn, options.total
+        self._backward_of, self._context = options.backward, options.context
+        self._keeping = contextlib.nullcontext if rank.planned else without_recomputation
         self._recorded: Recorder = recorder or (lambda kind, chunk, micro_batch: _NOT_RECORDED)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._here: dict[tuple[Edge, int, str], Received] = {}  # between two chunks of this rank
         self._prepared: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._terms = math.fsum(one.terms for one in micro_batches)
+        self._terms = math.fsum(micro_batch.terms for micro_batch in micro_batches)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Runs the actions in order, then waits until everything is sent."""
+        # The receives of an action are posted before the action in front of it computes (_expect), so that messages arrive
+        # meanwhile. Sends do not wait. So the ranks cannot deadlock in a schedule that check_schedule() accepts.
         self._expect(actions[0])
         for action, following in itertools.zip_longest(actions, actions[1:]):
             with self._recorded(action.kind, action.chunk, action.micro_batch):
@@ -238,6 +270,8 @@ class Execution:
                 with self._keeping() if keeps else contextlib.nullcontext():
                     in_flight.loss = one_element(self._loss_fn(output, micro_batch.targets))
                 self.loss = add_loss(self.loss, in_flight.loss, micro_batch.terms, self._terms)
+        # One message along each edge: the output to the next chunk, with the skip connections that lead there, and skip connections
+        # alone to later chunks. Tensors that require gradients are noted, as their gradients come back in this order.
         for edge in action.sends:
             values = as_arguments(output) if edge.target == chunk.number + 1 else None
             to_target = {
@@ -267,7 +301,7 @@ class Execution:
                 last = index == len(self._micro_batches) - 1
                 run_backward(in_flight.loss, micro_batch.terms, self._total, self._backward_of, last)
         elif roots:
-            if not micro_batch.terms:
+            if not micro_batch.terms:  # nothing of this micro-batch counts, not even a nan
                 for root in roots:
                     silence(root)
             torch.autograd.backward(roots, gradients)
@@ -276,10 +310,10 @@ class Execution:
                 self._post(edge, index, BACKWARD, [leaf.grad for leaf in leaves])
 
     def _inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The prepared arguments of a micro-batch, for as long as chunks of this rank are to run."""
+        """The prepared arguments of a micro-batch, which are kept if the rank has several chunks."""
         if index not in self._prepared:
-            one = self._micro_batches[index]
-            self._prepared[index] = self._prepare(*one.inputs, **one.shared)
+            micro_batch = self._micro_batches[index]
+            self._prepared[index] = self._prepare(*micro_batch.inputs, **micro_batch.shared)
         prepared = self._prepared[index]
         if len(self._chunks) == 1:
             del self._prepared[index]
@@ -290,6 +324,8 @@ class Execution:
     def _post(self, edge: Edge, index: int, kind: str, value: Any) -> list[Tensor]:
         other = edge.target if kind == FORWARD else edge.source
         if other in self._chunks:
+            # Between two chunks of one rank nothing is sent, but the graph is cut all the same, so that each chunk has a backward
+            # pass of its own.
             structure, tensors = take_apart(value)
             copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             self._here[edge, index, kind] = Received(put_together(structure, copies), copies)
@@ -306,19 +342,21 @@ class Execution:
         here = edge.target if kind == FORWARD else edge.source
         with self._recorded(WAIT, here, index):
             received = self._transport.receive(self._process(other), self._tag(edge, index, kind), what)
-        if kind == BACKWARD:
+        if (
+            kind == BACKWARD
+        ):  # a gradient shows that the value has arrived there, so that its memory can be freed
             self._transport.taken(self._process(other), self._tag(edge, index, FORWARD))
         return received
 
     def _expect(self, action: Action | None) -> None:
-        """Gets ready for the messages of the next action, so that they arrive while this one computes."""
+        """Posts the receives of the next action, so that its messages arrive while this one computes."""
         if action is None:
             return
         for edge in action.receives:
             other = edge.source if action.kind == FORWARD else edge.target
             if other in self._chunks:
                 continue
-            if action.kind == BACKWARD:
+            if action.kind == BACKWARD:  # no gradient comes back for values that require none
                 begun = self._in_flight.get((action.chunk, action.micro_batch))
                 if begun is None or not begun.sent[edge]:
                     continue
@@ -331,7 +369,6 @@ class Execution:
         return grid.process(chunk % grid.stages)
 
     def _tag(self, edge: Edge, index: int, kind: str) -> int:
-        what = (
-            int(kind == BACKWARD) if self._loss_fn is not None else 2
-        )  # headers of an evaluation are others
+        # Evaluations have tags of their own, since their values need no gradients and so have other headers.
+        what = int(kind == BACKWARD) if self._loss_fn is not None else 2
         return FIRST_TAG + 3 * (index * len(self._numbers) + self._numbers[edge]) + what

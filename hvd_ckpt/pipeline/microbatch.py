@@ -1,8 +1,8 @@
-"""Mini-batches in parts: the gradients of a large batch in the memory of a small one.
+"""Micro-batches: the gradients of a large batch in the memory of a small one.
 
-A mini-batch is split into micro-batches, and each goes forward and backward before the next begins. Gradients add up as
-they do over several backward passes; what has to be right is their weights. The loss of a mini-batch is a mean over
-terms (samples, or tokens that are predicted), and micro-batches, and ranks, may have different numbers of them.
+A mini-batch is split into micro-batches, and each of them runs forward and backward before the next begins. Gradients add up as
+over several backward passes. The difficulty is their weights: the loss of a mini-batch is a mean over terms (samples, or tokens
+that are predicted), and micro-batches and ranks may have different numbers of terms.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Accumulated(NamedTuple):
     """The result of :func:`accumulate`.
 
     Attributes:
-        loss: of this rank's mini-batch, detached; 0 if it has no terms.
-        weight: the number of terms that it is the mean of.
+        loss: loss of this rank's mini-batch, detached; 0 if it has no terms.
+        weight: number of terms that the loss is the mean of.
     """
 
     loss: Tensor
@@ -50,39 +50,38 @@ def accumulate(
 ) -> Accumulated:
     """Adds the gradients of a mini-batch to the parameters' ``grad``, micro-batch by micro-batch.
 
-    Each micro-batch's backward pass runs before the next forward pass, so memory is that of one micro-batch. Without batch
-    norm and dropout, loss and gradients equal those of the whole mini-batch to rounding, whatever the weights::
+    The backward pass of a micro-batch runs before the next forward pass, so the memory is that of one micro-batch. Without batch
+    norm and dropout, loss and gradients equal those of the whole mini-batch up to rounding, with any weights::
 
         loss, _ = hc.accumulate(lambda part: criterion(model(*part.inputs), part.targets), batch, 4)
         optimizer.step()
 
-    A batch norm normalizes by the micro-batch; see :class:`hvd_ckpt.DeferredBatchNorm` for its running statistics.
+    Batch norms normalize by the micro-batch; see :class:`hvd_ckpt.DeferredBatchNorm` for their running statistics.
 
     Args:
-        compute: takes a micro-batch, gives its mean loss: a tensor with one element.
-        batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.data.objectives.Batch`, or tensors (one, or nested in
-            lists, tuples and dicts) whose first dimension counts the samples.
-        micro_batches: how many; fewer if there are fewer samples.
-        checkpoint: the micro-batches in whose backward pass the checkpointed parts of the model are recomputed: ``"always"``,
-            ``"except_last"`` (the backward pass of the last one follows at once), ``"never"``; as in GPipe (Huang et al.,
-            2019).
-        weight: takes a micro-batch, gives the number of terms that its loss is the mean of; by default its samples.
-        across_ranks: weigh by the terms of all ranks, so that after a ``DistributedOptimizer`` has averaged the gradients,
-            they are those of the mean over all ranks' terms. One number is summed over the ranks during the first forward
-            pass. Collective; a rank may have no terms. Without it every rank counts the same.
-        mean_terms: weigh by the terms of all mini-batches of the step, of which this is the mean number, or a function that
-            returns it: for logical replicas, ``optimizer.replicas.mean(...)``. In place of ``across_ranks``.
-        backward: takes a loss and whether it is the last, and runs the backward pass, where ``loss.backward()`` will not do:
-            ``lambda loss, last: precision.backward(loss, optimizer, last)``, say.
+        compute: takes a micro-batch and returns its mean loss, a tensor with one element.
+        batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.data.objectives.Batch`, or tensors whose first dimension
+            counts the samples, which may be nested in lists, tuples and dicts.
+        micro_batches: number of micro-batches; there are fewer if there are fewer samples.
+        checkpoint: the micro-batches whose checkpointed parts are recomputed in the backward pass: ``"always"``,
+            ``"except_last"`` (the backward pass of the last one follows at once) or ``"never"``, as in GPipe (Huang et al., 2019).
+        weight: takes a micro-batch and returns the number of terms that its loss is the mean of; by default its number of samples.
+        across_ranks: whether to weight by the terms of all ranks. The gradients that a ``DistributedOptimizer`` averages are then
+            those of the mean over the terms of all ranks. One number is summed over the ranks during the first forward pass.
+            Collective; a rank may have no terms. Without it, all ranks have equal weights.
+        mean_terms: the mean number of terms of all mini-batches of the step, or a function that returns it, in place of
+            ``across_ranks``. For logical replicas: ``optimizer.replicas.mean(...)``.
+        backward: takes a loss and whether it is the last, and runs the backward pass in place of ``loss.backward()``, such as
+            ``lambda loss, last: precision.backward(loss, optimizer, last)``.
 
-    A micro-batch without terms runs like the others, and adds gradients of zero even if its loss is nan (except where the
-    nan is made inside a region that is recomputed by the reentrant variant).
+    A micro-batch without terms runs like the others and adds gradients of zero, even if its loss is nan. The exception is a nan
+    inside a region that the reentrant variant recomputes.
 
     Raises:
         TypeError: ``micro_batches`` is not an int, the batch cannot be split, or ``compute`` does not return a tensor with one
             element.
-        ValueError: ``micro_batches`` is less than 1, ``checkpoint`` is unknown, tensors have different numbers of samples, or
-            a weight is negative, inf or nan; ``across_ranks`` within a logical replica.
+        ValueError: ``micro_batches`` is less than 1, ``checkpoint`` is unknown, tensors have different numbers of samples, a weight
+            is negative, inf or nan, or ``across_ranks`` is set within a logical replica.
     """
     check_options(micro_batches, checkpoint)
     if across_ranks and mean_terms is None and computing_replica():
@@ -102,7 +101,7 @@ def accumulate(
             with span("forward"), without_recomputation() if kept else contextlib.nullcontext():
                 loss = one_element(compute(part))
         finally:
-            everywhere.factor()  # waited for whatever happens: the next call sends under the same name
+            everywhere.factor()  # always waited for, since the next call sends under the same name
         mean = add_loss(mean, loss, terms, own)
         with span("backward"):
             run_backward(loss, terms, everywhere, backward, last)
@@ -111,8 +110,17 @@ def accumulate(
     return Accumulated(mean, own)
 
 
+# Weights. Micro-batch i of this rank has t_i terms and the mean loss l_i. Its backward pass starts from l_i times
+#
+#     t_i / terms of this rank                         by default: the mean over this rank's mini-batch
+#     t_i * number of ranks / terms of all ranks       with across_ranks, since the optimizer then averages over the ranks
+#     t_i / mean terms of the mini-batches             with mean_terms, since the optimizer then averages over the mini-batches
+#
+# In each case, the averaged gradient is that of the mean over all terms that count.
+
+
 class TotalTerms:
-    """The number of terms that count, summed over the ranks while this rank computes."""
+    """The number of terms of all ranks, which is summed while this rank computes."""
 
     def __init__(
         self, own: float, across_ranks: bool, mean: float | Callable[[], float] | None = None
@@ -127,7 +135,7 @@ class TotalTerms:
             )
 
     def factor(self) -> float:
-        """The factor of one term's loss."""
+        """The factor of the loss of one term."""
         if self._mean is not None:
             self._total, self._mean = self._mean() if callable(self._mean) else self._mean, None
         if self._total is None:
@@ -146,12 +154,12 @@ def check_options(micro_batches: Any, checkpoint: Any, known: Sequence[str] = CH
 
 
 def keeps_activations(checkpoint: str, last: bool) -> bool:
-    """Whether a micro-batch is not recomputed."""
+    """Whether a micro-batch keeps its activations and is not recomputed."""
     return checkpoint == "never" or (checkpoint == "except_last" and last)
 
 
 def add_loss(mean: Tensor | None, loss: Tensor, terms: float, own: float) -> Tensor:
-    """The mean loss so far, with that of a micro-batch of ``terms`` of this rank's ``own`` terms."""
+    """Adds the loss of a micro-batch with ``terms`` of this rank's ``own`` terms to the mean loss so far."""
     if mean is None:
         mean = torch.zeros((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
     return mean + loss.detach().reshape(()) * (terms / own) if terms else mean
@@ -164,7 +172,7 @@ def run_backward(
     backward: Callable[[Tensor, bool], Any] | None,
     last: bool,
 ) -> None:
-    """The backward pass of a micro-batch's mean loss, which counts as many terms."""
+    """Runs the backward pass of the mean loss of a micro-batch, weighted by its number of terms."""
     scaled = loss * (terms * total.factor())
     if not terms:
         silence(scaled)
@@ -240,11 +248,12 @@ def one_element(loss: Any) -> Tensor:
 
 
 def silence(loss: Tensor) -> None:
-    """Makes the gradients of a loss that counts nothing zeros even where it is nan, as 0 times nan is nan.
+    """Makes the gradients of a loss without terms zero even if it is nan, since 0 times nan is nan.
 
-    The backward pass runs nonetheless: it exchanges with other ranks what it does in their backward passes, and what a
-    synchronized batch norm brings from their losses is not zero.
+    The backward pass must run all the same: it takes part in collectives of the other ranks' backward passes, and the gradients
+    that a synchronized batch norm receives from their losses are not zero.
     """
+    # Each node between the loss and the leaves gets a hook that replaces nan by 0 in the gradients that it passes on.
     pending, seen = [loss.grad_fn], set()
     while pending:
         node = pending.pop()

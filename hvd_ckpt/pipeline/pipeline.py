@@ -1,4 +1,4 @@
-"""``Pipeline``: a chain whose blocks are on several ranks, which work on different micro-batches at the same time."""
+"""``Pipeline``: a chain whose blocks are on several ranks, which compute different micro-batches at the same time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ from torch import Tensor, nn
 
 from hvd_ckpt.pipeline.chain import Chain
 from hvd_ckpt.pipeline.clipping import clip_over_stages
-from hvd_ckpt.pipeline.cuts import cuts_of, release_weights
-from hvd_ckpt.pipeline.execution import FIRST_TAG as EXECUTION_TAG, Chunk, Execution, MicroBatch, Recorder
+from hvd_ckpt.pipeline.cuts import PipelineOptions, cuts_of, options_of, release_weights
+from hvd_ckpt.pipeline.execution import (
+    FIRST_TAG as EXECUTION_TAG,
+    Chunk,
+    Execution,
+    MicroBatch,
+    PassOptions,
+    RankChunks,
+    Recorder,
+)
 from hvd_ckpt.pipeline.microbatch import (
     Accumulated,
     TotalTerms,
@@ -52,7 +60,7 @@ assert TIED_TAG < EXECUTION_TAG
 
 
 class Pipeline(nn.Module):
-    """A chain of blocks in pipeline stages, joined with data parallelism and recomputation (GPipe, Huang et al., 2019).
+    """A chain of blocks in pipeline stages, combined with data parallelism and recomputation (GPipe, Huang et al., 2019).
 
     ::
 
@@ -66,42 +74,44 @@ class Pipeline(nn.Module):
             loss, _ = model.accumulate((inputs, targets), functional.cross_entropy)
             optimizer.step()
 
-    Weights after a step equal, bit for bit, those of ``hc.accumulate`` with the whole model on each rank, whatever the number of
-    stages, the schedule and ``checkpoint``, if that model was given to :func:`hvd_ckpt.seed_blocks` (or draws no random numbers).
-    To rounding they do where blocks on several stages share a parameter, and with more than two replicas, where Horovod's order of
-    additions depends on the place in a bucket.
+    The weights after a step equal those of ``hc.accumulate`` with the whole model on each rank, bit for bit, for any number of
+    stages, schedule and ``checkpoint``. If the model draws random numbers, the whole model must be given to
+    :func:`hvd_ckpt.seed_blocks`. In two cases, they are equal up to rounding: if blocks on several stages share a parameter, and
+    with more than two replicas, since Horovod's order of additions depends on the place in a bucket.
 
-    Names of parameters and buffers are those of the whole model. After construction only the model's blocks on this rank have
-    weights; the others are on the meta device.
+    Parameters and buffers have the names of the whole model. After construction, only the blocks on this rank have weights; the
+    other blocks of the model are on the meta device.
 
     Args:
-        model: a chain of this library (``transformers`` models among them) or an ``nn.Sequential``, the same on every rank.
-            Segments of its own that it would recompute (``checkpoint_interval``) are not used: see ``checkpoint``.
+        model: a chain of this library (including ``transformers`` models) or an ``nn.Sequential``, the same on every rank. Its own
+            recomputation (``checkpoint_interval``) is not used; see ``checkpoint``.
         balance: number of blocks in each chunk of the model, ``stages * virtual_stages`` numbers; by default the exact optimum for
             ``costs``.
-        plan: of ``hc.plan(..., stages=hc.stages())``, which is applied to the model. It gives ``balance``, ``chunks``, ``schedule``
-            and ``virtual_stages``, which are left out, and ``checkpoint="auto"``.
-        chunks: micro-batches that a batch is split into; must be given without a plan.
+        plan: a plan of ``hc.plan(..., stages=hc.stages())``, which is applied to the model. It sets ``balance``, ``chunks``,
+            ``schedule`` and ``virtual_stages``, which must not be given, and ``checkpoint="auto"``.
+        chunks: number of micro-batches of a batch; required without a plan.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, see :mod:`hvd_ckpt.planning.schedule`.
-        checkpoint: the micro-batches in whose backward pass the rank's blocks are recomputed from their input: ``"always"``,
-            ``"except_last"`` (the default without a plan), ``"never"``, as in torchgpipe. ``"auto"``: those whose backward pass
-            does not follow at once on that rank, so with ``"1f1b"`` the last stage recomputes nothing, others nearly all.
-            With a plan, ``"auto"`` recomputes where the plan says so, and the blocks of kept chunks follow their policies.
-        virtual_stages: chunks of the model on each rank; by default 2 with ``"interleaved"``, else 1. Chunk c is on stage
+        checkpoint: the micro-batches whose blocks are recomputed from their input in the backward pass, as in torchgpipe:
+            ``"always"``, ``"except_last"`` (the default without a plan), ``"never"``. ``"auto"`` recomputes a micro-batch unless
+            its backward pass follows at once on that rank: with ``"1f1b"``, the last stage recomputes nothing and the others nearly
+            all. With a plan, ``"auto"`` recomputes the chunks that the plan names, and blocks of other chunks follow their
+            policies.
+        virtual_stages: number of chunks of the model on each rank; by default 2 with ``"interleaved"``, else 1. Chunk c is on stage
             ``c % stages``.
-        costs: of each block, in any unit, such as measured seconds; by default the bytes of its parameters and buffers.
+        costs: cost of each block in any unit, such as measured seconds; by default the bytes of its parameters and buffers.
 
     Attributes:
-        recorder: None, or what makes a context around each part of the next steps, told its kind (``"forward"``, ``"backward"``,
-            ``"wait"``, ``"recompute"``), chunk and micro-batch: for a timeline, as in ``hvd-ckpt bench pipeline``.
+        recorder: None, or a function that makes a context for each part of the next steps, for a timeline as in
+            ``hvd-ckpt bench pipeline``. It takes the kind (``"forward"``, ``"backward"``, ``"wait"``, ``"recompute"``), the chunk
+            and the micro-batch.
 
     Raises:
-        TypeError: the model is no chain.
-        ValueError: an argument is wrong, or differs between ranks.
+        TypeError: the model is not a chain.
+        ValueError: an argument is invalid or differs between ranks.
         hvd_ckpt.PlanError: the plan was made for another model or number of stages, or without stages.
     """
 
-    _places: dict[nn.Parameter, int]  # of the parameters on this rank, in the whole model
+    _places: dict[nn.Parameter, int]  # for each parameter on this rank, its place in the whole model
 
     def __init__(
         self,
@@ -116,21 +126,10 @@ class Pipeline(nn.Module):
         costs: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        options = described(
-            model=model,
-            balance=balance,
-            plan=plan,
-            chunks=chunks,
-            schedule=schedule,
-            checkpoint=checkpoint,
-            virtual_stages=virtual_stages,
-            costs=costs,
-        )
-        agree_on_options("Pipeline", options, None)
+        options = PipelineOptions(balance, plan, chunks, schedule, checkpoint, virtual_stages, costs)
+        agree_on_options("Pipeline", described(model=model, **vars(options)), None)
         with errors_on_all("Pipeline"):
-            names, blocks, crossing, tied = self._lay_out(
-                model, balance, plan, chunks, schedule, checkpoint, virtual_stages, costs
-            )
+            names, blocks, crossing, tied = self._lay_out(model, options)
         self._transport = Transport(self._grid) if self._grid.stages > 1 else None
         self._check_equal(model, crossing, tied)
         kept = {number for chunk in self._chunks.values() for number in chunk.own}
@@ -146,46 +145,32 @@ class Pipeline(nn.Module):
         self.training = model.training
 
     def _lay_out(
-        self,
-        model: nn.Sequential,
-        balance: Sequence[int] | None,
-        plan: Plan | None,
-        chunks: int | None,
-        schedule: str | None,
-        checkpoint: str | None,
-        virtual_stages: int | None,
-        costs: Sequence[float] | None,
+        self, model: nn.Sequential, options: PipelineOptions
     ) -> tuple[Sequence[str], Sequence[nn.Module], list[Edge], list[Tied]]:
-        """Checks the arguments and lays out chunks and schedule. Returns all blocks with their names, the edges of skip
-        connections, and parameters that stages share."""
+        """Checks the arguments and lays out chunks and schedule.
+
+        Returns:
+            Names of all blocks, the blocks, the edges of skip connections, and the parameters that stages share.
+        """
         if not isinstance(model, nn.Sequential) or type(model).forward not in (
             nn.Sequential.forward, Chain.forward, CheckpointSequential.forward,
         ):  # fmt: skip
             raise TypeError(f"Pipeline takes a chain or an nn.Sequential, got {type(model).__name__}")
         grid = grids.current()
         planned: PipelinePlan | None = None
-        if plan is not None:
-            given = {
-                "balance": balance,
-                "chunks": chunks,
-                "schedule": schedule,
-                "virtual_stages": virtual_stages,
-                "costs": costs,
-            }
-            planned = cuts_of(
-                plan, grid.stages, checkpoint, [name for name, one in given.items() if one is not None]
-            )
-            plan.apply(model)
-            balance, chunks, schedule = planned.balance, planned.micro_batches, planned.schedule
-            virtual_stages, checkpoint = planned.virtual_stages, "auto"
-        schedule, checkpoint = schedule or "1f1b", checkpoint or "except_last"
+        if options.plan is not None:
+            planned = cuts_of(options.plan, grid.stages, options)
+            options.plan.apply(model)
+            options = options_of(planned)
+        balance, chunks, costs = options.balance, options.chunks, options.costs
+        schedule, checkpoint = options.schedule or "1f1b", options.checkpoint or "except_last"
         if chunks is None:
             raise ValueError("Pipeline needs chunks, the number of micro-batches, or a plan")
         check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
         self._plan = planned
-        virtual = virtual_stages_of(schedule, virtual_stages)
-        # named_children() would leave out the second of two places of one block, such as a shared activation.
-        names, blocks = zip(*((name, one) for name, one in model._modules.items() if one is not None))
+        virtual = virtual_stages_of(schedule, options.virtual_stages)
+        # Not named_children(), which skips the second place of a block that occurs twice, such as a shared activation.
+        names, blocks = zip(*((name, block) for name, block in model._modules.items() if block is not None))
         parts = grid.stages * virtual
         if costs is not None and len(costs) != len(blocks):
             raise ValueError(f"costs must be {len(blocks)} numbers, one of each block, got {len(costs)}")
@@ -212,7 +197,7 @@ class Pipeline(nn.Module):
         self._first_names = {name: first.setdefault(tensor, name) for name, tensor in whole}
         self._total_parameters = len(self._places)
         tied = find_tied(blocks, names, [chunk % grid.stages for chunk in chunk_of])
-        self._tied = [one for one in tied if grid.stage in one.stages]
+        self._tied = [tie for tie in tied if grid.stage in tie.stages]
         seed_each(list(blocks))
         return names, blocks, crossing, tied
 
@@ -231,23 +216,25 @@ class Pipeline(nn.Module):
         Collective over the stages of a replica, each of which gets the same batch.
 
         Args:
-            batch: a :class:`hvd_ckpt.data.objectives.Batch`, or ``(inputs, targets)`` or ``(inputs, targets, shared)``: what
-                the model takes (a tuple for several positional arguments), what the loss takes, and a dict of keyword arguments,
-                such as masks, that all blocks share. It is split along the first dimension of its tensors; micro-batches may
+            batch: a :class:`hvd_ckpt.data.objectives.Batch`, or ``(inputs, targets)`` or ``(inputs, targets, shared)``: the
+            argument
+                of the model (or a tuple of several positional arguments), the targets of the loss, and a dict of keyword arguments,
+                such as masks, that all blocks share. It is split along the first dimension of its tensors. Micro-batches may
                 differ in size.
-            loss_fn: takes the model's output and the targets of a micro-batch, gives its mean loss; called on the last stage.
-            weight: takes a micro-batch, in the form of ``batch``, gives the number of terms that its loss is the mean of; by
-                default its samples.
-            across_ranks: weigh by the terms of all replicas, see :func:`hvd_ckpt.accumulate`.
-            backward: takes a loss and whether it is the last, and runs the backward pass on the last stage:
-                ``lambda loss, last: scaler.scale(loss).backward()``, say.
-            forward_context: makes a context around each forward pass, such as ``precision.autocast``.
+            loss_fn: takes the output of the model and the targets of a micro-batch, and returns the mean loss. It is called on the
+                last stage.
+            weight: takes a micro-batch, in the form of ``batch``, and returns the number of terms that its loss is the mean of; by
+                default its number of samples.
+            across_ranks: whether to weight by the terms of all replicas, see :func:`hvd_ckpt.accumulate`.
+            backward: takes a loss and whether it is the last, and runs the backward pass on the last stage, such as
+                ``lambda loss, last: scaler.scale(loss).backward()``.
+            forward_context: makes a context for each forward pass, such as ``precision.autocast``.
 
         Returns:
             Loss and weight of the mini-batch, on all stages.
 
         Raises:
-            hvd_ckpt.processes.links.StageFailed: another stage has ended by an error.
+            hvd_ckpt.processes.links.StageFailed: another stage has failed.
         """
         with self._failing_together():
             parts = split_batch(batch, self.micro_batches)
@@ -260,12 +247,12 @@ class Pipeline(nn.Module):
                 if self._transport and self._tied
                 else None
             )
-            execution = self._execution(micro_batches, loss_fn, total, backward, forward_context)
+            execution = self._execution(micro_batches, PassOptions(loss_fn, total, backward, forward_context))
             try:
                 execution.run(self._schedule_for(len(parts))[self._grid.stage])
             finally:
                 if total is not None:
-                    total.factor()  # waited for whatever happens: the next call sends under the same name
+                    total.factor()  # always waited for, since the next call sends under the same name
             if tied is not None:
                 tied.add()
             return Accumulated(self._loss_everywhere(execution.loss), math.fsum(terms))
@@ -274,15 +261,13 @@ class Pipeline(nn.Module):
         """Runs the model without gradients, micro-batch by micro-batch. Collective over the stages of a replica.
 
         Returns:
-            On the last stage the output of the whole batch, on the others None. Tensors of the micro-batches are joined along
-            their first dimension. A tensor without dimensions, such as a mean loss, becomes a vector with a number for each
-            micro-batch, as in ``torch.nn.DataParallel``. Anything else is that of the last micro-batch.
+            The output of the whole batch on the last stage, None on the others. Tensors of the micro-batches are joined along their
+            first dimension. A tensor without dimensions, such as a mean loss, becomes a vector with a number for each micro-batch,
+            as in ``torch.nn.DataParallel``. Other values are those of the last micro-batch.
         """
         with self._failing_together(), torch.no_grad():
             parts = split_batch((inputs, None, shared), self.micro_batches)
-            execution = self._execution(
-                self._micro_batches(parts, [1.0] * len(parts)), None, None, None, nullcontext
-            )
+            execution = self._execution(self._micro_batches(parts, [1.0] * len(parts)), PassOptions())
             actions = self._schedule_for(len(parts))[self._grid.stage]
             execution.run([action for action in actions if action.kind == FORWARD])
             return concatenated(execution.outputs) if execution.outputs else None
@@ -290,11 +275,11 @@ class Pipeline(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` for the gradients of all stages together; before the optimizer's ``step()``.
+        """``torch.nn.utils.clip_grad_norm_`` for the gradients of all stages; called before the optimizer's ``step()``.
 
-        Gradients that are not reduced yet are reduced first. The norm of each parameter is exchanged once between the stages, so
-        that the result has the bits of the unstaged model; where gradients are sharded (stages 2 and 3) the norm of each stage, to
-        rounding. Collective over all ranks.
+        Gradients that are not reduced yet are reduced first. The stages exchange the norm of each parameter once, so the result has
+        the bits of the unstaged model. With sharded gradients (stages 2 and 3), they exchange one norm for each stage, and the
+        result is equal up to rounding. Collective over all ranks.
 
         Returns:
             The norm before clipping, the same on every rank.
@@ -345,13 +330,14 @@ class Pipeline(nn.Module):
         ]
 
     def _kept_chunks(self, count: int) -> list[set[int]]:
-        """For each micro-batch the chunks of this rank that are not recomputed as a whole."""
+        """For each micro-batch, the chunks of this rank that are not recomputed as a whole."""
         if self.checkpoint != "auto":
             last = count - 1
             return [
                 set(self._chunks) if keeps_activations(self.checkpoint, index == last) else set()
                 for index in range(count)
             ]
+        # "auto": a micro-batch whose backward pass follows at once is kept, and so are chunks that the plan does not recompute.
         at_once = followed_at_once(self._schedule_for(count)[self._grid.stage])
         planned = {chunk for chunk in self._chunks if self._plan and not self._plan.parts[chunk].recompute}
         return [
@@ -359,7 +345,9 @@ class Pipeline(nn.Module):
         ]
 
     def _keys(self, count: int) -> list[int | None]:
-        """The random state of each micro-batch, drawn on every stage, where it must be the same."""
+        """The random state of each micro-batch. Every stage draws it, and the stages compare it with that of stage 0."""
+        # Stage 0 sends its keys, and the others compare them with their own. All stages must draw, so that their generators stay
+        # equal.
         keys = [draw_key() if self.training else None for _ in range(count)]
         if self._transport is None:
             return keys
@@ -380,25 +368,23 @@ class Pipeline(nn.Module):
             )
         return keys
 
-    def _execution(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        total: TotalTerms | None,
-        backward: Callable[[Tensor, bool], Any] | None,
-        context: Callable[[], AbstractContextManager[Any]],
-    ) -> Execution:
-        return Execution(
-            self._chunks, self._count, self._edges, self._transport, self._prepare, micro_batches, loss_fn, total, backward,
-            context, self._plan is not None, self.recorder,
-        )  # fmt: skip
+    def _execution(self, micro_batches: Sequence[MicroBatch], options: PassOptions) -> Execution:
+        rank = RankChunks(
+            self._chunks,
+            self._count,
+            self._edges,
+            self._transport,
+            prepare=self._prepare,
+            planned=self._plan is not None,
+        )
+        return Execution(rank, micro_batches, options, self.recorder)
 
     def _prepare(self, *inputs: Any, **shared: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         model = self.__dict__["_model"]
         return model.prepare(*inputs, **shared) if isinstance(model, Chain) else (inputs, shared)
 
     def _loss_everywhere(self, loss: Tensor | None) -> Tensor:
-        """The loss, which the last stage tells the others."""
+        """The loss, which the last stage sends to the others."""
         if self._transport is not None:
             last = self._grid.stages - 1
             if self._grid.stage != last:
@@ -411,7 +397,7 @@ class Pipeline(nn.Module):
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """An error on this rank ends the others, too."""
+        """A context in which an error on this rank is sent to the others and ends them."""
         if self._failed:
             raise RuntimeError(f"a pipeline cannot be used after an error in it: {self._failed}")
         try:
@@ -426,7 +412,10 @@ class Pipeline(nn.Module):
 
     def _check_equal(self, model: nn.Module, crossing: Sequence[Edge], tied: Sequence[Tied]) -> None:
         """Raises ValueError on every rank unless all have the same model, arguments and values of shared parameters."""
-        facts = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
+        facts = [
+            (name, tuple(parameter.shape), str(parameter.dtype))
+            for name, parameter in model.named_parameters()
+        ]
         settings = (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual)
         digests = [zlib.crc32(repr(part).encode()) for part in (settings, (facts, crossing))]
         gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64))
@@ -438,12 +427,12 @@ class Pipeline(nn.Module):
                         f"balance={self.balance}, chunks={self.micro_batches}, schedule={self.schedule!r}, "
                         f"checkpoint={self.checkpoint!r}"
                     )
-        values = [float(digest(one.parameter)) for one in tied]
-        for one, *copies in zip(tied, *self._grid.gather(torch.tensor(values, dtype=torch.float64))):
-            first, *others = one.stages
+        values = [float(digest(tie.parameter)) for tie in tied]
+        for tie, *copies in zip(tied, *self._grid.gather(torch.tensor(values, dtype=torch.float64))):
+            first, *others = tie.stages
             for stage in others:
                 if copies[stage] != copies[first]:
                     raise ValueError(
-                        f"Pipeline: parameter '{one.name}' is shared by stages {first} and {stage}, and its values differ: give "
+                        f"Pipeline: parameter '{tie.name}' is shared by stages {first} and {stage}, and its values differ: give "
                         f"the model the same values on all stages, such as by torch.manual_seed(seed) before it is made"
                     )

@@ -1,10 +1,10 @@
-"""Random state that belongs to a micro-batch and a block, not to a process.
+"""Random state of a micro-batch and a block, in place of that of a process.
 
-A process has one random generator, so what dropout draws in a block depends on what this process drew before: on the number of
-stages, and on the schedule. Here each forward pass of a model in training mode draws one number from PyTorch's default generator,
-and each block runs with generators that are seeded with this number and the block's position. Nothing else is drawn from the
-default generator. So the random state of a block is a function of the generator at the beginning of the step, the micro-batch and
-the block, whoever runs it; and a snapshot that has the default generator has everything.
+A process has one random generator. So the numbers that dropout draws in a block depend on everything that the process drew before:
+on the number of stages and on the schedule. Here, each forward pass of a model in training mode draws one number, its key, from
+PyTorch's default generator. Each block runs with generators that are seeded with the key and the position of the block, and nothing
+else is drawn from the default generator. So the random state of a block depends on three things only: the default generator at the
+beginning of the step, the micro-batch and the block. A snapshot with the default generator has all of it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ Model = TypeVar("Model", bound=nn.Sequential)
 _MASK = 2**64 - 1
 
 
-class _Thread(threading.local):
+class _ThreadKeys(threading.local):
     def __init__(self) -> None:
-        # Keys of the forward passes that this thread is in, and generators to come back to.
+        # Keys of the forward passes that this thread is in, and the states of the generators to restore.
         self.entered: list[tuple[int | None, list[Tensor]]] = []
 
 
-_thread = _Thread()
+_thread = _ThreadKeys()
 
 
 def seed_blocks(model: Model) -> Model:
-    """Gives each block of a chain a random state of its own in each forward pass.
+    """Gives each block of a chain its own random state in each forward pass.
 
-    In training mode a forward pass of ``model`` draws one number from PyTorch's default CPU generator; blocks run with
-    generators (of the CPU and the current CUDA device) that are seeded with that number and their position, and leave the
-    default generators untouched. :class:`hvd_ckpt.Pipeline` runs every model so. With ``seed_blocks`` a model that is not in
-    stages draws the same numbers: :func:`hvd_ckpt.accumulate` then gives the bits of the pipeline, at any number of stages,
-    also with dropout.
+    In training mode, a forward pass of ``model`` draws one number from PyTorch's default CPU generator. Blocks run with generators
+    (of the CPU and of the current CUDA device) that are seeded with this number and their position, and do not change the default
+    generators. :class:`hvd_ckpt.Pipeline` runs every model in this way. With ``seed_blocks``, a model without stages draws the same
+    numbers, so that :func:`hvd_ckpt.accumulate` gives the bits of the pipeline with any number of stages, also with dropout.
 
-    Recomputation with :func:`hvd_ckpt.checkpoint` and everything made of it draws the same numbers again;
+    Recomputation by :func:`hvd_ckpt.checkpoint`, and by everything that uses it, draws the same numbers again.
     ``torch.utils.checkpoint`` around single blocks does not.
 
     Args:
@@ -58,7 +57,7 @@ def seed_blocks(model: Model) -> Model:
 
 
 def seed_each(blocks: list[nn.Module]) -> None:
-    """The part of :func:`seed_blocks` that concerns the blocks."""
+    """Adds the hooks of :func:`seed_blocks` to the blocks."""
     for number, block in enumerate(blocks, start=1):
         if not any(isinstance(hook, _EnterBlock) for hook in block._forward_pre_hooks.values()):
             block.register_forward_pre_hook(_EnterBlock(number))
@@ -66,13 +65,13 @@ def seed_each(blocks: list[nn.Module]) -> None:
 
 
 def draw_key() -> int:
-    """The number that a forward pass draws from the default generator."""
+    """Draws the key of a forward pass from the default generator."""
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 @contextlib.contextmanager
 def forward_pass(key: int | None) -> Iterator[None]:
-    """Within it blocks run with generators made of the key, and everything else with one generator that all stages have alike."""
+    """A context in which blocks run with generators seeded by the key, and other code with one that is the same on all stages."""
     _enter(key, 0)
     try:
         yield
@@ -90,11 +89,13 @@ class _EnterBlock:
         self.number = number
 
     def __call__(self, block: nn.Module, args: Any) -> None:
-        # A recomputation belongs to the forward pass of its region, whatever this thread does now.
+        # A recomputation has the key of the forward pass of its region, which may not be the pass that this thread is in.
         _enter(remembered(lambda: _thread.entered[-1][0] if _thread.entered else None), self.number)
 
 
 def _enter(key: int | None, number: int) -> None:
+    # Number 0 is the model, whose generator serves everything between blocks; blocks have 1, 2, ... The states from outside are
+    # saved here and restored in _leave(), so blocks draw nothing from them. Without a key (evaluation), generators are left alone.
     _thread.entered.append((key, [] if key is None else _states()))
     if key is not None:
         seed = _mixed(key, number)
@@ -118,7 +119,7 @@ def _uses_cuda() -> bool:
 
 
 def _mixed(key: int, number: int) -> int:
-    """SplitMix64 (Steele, Lea and Flood, 2014): unrelated seeds for neighbouring numbers."""
+    """A seed from a key and a number, by SplitMix64 (Steele, Lea and Flood, 2014): neighbouring numbers give unrelated seeds."""
     mixed = (key + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK

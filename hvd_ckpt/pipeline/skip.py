@@ -1,8 +1,8 @@
 """Skip connections by name, across blocks of a chain and across pipeline stages.
 
-The protocol is torchgpipe's (Kim et al., 2020): a module is decorated with the names that it stashes and pops, and its ``forward``
-is a generator that yields :class:`stash` and :class:`pop`. It runs in any ``nn.Sequential``; in a :class:`hvd_ckpt.Pipeline` a
-stashed tensor goes straight to the stage that pops it::
+The protocol is that of torchgpipe (Kim et al., 2020). A module is decorated with the names that it stashes and pops, and its
+``forward`` is a generator that yields :class:`stash` and :class:`pop`. Such a module runs in any ``nn.Sequential``. In a
+:class:`hvd_ckpt.Pipeline`, a stashed tensor is sent directly to the stage that pops it::
 
     @hc.skippable(stash=["skip"])
     class Down(nn.Module):
@@ -35,34 +35,35 @@ from hvd_ckpt.utils.frames import is_recomputing, remembered
 
 Module = TypeVar("Module", bound=type[nn.Module])
 Key = tuple[Hashable, str]
+STASHED, POPPED = "_stashed_names", "_popped_names"  # attributes of decorated classes
 
 
-class stash:  # named as torchgpipe's
+class stash:  # named as in torchgpipe
     """``yield stash(name, tensor)`` keeps a tensor for the module that pops the name."""
 
     def __init__(self, name: str, tensor: Tensor | None) -> None:
         self.name, self.tensor = name, tensor
 
 
-class pop:  # named as torchgpipe's
-    """``tensor = yield pop(name)`` takes what was stashed under the name."""
+class pop:  # named as in torchgpipe
+    """``tensor = yield pop(name)`` takes the tensor that was stashed under the name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-class _Thread(threading.local):
+class _ThreadSkips(threading.local):
     def __init__(self) -> None:
-        self.outside: dict[Key, Tensor | None] = {}  # of models that run by themselves
-        self.inside: list[dict[Key, Tensor | None]] = []  # of chunks that run in a pipeline
+        self.outside: dict[Key, Tensor | None] = {}  # tensors of models that run without a pipeline
+        self.inside: list[dict[Key, Tensor | None]] = []  # tensors of chunks that run in a pipeline
 
 
-_thread = _Thread()
+_thread = _ThreadSkips()
 
 
 @contextlib.contextmanager
 def skips_of_chunk(given: dict[Key, Tensor | None]) -> Iterator[dict[Key, Tensor | None]]:
-    """Within it modules stash into the dict and pop from it; what is left at the end goes to other chunks."""
+    """A context in which modules stash into ``given`` and pop from it. What is left at the end goes to other chunks."""
     _thread.inside.append(given)
     try:
         yield given
@@ -73,16 +74,15 @@ def skips_of_chunk(given: dict[Key, Tensor | None]) -> Iterator[dict[Key, Tensor
 def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[Module], Module]:
     """Class decorator for modules whose ``forward`` yields :class:`stash` and :class:`pop`.
 
-    The decorated class has a method ``isolate(namespace)``: the names of this module belong to the namespace, which may be any
-    object that can be a key of a dict. In recomputed segments of a model that runs without a pipeline, use the non-reentrant
-    variant.
+    The decorated class has a method ``isolate(namespace)``, after which the names of the module belong to the namespace. A
+    namespace is any hashable object. In recomputed segments of a model without a pipeline, use the non-reentrant variant.
 
     Args:
-        stash, pop: the names. Each must be stashed by one module and popped by one that comes later.
+        stash, pop: the names. Each name must be stashed by one module and popped by a later one.
 
     Raises:
         TypeError: (in the forward pass) ``forward`` yields something else.
-        ValueError: (in the forward pass) a name was not declared, or is popped without having been stashed.
+        ValueError: (in the forward pass) a name was not declared, or is popped and was not stashed.
     """
     stashed, popped = tuple(stash), tuple(pop)
 
@@ -91,7 +91,7 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[M
 
         @functools.wraps(forward)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _run(self, forward(self, *args, **kwargs))
+            return _run(self, forward(self, *args, **kwargs), stashed, popped)
 
         def isolate(self: Any, namespace: Hashable) -> Any:
             self._skip_namespace = namespace
@@ -99,13 +99,15 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[M
 
         methods: Any = module_class
         methods.forward, methods.isolate = run, isolate
-        methods._stashed_names, methods._popped_names = stashed, popped
+        for attribute, names in ((STASHED, stashed), (POPPED, popped)):
+            setattr(module_class, attribute, names)
         return module_class
 
     return decorate
 
 
-def _run(module: Any, passes: Generator[Any, Any, Any]) -> Any:
+def _run(module: Any, passes: Generator[Any, Any, Any], stashed: Sequence[str], popped: Sequence[str]) -> Any:
+    """Runs the generator of a ``forward`` to its end, and does what it yields."""
     answer: Any = None
     while True:
         try:
@@ -113,10 +115,10 @@ def _run(module: Any, passes: Generator[Any, Any, Any]) -> Any:
         except StopIteration as end:
             return end.value
         if isinstance(request, stash):
-            _put(_key(module, request.name, module._stashed_names), request.tensor)
+            _put(_key(module, request.name, stashed), request.tensor)
             answer = None
         elif isinstance(request, pop):
-            answer = _take(_key(module, request.name, module._popped_names))
+            answer = _take(_key(module, request.name, popped))
         else:
             raise TypeError(f"{type(module).__name__} must yield stash or pop, got {type(request).__name__}")
 
@@ -130,8 +132,8 @@ def _key(module: Any, name: str, declared: Sequence[str]) -> Key:
 
 
 def _put(key: Key, tensor: Tensor | None) -> None:
-    # A tensor of its own in the graph: gradients of the connection are added up by themselves before they are added to those of
-    # the tensor's other uses, as they are where the connection comes from another process.
+    # A view is a node of its own in the graph. So the gradients of the connection are added to each other before they are added to
+    # those of the tensor's other uses, as they are if the connection leads to another process.
     if tensor is not None:
         tensor = tensor.view_as(tensor)
     if _thread.inside:
@@ -164,23 +166,23 @@ def find_skips(blocks: Sequence[nn.Module]) -> list[Skip]:
     """The skip connections of a chain, in the order in which they are stashed.
 
     Raises:
-        ValueError: a name is stashed or popped twice, or popped before it is stashed, or only one of the two.
+        ValueError: a name is stashed or popped twice, popped before it is stashed, only stashed or only popped.
     """
     stashed: dict[Key, int] = {}
     popped: dict[Key, int] = {}
     for number, block in enumerate(blocks):
         for module in block.modules():
             namespace = getattr(module, "_skip_namespace", None)
-            for names, found in (
-                (getattr(module, "_stashed_names", ()), stashed),
-                (getattr(module, "_popped_names", ()), popped),
+            for names, declared in (
+                (getattr(module, STASHED, ()), stashed),
+                (getattr(module, POPPED, ()), popped),
             ):
                 for name in names:
-                    if (namespace, name) in found:
+                    if (namespace, name) in declared:
                         raise ValueError(
                             f"the skip connection '{name}' is used twice: isolate(namespace) its modules"
                         )
-                    found[namespace, name] = number
+                    declared[namespace, name] = number
     for key in stashed.keys() ^ popped.keys():
         raise ValueError(
             f"the skip connection '{key[1]}' must be stashed by one module and popped by another"

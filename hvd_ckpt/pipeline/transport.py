@@ -1,15 +1,10 @@
-"""Messages between processes of a grid: nested values with tensors, sent and received while others compute.
+"""Messages between processes of a grid: nested values with tensors, sent and received during computation.
 
-A message has a tag, so that a value finds the one that waits for it whatever was sent before. Its first part says how long its
-header is: 0 if the structure, shapes and types are those of the last message with this tag, which is the rule. Then come the
-header, if there is one, and the memory of each tensor, as it lies: nothing is copied on a CPU. Tensors on a GPU go through pinned
-memory.
+Every message has a tag, by which a receiver finds it among all messages of its sender. It consists of the length of its header,
+the header, and the memory of each tensor. On a CPU, tensors are sent without a copy; tensors of a GPU go through pinned memory. A
+header is only sent if it differs from that of the last message with the same tag.
 
-Where the last message with a tag had the header of the one before, the receiver may have memory for the next one ready before it
-comes (:meth:`Transport.expect`), so that it arrives while the receiver computes. If that one has another header, the sender, which
-knows as much of the tag, fills this memory with anything before it sends the header and the tensors.
-
-Every wait is one that the watchdog watches (``hvd_ckpt.init(stall_timeout=...)``), with the stage, rank and host that it is for.
+The watchdog watches every wait (``hvd_ckpt.init(stall_timeout=...)``) and names the stage, rank and host that it is for.
 """
 
 from __future__ import annotations
@@ -26,9 +21,20 @@ from torch import Tensor
 
 from hvd_ckpt.processes.grid import Grid
 
+# Messages with one tag. A length of 0 means "the header of the last message":
+#
+#     first message      length   header   tensors
+#     next, equal        0                 tensors
+#     next, equal        0                 tensors     from here on, the receiver may post memory for the tensors before they come
+#     then, different    length   filler   header   tensors
+#
+# A receiver posts memory ahead (Transport.expect) if the last message repeated its header. Both sides know that. So if the header
+# changes then, the sender first fills the memory that the receiver has posted, with tensors of the old header that nobody reads.
+# Without this filler, the new header would arrive in the memory of the first tensor.
+
 
 class Meta(NamedTuple):
-    """What a header says of a tensor."""
+    """Description of a tensor in a header."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -47,7 +53,7 @@ class Meta(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a value without its tensors, which it lists, each once."""
+    """Pickler that collects the tensors of a value, each once, and pickles their numbers."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=5)
@@ -73,7 +79,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def take_apart(value: Any) -> tuple[bytes, list[Tensor]]:
-    """A value's structure with everything in it but tensors, and its tensors, each once."""
+    """The structure of a value with everything in it except tensors, and its tensors, each once."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -86,15 +92,15 @@ def put_together(structure: bytes, tensors: Sequence[Tensor]) -> Any:
 
 
 class Received(NamedTuple):
-    """A value and its tensors, in the order that the sender knows them in."""
+    """A value and its tensors, in the order of the sender."""
 
     value: Any
     tensors: list[Tensor]
 
 
 @dataclass
-class _Layout:
-    """The last header with a tag, and whether the last message was one without."""
+class _LastHeader:
+    """The last header with a tag, and whether the last message repeated it."""
 
     header: bytes
     repeated: bool = False
@@ -108,7 +114,7 @@ class _Arriving(NamedTuple):
 
 @dataclass
 class _Expected:
-    """A message that is to come: its first part, and its tensors where their memory is ready."""
+    """A message that has not arrived yet: its length, and its tensors if their memory was posted ahead."""
 
     length: Tensor
     requests: list[Any]
@@ -120,17 +126,17 @@ class _Sending:
     request: Any
     to: int
     tag: int
-    keep: Tensor  # until it is sent
+    keep: Tensor  # must not be freed before it is sent
 
 
 class Transport:
     """Messages of this process to and from the others.
 
     Args:
-        grid: of :func:`hvd_ckpt.processes.grid.current`.
+        grid: the grid of :func:`hvd_ckpt.processes.grid.current`.
 
     Attributes:
-        sent_bytes: since the start.
+        sent_bytes: bytes sent since the start.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -138,16 +144,16 @@ class Transport:
         assert grid.link is not None
         self._link = grid.link
         self.sent_bytes = 0
-        self._sent: dict[tuple[int, int], _Layout] = {}
-        self._received: dict[tuple[int, int], _Layout] = {}
+        self._sent: dict[tuple[int, int], _LastHeader] = {}
+        self._received: dict[tuple[int, int], _LastHeader] = {}
         self._expected: dict[tuple[int, int], _Expected] = {}
         self._sending: list[_Sending] = []
 
     def send(self, value: Any, to: int, tag: int) -> list[Tensor]:
-        """Starts to send a value; its memory must not change until :meth:`flush`.
+        """Starts to send a value. Its memory must not be changed until :meth:`flush`.
 
         Returns:
-            Its tensors, in the order in which the receiver lists them.
+            Its tensors, in the order of the receiver.
         """
         structure, tensors = take_apart(value)
         whole = [_lying_dense(tensor) for tensor in tensors]
@@ -160,17 +166,17 @@ class Transport:
         known = before is not None and before.header == header
         self._start(torch.tensor([0 if known else len(header)], dtype=torch.int64), to, tag)
         if before is not None and not known and before.repeated:
-            for meta in pickle.loads(before.header)[1]:
+            for meta in pickle.loads(before.header)[1]:  # filler
                 self._start(_host_copy(meta.empty()), to, tag)
         if not known:
             self._start(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, tag)
-        self._sent[to, tag] = _Layout(header, known)
+        self._sent[to, tag] = _LastHeader(header, known)
         for tensor in whole:
             self._start(_on_host(tensor), to, tag)
         return tensors
 
     def expect(self, source: int, tag: int) -> None:
-        """Gets ready for a value that :meth:`receive` is to wait for."""
+        """Posts the receives of a value for which :meth:`receive` will wait."""
         if (source, tag) not in self._expected:
             length = torch.empty(1, dtype=torch.int64)
             requests = self._link.receive(_bytes(length), source, tag)
@@ -184,10 +190,10 @@ class Transport:
         """Waits for a value.
 
         Args:
-            what: it is, for the message about a wait that lasts too long: ``the input of micro-batch 3``.
+            what: name of the value for the watchdog, such as ``the input of micro-batch 3``.
 
         Raises:
-            StageFailed: the sender, or over MPI any other process, has ended by an error.
+            StageFailed: the sender, or over MPI any other process, has failed.
         """
         awaited = f"{what} from {self.grid.name(source)}"
         self.expect(source, tag)
@@ -195,11 +201,11 @@ class Transport:
         self._wait(expected.requests, awaited, source)
         size, arriving = int(expected.length.item()), expected.arriving
         if size:
-            if arriving is not None:
+            if arriving is not None:  # filler
                 self._wait(arriving.requests, awaited, source)
             header = torch.empty(size, dtype=torch.uint8)
             self._wait(self._link.receive(header, source, tag), awaited, source)
-            self._received[source, tag] = _Layout(header.numpy().tobytes())
+            self._received[source, tag] = _LastHeader(header.numpy().tobytes())
             arriving = None
         layout = self._received[source, tag]
         layout.repeated = not size
@@ -214,7 +220,7 @@ class Transport:
                 tensor.requires_grad_()
         return Received(put_together(structure, arriving.tensors), arriving.tensors)
 
-    def _receive_tensors(self, layout: _Layout, source: int, tag: int) -> _Arriving:
+    def _receive_tensors(self, layout: _LastHeader, source: int, tag: int) -> _Arriving:
         tensors = [meta.empty() for meta in pickle.loads(layout.header)[1]]
         hosts = [_host_copy(tensor) for tensor in tensors]
         requests = [request for host in hosts for request in self._link.receive(_bytes(host), source, tag)]
@@ -229,21 +235,23 @@ class Transport:
         self._flush(self._sending)
         self._sending.clear()
 
-    def _flush(self, sending: Sequence[_Sending]) -> None:
-        for one in sending:
-            self._link.wait(one.request, f"{self.grid.name(one.to)} to take what was sent", one.to)
+    def _flush(self, messages: Sequence[_Sending]) -> None:
+        for sending in messages:
+            self._link.wait(
+                sending.request, f"{self.grid.name(sending.to)} to take what was sent", sending.to
+            )
 
     def advance(self) -> None:
-        """Lets go of what is sent, as far as that is known."""
-        self._sending = [one for one in self._sending if not self._link.is_sent(one.request)]
+        """Releases the memory of sends that are known to be complete."""
+        self._sending = [sending for sending in self._sending if not self._link.is_sent(sending.request)]
 
     def taken(self, to: int, tag: int) -> None:
-        """Lets go of what was sent with this tag, since the receiver has answered it."""
-        self._flush([one for one in self._sending if (one.to, one.tag) == (to, tag)])
-        self._sending = [one for one in self._sending if (one.to, one.tag) != (to, tag)]
+        """Releases the memory of sends with this tag, which the receiver has answered."""
+        self._flush([sending for sending in self._sending if (sending.to, sending.tag) == (to, tag)])
+        self._sending = [sending for sending in self._sending if (sending.to, sending.tag) != (to, tag)]
 
     def fail(self, error: BaseException) -> None:
-        """Tells all processes, as far as the transport can, that this one ends by an error."""
+        """Tells all processes that the link reaches that this one has failed."""
         with contextlib.suppress(Exception):
             self._link.fail(f"{type(error).__name__}: {error}")
 
@@ -254,7 +262,7 @@ class Transport:
 
 
 def _lying_dense(tensor: Tensor) -> Tensor:
-    """The tensor itself where its elements fill a part of memory, in whatever order of dimensions; else a copy."""
+    """The tensor itself if its elements fill a range of memory, in any order of dimensions; else a contiguous copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
@@ -279,7 +287,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Memory on the host for a tensor: its own, or pinned memory of the same layout."""
+    """Host memory for a tensor: its own memory, or new pinned memory with the same strides."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty_strided(

@@ -1,18 +1,21 @@
-"""The checkpoint policy of each block of a model, for a memory budget: measure, solve, apply.
+"""Planning: the checkpoint policy of each block of a model for a memory budget, found by measuring and solving.
 
 One file per step:
 
-    budget        budgets as people think: 6GiB, 0.3x, 80%, min
+    budget        memory budgets: 6GiB, 0.3x, 80%, min
     blocks        the chain of blocks in a model, and the arguments of each
     trace         the torch functions that a block calls
-    candidates    sets of those calls that are worth dropping
-    policy        checkpoint policies, and applying one to a module
+    candidates    sets of these calls that are worth dropping
+    policy        checkpoint policies and their application to modules
     block_runner  bytes and seconds of a block by itself
-    profile       all of that for a model, and what runs around its blocks
-    chain         the model of a chain that the solver sees; ``simulate`` defines what a schedule of it costs
+    ends          the cost of what runs before and behind the blocks
+    head          the head of a language model and its cross entropy in chunks
+    profile       all of these for a model
+    chain         the chain that the solver sees; ``simulate`` defines the cost of a schedule
     solver        the fastest schedule within a budget
-    plan          the decision, as data and as a JSON file; applying it
+    plan          the decision, as data and as a JSON file, and its application to a model
     planner       predict, measure, correct: from a model to a plan
+    request       plans on request, with options, cache and stages
     ranks         one plan for all ranks
     show          a plan as tables and pictures
 
@@ -22,5 +25,5 @@ and for pipeline stages:
     schedule      the order of the passes of each rank
     stages        cuts and checkpoint policies together, for the memory of each stage
 
-Import the module you need: nothing is imported here, so that reading a budget needs no PyTorch.
+Import the module you need. Nothing is imported here, so that reading a budget needs no PyTorch.
 """

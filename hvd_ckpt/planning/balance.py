@@ -1,4 +1,4 @@
-"""Cuts of a chain into consecutive parts, such that the most expensive part costs as little as possible."""
+"""Cuts of a chain into consecutive parts that minimize the cost of the most expensive part."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hvd_ckpt.utils.measure import undisturbed
 def balance_by_time(
     partitions: int, module: nn.Module, sample: Any, *, timeout: float = 1.0, **shared: Any
 ) -> list[int]:
-    """The number of blocks in each part of a chain, with the least possible time of the longest part: forward and backward passes
-    are measured, block by block.
+    """The number of blocks in each part of a chain that minimizes the time of the longest part. The forward and backward passes of
+    each block are measured.
 
-    The name and arguments are torchgpipe's (Kim et al., 2020), the cuts are exactly the best. Where Horovod runs on several ranks,
-    all of them must call it: the first one measures for all::
+    Name and arguments are those of torchgpipe (Kim et al., 2020); the cuts are the exact optimum. If Horovod runs on several ranks,
+    all ranks must call the function, and the first rank measures for all::
 
         model = hc.Pipeline(model, hc.balance_by_time(hc.stages(), model, sample), chunks=8)
 
     Args:
-        partitions: number of parts: stages, times the parts on each stage.
+        partitions: number of parts: the number of stages times the parts on each stage.
         module: a chain of this library or an ``nn.Sequential``, in training mode.
-        sample: a micro-batch: what the model takes, a tuple for several positional arguments.
-        timeout: seconds to measure each kind of block for, or three rounds if they take longer.
+        sample: a micro-batch: the argument of the model, or a tuple of several positional arguments.
+        timeout: seconds of measurement for each kind of block; at least three rounds are measured.
         shared: keyword arguments that all blocks share.
 
     Raises:
-        ValueError: the model is not a chain of at least so many blocks, or does not call each of them once.
+        ValueError: the model is not a chain of at least ``partitions`` blocks, or does not call each block once.
     """
     return _balanced(
         partitions, module, sample, shared, lambda block, runner: runner.seconds([KEEP], timeout)[0]
@@ -51,23 +51,24 @@ def balance_by_size(
     param_scale: float = 2.0,
     **shared: Any,
 ) -> list[int]:
-    """The number of blocks in each part of a chain, with the least possible bytes of the largest part: what a micro-batch keeps of
-    the block for its backward pass, and parameters.
+    """The number of blocks in each part of a chain that minimizes the bytes of the largest part.
+
+    The bytes of a block are those that a micro-batch keeps of it for the backward pass, and its parameters.
 
     Args:
         partitions, module, shared: as in :func:`balance_by_time`.
-        sample: a mini-batch, as the model takes it.
-        chunks: micro-batches that it is split into, one of which counts.
-        param_scale: bytes of a parameter with its gradient and optimizer state, for each byte of the parameter alone: 2 for SGD, 4
-            for Adam.
+        sample: a mini-batch, in the form of :func:`balance_by_time`.
+        chunks: number of micro-batches that the mini-batch is split into. The activations of one of them count.
+        param_scale: bytes of a parameter with its gradient and optimizer state, for each byte of the parameter: 2 for SGD, 4 for
+            Adam.
 
     Raises:
-        ValueError: as :func:`balance_by_time` does.
+        ValueError: as in :func:`balance_by_time`.
     """
 
     def size(block: FoundBlock, runner: BlockRunner) -> float:
-        runner.memory([KEEP])  # makes the gradients
-        parameters = sum(one.nbytes for one in block.modules[0].parameters())
+        runner.memory([KEEP])  # allocates the gradients, which must not count
+        parameters = sum(parameter.nbytes for parameter in block.modules[0].parameters())
         return runner.memory([KEEP])[0].kept / chunks + param_scale * parameters
 
     return _balanced(partitions, module, sample, shared, size)
@@ -85,22 +86,22 @@ def _balanced(
 
     def measured(_: Any) -> list[float]:
         with undisturbed(module, step.device):
-            found = find_blocks(module, step.forward, children_of(module))
-            check_called(module, found)
+            blocks = find_blocks(module, step.forward, children_of(module))
+            check_called(module, blocks)
             costs: dict[int, float] = {}
-            for block in found:
+            for block in blocks:
                 if block.like not in costs:
                     runner = BlockRunner(
                         block, block.args or (), block.kwargs or {}, step.device, step.autocast
                     )
                     costs[block.like] = cost(block, runner)
-            return [costs[block.like] for block in found]
+            return [costs[block.like] for block in blocks]
 
     return balance_costs(on_rank_0(measured, None, step.device), partitions)
 
 
 def block_bytes(blocks: Sequence[nn.Module]) -> list[float]:
-    """The bytes of parameters and buffers of each block; what several blocks share counts in the first of them."""
+    """The bytes of parameters and buffers of each block. A tensor that several blocks share counts in the first of them."""
     seen: set[int] = set()
     costs = []
     for block in blocks:
@@ -113,8 +114,8 @@ def block_bytes(blocks: Sequence[nn.Module]) -> list[float]:
 
 
 def balance_costs(costs: Sequence[float], parts: int) -> list[int]:
-    """The number of consecutive blocks in each part, at least one, with the least possible cost of the most expensive part: the sum
-    over its blocks.
+    """The number of consecutive blocks in each part, at least one, that minimizes the cost of the most expensive part. The cost of
+    a part is the sum over its blocks.
 
     Raises:
         ValueError: there are fewer blocks than parts, or a cost is negative, inf or nan.
@@ -134,17 +135,21 @@ def balance_costs(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) -> tuple[list[int], float]:
-    """The number of consecutive blocks in each part with the least possible cost of the most expensive part, and that cost.
+    """The number of consecutive blocks in each part that minimizes the cost of the most expensive part, and that cost.
 
-    An exact dynamic programme in O(n^2 p) steps for n blocks and p parts. Of equally good cuts it takes the one whose earlier parts
-    have the fewest blocks.
+    An exact dynamic programme in O(n^2 p) steps for n blocks and p parts. Among equally good cuts, it chooses the one whose earlier
+    parts have the fewest blocks.
 
     Args:
-        count: blocks, at least as many as there are parts.
-        cost: takes the number of a part, its first block and the block after its last; gives a number, or inf where that part is
+        count: number of blocks, at least ``parts``.
+        cost: takes the number of a part, its first block and the block after its last. It returns a number, or inf if that part is
             impossible.
     """
-    # least[start]: the cost of the most expensive part, if the blocks from start on are in the parts that are left.
+    # From the last part backward, with the number of parts that are left:
+    #
+    #     least(left, start) = min over end of max(cost(part, start, end), least(left - 1, end))
+    #
+    # least[start] holds it for the present number, and ends[-1][start] the best end.
     least = [cost(parts - 1, start, count) if start >= parts - 1 else math.inf for start in range(count)] + [
         math.inf
     ]
@@ -169,7 +174,7 @@ def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) ->
 
 
 def check_balance(balance: Sequence[int], blocks: int, parts: int) -> list[int]:
-    """Raises ValueError unless these are ``parts`` numbers of blocks from 1 with the sum ``blocks``."""
+    """Raises ValueError unless ``balance`` has ``parts`` numbers of blocks from 1 whose sum is ``blocks``."""
     whole = all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in balance)
     if not whole or len(balance) != parts or sum(balance) != blocks:
         raise ValueError(

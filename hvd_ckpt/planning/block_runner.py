@@ -1,4 +1,4 @@
-"""Running one block of a model by itself to measure its bytes and seconds under each checkpoint policy."""
+"""Runner of one block of a model by itself, to measure its bytes and seconds under each checkpoint policy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from hvd_ckpt.utils.memory import recording_marks
 
 
 class BlockRunner:
-    """Runs one block by itself, on inputs like those that the model gives it.
+    """Runs one block by itself, on copies of the inputs that the model gives it.
 
     Args:
         function: the block.
         args, kwargs: its inputs.
-        autocast: a context for its forward pass.
+        device: the device of the model.
+        autocast: makes a context for the forward pass.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class BlockRunner:
         self._autocast = autocast
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fresh inputs: the block may change them, and they are not leaves of the graph, as in the model."""
+        """New copies of the inputs, which the block may change. As in the model, they are not leaves of the graph."""
 
         def fresh(tensor: Tensor) -> Tensor:
             made = tensor.detach().clone()
@@ -52,10 +53,10 @@ class BlockRunner:
         return args, kwargs
 
     def outcome(self, policy: CheckpointPolicy, modules: Sequence[nn.Module]) -> list[int]:
-        """Fingerprints of outputs, gradients and buffers of one pass from the present state, which stays as it is.
+        """Fingerprints of the outputs, gradients and buffers of one pass from the current state, which is restored.
 
         Args:
-            modules: those of the block.
+            modules: the modules of the block.
         """
         block = nn.ModuleList(modules)
         with undisturbed(block, self._device), verifying("always"):
@@ -73,7 +74,7 @@ class BlockRunner:
             return [*seen, *fingerprints([*gradients, *block.buffers(), torch.get_rng_state()])]
 
     def memory(self, policies: Sequence[CheckpointPolicy]) -> list[Choice]:
-        """Exact bytes under each policy, without the seconds."""
+        """The exact bytes under each policy; seconds are 0."""
         costs = []
         with no_collection(), recording_marks(self._device) as marks:
             for policy in policies:
@@ -82,6 +83,12 @@ class BlockRunner:
                 _backward(self._forward(policy, args, kwargs, marks.mark))
                 marks.mark("end")
                 del args, kwargs
+        # Marks of one policy, and the bytes that they measure:
+        #
+        #     start -- forward pass -- ran -- autocast ends -- kept -- backward pass -- end
+        #
+        # forward_peak is the peak up to "ran", kept the bytes at "kept", casts what autocast's end frees, backward_peak the peak
+        # up to "end"; all above the bytes at "start".
         for number in range(len(policies)):
             start, ran, kept, end = marks.marks[4 * number : 4 * number + 4]
             costs.append(
@@ -96,7 +103,7 @@ class BlockRunner:
         return costs
 
     def first_pass(self) -> tuple[int, int, int, float]:
-        """A forward pass that saves nothing: bytes of the output, of casts beside it, peak bytes, seconds."""
+        """Costs of a forward pass that saves nothing: bytes of the output, bytes of casts, peak bytes, seconds."""
         seconds = []
         with recording_marks(self._device) as marks, torch.no_grad():
             for _ in range(3):
@@ -116,8 +123,10 @@ class BlockRunner:
     def seconds(
         self, policies: Sequence[CheckpointPolicy], least: float, least_rounds: int = 3
     ) -> list[float]:
-        """Median seconds of forward and backward under each policy, in alternating order, for ``least`` seconds and
-        ``least_rounds`` rounds."""
+        """Median seconds of forward and backward pass under each policy.
+
+        Rounds over all policies, in alternating order, take at least ``least`` seconds and ``least_rounds`` rounds.
+        """
         times: list[list[float]] = [[] for _ in policies]
         begin = time.perf_counter()
         rounds = 0
@@ -131,7 +140,7 @@ class BlockRunner:
                     times[index].append(now(self._device) - start)
                 del args, kwargs
             rounds += 1
-        return [statistics.median(one) for one in times]
+        return [statistics.median(seconds) for seconds in times]
 
     def _forward(
         self,
@@ -150,12 +159,15 @@ class BlockRunner:
 
 
 def _waves_like(tensor: Tensor) -> Tensor:
-    """A gradient for a tensor whose elements differ: the sum of a softmax has no gradient at all."""
+    """A gradient with different elements for a tensor. With equal ones, the gradient of a softmax would be zero."""
     return torch.arange(tensor.numel(), device=tensor.device).cos().to(tensor.dtype).view(tensor.shape)
 
 
 class _End(torch.autograd.Function):
-    """Passes gradients of ones that nothing else holds: a model frees the gradient of a block's output, too."""
+    """End of a block in place of the rest of a model, with gradients of ones.
+
+    Nothing else holds these gradients, so that they are freed as early as the gradient of a block's output is in a model.
+    """
 
     @staticmethod
     def forward(ctx: Any, *ends: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Finding the chain of blocks in a model, for which a plan decides one by one.
+"""Search for the chain of blocks in a model. A plan decides about each block.
 
-Deep models repeat themselves: layers stand in an ``nn.Sequential`` or an ``nn.ModuleList``, and the forward pass calls
-one after the other. One forward pass that keeps nothing shows which ones it calls, in which order and with which arguments.
+The layers of deep models are children of an ``nn.Sequential`` or an ``nn.ModuleList``, and the forward pass calls one after the
+other. One forward pass that saves nothing shows which of them it calls, in which order and with which arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.keeper import saving_nothing
 from hvd_ckpt.recompute.transforms import is_transformed
 
-_LEAVES_WITH_WEIGHTS = 2  # of leaf modules in a row, so many with weights make up one block
+_LEAVES_WITH_WEIGHTS = 2  # number of leaf modules with weights in one block of consecutive leaf modules
 
 
 @dataclass(eq=False)
@@ -27,12 +27,12 @@ class FoundBlock:
     """A block as the forward pass called it.
 
     Attributes:
-        members: names of its modules; several only if an ``nn.Sequential`` calls them one after the other.
-        modules: those modules.
-        container: the name of the plain ``nn.Sequential`` it is a child of, or None.
-        args, kwargs: its arguments; None for a block that is like an earlier one, or cannot be run by itself.
-        obstacle: why it cannot be run by itself, or None.
-        like: index of the first block that is like it: same class, configuration, parameters and input; its own if it is the first.
+        members: names of its modules. There are several only if an ``nn.Sequential`` calls them one after the other.
+        modules: its modules.
+        container: name of the plain ``nn.Sequential`` whose child it is, or None.
+        args, kwargs: its arguments; None for a block that equals an earlier one or cannot be run by itself.
+        obstacle: the reason why it cannot be run by itself, or None.
+        like: index of the first block with the same class, configuration, parameters and input, which may be this one.
     """
 
     members: tuple[str, ...]
@@ -48,7 +48,7 @@ class FoundBlock:
         return any(is_compiled(module) for module in self.modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block as a function."""
+        """Runs the block as a function."""
         result = self.modules[0](*args, **kwargs)
         for module in self.modules[1:]:
             result = module(result)
@@ -62,19 +62,19 @@ def find_blocks(
 
     Args:
         forward: runs the model on the sample.
-        names: of modules that are to be the blocks, as in ``model.named_modules()``; a name that ends in ``.*`` means all
-            children. By default blocks are the children of every ``nn.Sequential`` and ``nn.ModuleList`` that is not inside
-            another block.
+        names: names of the modules that are the blocks, as in ``model.named_modules()``. A name that ends in ``.*`` means all
+            children. By default, blocks are the children of each ``nn.Sequential`` and ``nn.ModuleList`` that is not inside another
+            block.
 
-    Blocks that are called more than once in a forward pass, or not at all, are left as they are.
+    Blocks that a forward pass calls more than once or not at all are left out.
 
     Raises:
-        ValueError: a name is not that of a module, two names lie in one another, no block is called, or a block pops a skip
-            connection of another one, so that it cannot be measured by itself.
+        ValueError: a name is not that of a module, a named module lies in another one, no block is called, or a block pops a skip
+            connection of another block, so that it cannot be measured by itself.
     """
     proposed = _named(model, names) if names is not None else proposed_blocks(model)
     calls: dict[str, int] = {}
-    found: dict[str, FoundBlock] = {}
+    called: dict[str, FoundBlock] = {}
     order: list[str] = []
     signatures: dict[Any, int] = {}
     handles = []
@@ -86,7 +86,7 @@ def find_blocks(
             calls[key] = calls.get(key, 0) + 1
             if calls[key] > 1:
                 return
-            found[key] = block
+            called[key] = block
             order.append(key)
             if is_transformed(module, args, kwargs):
                 block.obstacle = "it runs inside a transform of torch.func"
@@ -107,8 +107,10 @@ def find_blocks(
         try:
             with torch.enable_grad(), saving_nothing():
                 forward()
-        except Exception:  # code that needs a graph, such as torch.autograd.grad: the whole graph, then
-            for state in (calls, found, order, signatures):
+        except (
+            Exception
+        ):  # code that needs a graph, such as torch.autograd.grad: run again with the whole graph
+            for state in (calls, called, order, signatures):
                 state.clear()
             for block in proposed:
                 block.args = block.kwargs = block.obstacle = None
@@ -117,8 +119,8 @@ def find_blocks(
     finally:
         for handle in handles:
             handle.remove()
-    inputs = {block.like: (block.args, block.kwargs) for block in found.values() if block.args is not None}
-    blocks = [found[key] for key in order if calls[key] == 1]
+    inputs = {block.like: (block.args, block.kwargs) for block in called.values() if block.args is not None}
+    blocks = [called[key] for key in order if calls[key] == 1]
     if not blocks:
         raise ValueError(
             f"No chain of blocks was found in this {type(model).__name__}: none of its nn.Sequential and nn.ModuleList children is "
@@ -126,7 +128,7 @@ def find_blocks(
         )
     for block in blocks:
         _check_skips(block)
-    first: dict[int, int] = {}  # the first of its kind may have been one that is called twice
+    first: dict[int, int] = {}  # the first block of a kind may have been left out, as it is called twice
     for index, block in enumerate(blocks):
         kind = block.like
         block.like = first.setdefault(kind, index)
@@ -135,7 +137,7 @@ def find_blocks(
 
 
 def _check_skips(block: FoundBlock) -> None:
-    """Raises ValueError if the block pops what another one has stashed (see ``hc.skippable``)."""
+    """Raises ValueError if the block pops a skip connection that another block has stashed (see ``hc.skippable``)."""
     inside = [part for module in block.modules for part in module.modules()]
     stashed, popped = (
         {
@@ -153,7 +155,13 @@ def _check_skips(block: FoundBlock) -> None:
 
 
 def proposed_blocks(model: nn.Module) -> list[FoundBlock]:
-    """The blocks of a model as it stands, in its own order; which of them a forward pass calls is not known yet."""
+    """The possible blocks of a model, in the order of its modules. A forward pass may call only some of them."""
+    # Which modules become blocks:
+    #
+    #     children of an nn.Sequential or an nn.ModuleList that are composite modules, one block each (transformer layers)
+    #     leaf children of an nn.Sequential, joined until a block has two leaves with weights (convolution and norm)
+    #     a child that is itself a container of several composite modules is opened (the stages of a ResNet)
+    #     any other module is searched for containers (a model that has an encoder)
     blocks: list[FoundBlock] = []
 
     def visit(name: str, module: nn.Module) -> None:
@@ -194,23 +202,23 @@ def children_of(model: nn.Module) -> list[str]:
     """The names of the blocks of a chain that can be cut into parts.
 
     Raises:
-        ValueError: the model is not a chain, or a block stands at several places.
+        ValueError: the model is not a chain, or a block occurs several times in it.
     """
     if not isinstance(model, nn.Sequential):
         raise ValueError(f"stages need a chain or an nn.Sequential, got {type(model).__name__}")
-    children = {name: one for name, one in model._modules.items() if one is not None}
+    children = {name: child for name, child in model._modules.items() if child is not None}
     places = list(children.values())
-    for name, one in children.items():
-        if places.count(one) > 1:
+    for name, child in children.items():
+        if places.count(child) > 1:
             raise ValueError(
                 f"block '{name}' stands at several places of the chain: give each place a block of its own"
             )
     return list(children)
 
 
-def check_called(model: nn.Module, found: Sequence[FoundBlock]) -> None:
-    """Raises ValueError unless the blocks found are all of :func:`children_of` a chain."""
-    called = {block.members[0] for block in found}
+def check_called(model: nn.Module, blocks: Sequence[FoundBlock]) -> None:
+    """Raises ValueError unless ``blocks`` include all of :func:`children_of` a chain."""
+    called = {block.members[0] for block in blocks}
     for name in children_of(model):
         if name not in called:
             raise ValueError(f"stages need a chain that calls each block once, but not block '{name}'")
@@ -225,12 +233,12 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _loops(module: nn.Sequential) -> bool:
-    """A Sequential with a forward of its own counts if it holds composite modules: it is likely to loop over them."""
+    """Whether an ``nn.Sequential`` with a ``forward`` of its own holds only composite modules, over which it probably loops."""
     return len(module) > 1 and all(list(child.children()) for child in module)
 
 
 def _holds_chain(module: nn.Module) -> bool:
-    """Whether a child of a chain is better opened than taken as one block: a stage of several composite blocks."""
+    """Whether a child of a chain is a stage of several composite blocks, and so not one block itself."""
     return (
         isinstance(module, (nn.Sequential, nn.ModuleList))
         and _is_container(module)
@@ -252,12 +260,12 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[FoundBlock]:
             raise ValueError(
                 f"blocks: '{name}' is not a module of this {type(model).__name__}: see model.named_modules()"
             )
-        for one in chosen:
-            if any(one == block.members[0] for block in blocks):
+        for member in chosen:
+            if any(member == block.members[0] for block in blocks):
                 continue
-            parent = one.rpartition(".")[0]
+            parent = member.rpartition(".")[0]
             plain = base_class(modules[parent]).forward is nn.Sequential.forward
-            blocks.append(FoundBlock((one,), [modules[one]], parent if plain else None))
+            blocks.append(FoundBlock((member,), [modules[member]], parent if plain else None))
     taken = {block.members[0] for block in blocks}
     for name in taken:
         for outer in taken:
@@ -274,7 +282,7 @@ def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any])
         for tensor in tensors_of((args, kwargs))
     )
     shape = repr(map_tensors(lambda tensor: "tensor", Tensor, (args, sorted(kwargs))))
-    if " at 0x" in shape:  # an object without a representation of its own
+    if " at 0x" in shape:  # an object without a __repr__ of its own
         shape = ""
     parameters = tuple(
         (name, parameter.dtype, tuple(parameter.shape), parameter.requires_grad)
@@ -291,5 +299,5 @@ def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """A copy of an input, which the model may change later, without its graph."""
+    """A copy of an input without its graph. The model may change the input later."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Budgets as people think: ``6GiB``, ``0.3x``, ``80%``, ``min``."""
+"""Memory budgets and how they are written: ``6GiB``, ``0.3x``, ``80%``, ``min``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from hvd_ckpt.planning.plan import Plan
 
-MIN_SLOWDOWN = 2.0  # "min" is the smallest peak that makes a step take at most so many times as long
+MIN_SLOWDOWN = 2.0  # "min": the smallest peak whose step takes at most this many times as long
 _MOST = 2.0**62
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -23,8 +23,8 @@ class BudgetError(ValueError):
     """No plan fits the budget; the message names the smallest peak and what sets it.
 
     Attributes:
-        smallest: bytes of the smallest reachable peak, or that it is larger than, where the budget was refused early.
-        nearest: the plan with the smallest peak, measured; None where the budget was refused before the blocks were measured.
+        smallest: the smallest reachable peak in bytes; a lower bound of it where the budget was refused early.
+        nearest: the measured plan with the smallest peak; None where the budget was refused before the blocks were measured.
     """
 
     def __init__(self, message: str, smallest: int, nearest: Plan | None = None) -> None:
@@ -38,7 +38,7 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget that may need facts to become bytes.
+    """A memory budget, which may depend on the model or the device.
 
     Attributes:
         kind: ``bytes``, ``share`` (of the peak without recomputation), ``device`` (share of the device's memory), ``min`` or
@@ -61,7 +61,7 @@ class Budget:
 
     @property
     def is_absolute(self) -> bool:
-        """Whether it is the same number of bytes for every model."""
+        """Whether the budget is the same number of bytes for every model."""
         return self.kind in ("bytes", "device")
 
     def bytes(self, baseline: int, smallest: int, device: torch.device) -> int | None:
@@ -78,11 +78,11 @@ class Budget:
 
 
 Given = int | float | str | Budget | None
-"""A budget as users give it."""
+"""The forms of a budget that a user may give."""
 
 
 def parse_budget(budget: Given) -> Budget:
-    """Reads a budget. To be called once, where a user gives it: below that a budget is a :class:`Budget`.
+    """Parses a budget. Called once, where a user gives it; other code takes a :class:`Budget`.
 
     Args:
         budget: bytes as a number or as text with a unit (``"6GiB"``, ``"512MB"``); ``"0.3x"`` of the peak without recomputation;
@@ -90,7 +90,7 @@ def parse_budget(budget: Given) -> Budget:
             :class:`Budget` stays as it is.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: the budget is anything else.
     """
     wrong = f"budget must be bytes, or text such as '6GiB', '0.3x', '80%', 'min' or 'fastest', got {budget!r}"
     if isinstance(budget, Budget):
@@ -127,7 +127,7 @@ def parse_budget(budget: Given) -> Budget:
 
 
 def device_budget(share: float, device: torch.device) -> int:
-    """Bytes that a step may take so that the process (CUDA: everything on the device) stays within ``share`` of the memory."""
+    """Bytes that a step may allocate within ``share`` of the memory, less what the process (CUDA: the device) uses already."""
     if device.type == "cuda":
         import torch
 

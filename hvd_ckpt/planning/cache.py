@@ -1,8 +1,8 @@
-"""Plans that an earlier process made, reused where nothing has changed that they depend on.
+"""Cache of plans, which reuses a plan of an earlier process if nothing that it depends on has changed.
 
-The key of a plan is a digest of the model (classes and their code, settings, shapes of parameters), shapes and dtypes of the
-sample, the code of the loss, the settings of the plan, the device and the number of threads, and the versions of PyTorch and this
-library. Values of tensors are not part of it.
+The key of a plan is a digest of the model (classes with their code, settings, shapes of parameters), of the shapes and dtypes of
+the sample, and of the code of the loss. It also includes the settings of the plan, the device, the number of threads, and the
+versions of PyTorch and of this library. It does not depend on the values of tensors.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def cached(
     make: Callable[[], Plan],
     say: Callable[[str], None],
 ) -> Plan:
-    """The plan of that key in ``folder``; else the one that ``make`` makes, which is written there.
+    """Reads the plan with that key from ``folder``, or calls ``make`` and writes its plan there.
 
-    A file that is damaged or does not fit the model is replaced.
+    A file that is invalid or does not fit the model is replaced.
 
     Raises:
-        ValueError: the folder cannot be written to.
+        ValueError: the folder is not writable.
     """
     path = Path(folder) / f"plan-{key}.json"
     try:
@@ -87,8 +87,8 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _model(model: nn.Module) -> Iterator[str]:
-    yield repr(getattr(model, "config", None))  # of transformers
-    numbers: dict[int, int] = {}  # parameters that are tied have one
+    yield repr(getattr(model, "config", None))  # of a model of transformers
+    numbers: dict[int, int] = {}  # tied parameters have one number
     kinds: dict[type, None] = {}
     for name, module in model.named_modules():
         kinds.update(dict.fromkeys(type(module).__mro__))
@@ -104,11 +104,11 @@ def _model(model: nn.Module) -> Iterator[str]:
 
 
 _PLAIN = (bool, int, float, str, type(None))
-_DEPTH = 8  # to which values that a function refers to are followed
+_DEPTH = 8  # levels of values that a function refers to
 
 
 def _code(value: Any, depth: int = _DEPTH) -> Iterator[str]:
-    """What tells a function, and what it refers to, from another one."""
+    """Texts by which a value differs from others; for a function, its code and the values that it refers to."""
     if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
         parts: tuple[Any, ...]
         if isinstance(value, functools.partial):
@@ -127,8 +127,8 @@ def _code(value: Any, depth: int = _DEPTH) -> Iterator[str]:
     elif isinstance(value, Tensor):
         yield _shape(value)
     elif isinstance(value, (tuple, list, dict)) and depth:
-        for one in value.items() if isinstance(value, dict) else value:
-            yield from _code(one, depth - 1)
+        for item in value.items() if isinstance(value, dict) else value:
+            yield from _code(item, depth - 1)
     elif isinstance(value, _PLAIN):
         yield repr(value)
     else:

@@ -1,8 +1,8 @@
-"""Candidate policies of a block: sets of calls whose results are worth dropping, to be measured.
+"""Candidate policies of a block: sets of calls whose results are worth dropping. The profile measures them.
 
-Each result of a block can be kept or dropped. The bytes that a set of dropped results saves and the seconds that it costs are
-estimated from the block's trace. The Pareto frontier of all sets is found by trying them all where they are few, and by descent
-from many sides where they are many. The estimates only choose which policies are measured.
+Each result of a block can be kept or dropped. The trace of the block gives an estimate of the bytes that a set of dropped results
+saves and of the seconds that it costs. The Pareto frontier of all sets is found by trying all of them if they are few, and by
+several descents if they are many. The estimates only choose the policies that are measured.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.planning.trace import Trace
 from hvd_ckpt.recompute.tape import Policy
 
-_EXHAUSTIVE = 11  # nodes up to which all subsets are tried: 2048
+_EXHAUSTIVE = 11  # most nodes for which all subsets are tried: 2048
 _PRICES = 20
-_LOOKS = 200_000  # calls that the estimates of a descent look at: a second, whatever the block
+_LOOKS = 200_000  # calls that the estimates of a descent may visit, which takes about a second for any block
 _COMPRESSIBLE = 0.02  # share of the kept bytes below which compression is not tried
 _MATMULS = frozenset(
     {
@@ -40,7 +40,7 @@ _MATMULS = frozenset(
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan may choose, as in :func:`hvd_ckpt.plan`."""
+    """Options of the choices of a plan, as in :func:`hvd_ckpt.plan`."""
 
     blocks: Sequence[str] | None = None
     autocast: torch.dtype | None = None
@@ -53,7 +53,7 @@ class PlanOptions:
         """The name of the dtype.
 
         Raises:
-            ValueError: it is not one of 16 bits.
+            ValueError: the dtype is neither float16 nor bfloat16.
         """
         if self.lossy not in (None, torch.float16, torch.bfloat16):
             raise ValueError(f"lossy must be torch.float16 or torch.bfloat16, got {self.lossy!r}")
@@ -65,7 +65,7 @@ class Estimate:
     """Estimated cost of a set of dropped calls.
 
     Attributes:
-        kept: bytes of the block's own results that are held for the backward pass.
+        kept: bytes of the block's results that are held for the backward pass.
         seconds: time of the recomputation.
         working: most bytes of recomputed results at a time.
     """
@@ -76,8 +76,11 @@ class Estimate:
 
 
 def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = frozenset()) -> Estimate:
-    """Bytes and seconds if the calls in ``dropped`` are dropped; ``breaks`` as in
+    """Estimates bytes and seconds if the calls in ``dropped`` are dropped; ``breaks`` as in
     :class:`~hvd_ckpt.recompute.tape.Policy`."""
+    # Backward through the calls, as a replay finds what it needs: a kept call keeps what autograd saves of it; a dropped call runs
+    # again if something of it is saved or a later call that runs again reads its result. Then its arguments are kept, or are
+    # results of dropped calls that run again themselves.
     calls = trace.calls
     kept: set[int] = set()
     read: set[int] = set()  # dropped calls whose results are read by calls that run again
@@ -112,15 +115,17 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
     distinct = {id(group): group for group in groups.values()}.values()
     for group in distinct:
         entered = {source for number in group for source, _ in calls[number].reads if source in breaks}
-        seconds += sum(calls[one].seconds for source in entered - group for one in again.get(source, ()))
+        seconds += sum(
+            calls[repeated].seconds for source in entered - group for repeated in again.get(source, ())
+        )
     working = max((_retained(trace, group) for group in distinct), default=0)
     return Estimate(sum(trace.memory[place] for place in kept), seconds, working)
 
 
-def _join(groups: dict[int, set[int]], one: int, other: int) -> None:
-    """Makes one group of the groups of two calls."""
-    if groups[one] is not groups[other]:
-        fewer, more = sorted((groups[one], groups[other]), key=len)
+def _join(groups: dict[int, set[int]], first: int, second: int) -> None:
+    """Merges the groups of two calls."""
+    if groups[first] is not groups[second]:
+        fewer, more = sorted((groups[first], groups[second]), key=len)
         more |= fewer
         for member in fewer:
             groups[member] = more
@@ -131,14 +136,14 @@ def _only_inner(trace: Trace, number: int, read: set[int]) -> bool:
 
 
 def _closure(trace: Trace, number: int, dropped: frozenset[int]) -> set[int]:
-    found = {number}
+    reached = {number}
     pending = [number]
     while pending:
         for source, _ in trace.calls[pending.pop()].reads:
-            if source in dropped and source not in found:
-                found.add(source)
+            if source in dropped and source not in reached:
+                reached.add(source)
                 pending.append(source)
-    return found
+    return reached
 
 
 def _retained(trace: Trace, group: Iterable[int]) -> int:
@@ -151,8 +156,8 @@ def _retained(trace: Trace, group: Iterable[int]) -> int:
 
 
 def nodes(trace: Trace) -> list[frozenset[int]]:
-    """Calls that can only be dropped together, because their results lie in the same memory: a linear and the views of its
-    result, a batch norm and the relu that changes it in place."""
+    """Sets of calls that can only be dropped together, because their results lie in the same memory: a linear layer and the views
+    of its result, or a batch norm and the relu that changes its result in place."""
     groups: dict[int, set[int]] = {}
     of_place: dict[int, int] = {}  # the first call with a result there
     for number, call in enumerate(trace.calls):
@@ -160,12 +165,12 @@ def nodes(trace: Trace) -> list[frozenset[int]]:
             groups[number] = {number}
             for place in call.results:
                 _join(groups, of_place.setdefault(place, number), number)
-    found = {id(group): frozenset(group) for group in groups.values()}
-    return [node for node in found.values() if _matters(trace, node)]
+    distinct = {id(group): frozenset(group) for group in groups.values()}
+    return [node for node in distinct.values() if _matters(trace, node)]
 
 
 def _matters(trace: Trace, node: frozenset[int]) -> bool:
-    """Whether dropping it can change anything: something reads or saves it, and it is memory made here."""
+    """Whether dropping the node changes anything: whether its results are saved or read."""
     calls = trace.calls
     if any(calls[number].saved or calls[number].inner for number in node):
         return True
@@ -175,18 +180,20 @@ def _matters(trace: Trace, node: frozenset[int]) -> bool:
 def candidates(
     trace: Trace, limit: int = 8, lossy: str | None = None, offload: bool = False
 ) -> list[CheckpointPolicy]:
-    """Policies worth measuring, "keep" first: at most ``limit`` sets of dropped calls, and compressed forms of them where
-    there is something to compress; each also with floating point numbers kept as ``lossy`` if that is given, and with what is kept
-    in host memory if ``offload``."""
+    """Policies that are worth measuring, "keep" first.
+
+    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress. With ``lossy``,
+    each set also appears with floating point numbers kept in that dtype, and with ``offload``, with kept tensors in host memory.
+    """
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
     chosen = _spread(pool, limit)
-    policies = [(dropped, frozenset[int]()) for dropped in chosen]
+    sets = [(dropped, frozenset[int]()) for dropped in chosen]
     smallest = min(pool, key=lambda dropped: (pool[dropped].kept, pool[dropped].seconds))
-    policies += [(smallest, breaks) for breaks in _breaks(trace, parts, smallest)]
-    found = [KEEP]
+    sets += [(smallest, breaks) for breaks in _breaks(trace, parts, smallest)]
+    policies = [KEEP]
     keep = pool[frozenset()].kept
-    for dropped, breaks in policies:
+    for dropped, breaks in sets:
         held = {
             place for number, call in enumerate(trace.calls) if number not in dropped for place in call.inner
         }
@@ -194,14 +201,14 @@ def candidates(
         for compress in (False, True) if saves > _COMPRESSIBLE * keep else (False,):
             policy = Policy(trace.names, dropped, breaks, compress)
             if dropped or compress:
-                found.append(CheckpointPolicy(_title(trace, policy), policy))
+                policies.append(CheckpointPolicy(_title(trace, policy), policy))
         if lossy is not None:
             policy = Policy(trace.names, dropped, breaks, saves > 0, lossy)
-            found.append(CheckpointPolicy(_title(trace, policy), policy))
+            policies.append(CheckpointPolicy(_title(trace, policy), policy))
         if offload:
             policy = Policy(trace.names, dropped, breaks, offload=True)
-            found.append(CheckpointPolicy(_title(trace, policy), policy))
-    return found
+            policies.append(CheckpointPolicy(_title(trace, policy), policy))
+    return policies
 
 
 def _exhaust(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
@@ -213,8 +220,8 @@ def _exhaust(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
 
 
 def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], Estimate]:
-    """For many prices of a byte: change one node or two neighbours for as long as that makes the sum smaller. In large blocks the
-    descent ends early."""
+    """Sets found by descent: for each of several prices of a byte, changes one node or two neighbours while that lowers the sum of
+    seconds and price. In large blocks, the descent ends early."""
     pool: dict[frozenset[int], Estimate] = {}
 
     def look(dropped: frozenset[int]) -> Estimate:
@@ -222,6 +229,9 @@ def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
             pool[dropped] = estimate(trace, dropped)
         return pool[dropped]
 
+    # Kept bytes have a price in seconds. At a low price, keeping everything is best, and at a high one, dropping everything. From
+    # both ends, the price moves towards the other end in steps of a factor of sqrt(2), and each descent starts where the last one
+    # ended. So the optimum changes by a few nodes at a time. All sets that were estimated on the way are candidates.
     everything = frozenset[int]().union(*parts)
     moves = [*parts, *(first | second for first, second in itertools.pairwise(parts))]
     keep, drop = look(frozenset()), look(everything)
@@ -246,7 +256,7 @@ def _descend(trace: Trace, parts: list[frozenset[int]]) -> dict[frozenset[int], 
 
 
 def _spread(pool: dict[frozenset[int], Estimate], limit: int) -> list[frozenset[int]]:
-    """The sets that none beats in bytes and seconds; of many, those that lie evenly along the curve."""
+    """The sets on the Pareto frontier of bytes and seconds; of many, those that are spread evenly along the curve."""
     order = sorted(pool, key=lambda dropped: (pool[dropped].kept, pool[dropped].seconds, len(dropped)))
     frontier: list[frozenset[int]] = []
     for dropped in order:
@@ -268,27 +278,27 @@ def _spread(pool: dict[frozenset[int], Estimate], limit: int) -> list[frozenset[
 def _merit(
     pool: dict[frozenset[int], Estimate], dropped: frozenset[int], frontier: list[frozenset[int]]
 ) -> float:
-    """How far a point lies below the straight line between the ends of the frontier."""
+    """The distance of a point below the straight line between the ends of the frontier, in seconds."""
     first, last, here = pool[frontier[0]], pool[frontier[-1]], pool[dropped]
     share = (here.kept - first.kept) / max(last.kept - first.kept, 1)
     return first.seconds + share * (last.seconds - first.seconds) - here.seconds
 
 
 def _breaks(trace: Trace, parts: list[frozenset[int]], dropped: frozenset[int]) -> list[frozenset[int]]:
-    """Places where a block that keeps least is best replayed in two parts."""
+    """Up to two nodes at which to break the replay of a block that keeps least, because that lowers its peak most."""
     whole = estimate(trace, dropped)
-    found: list[tuple[int, frozenset[int]]] = []
+    useful: list[tuple[int, frozenset[int]]] = []
     for part in parts:
         if part <= dropped:
             broken = estimate(trace, dropped, part)
             if broken.working < 0.9 * whole.working:
-                found.append((broken.working, part))
-    found.sort(key=lambda entry: entry[0])
-    return [part for _, part in found[:2]]
+                useful.append((broken.working, part))
+    useful.sort(key=lambda entry: entry[0])
+    return [part for _, part in useful[:2]]
 
 
 def _title(trace: Trace, policy: Policy) -> str:
-    """``drop gelu, layer_norm``: the calls that run again, those that take time first named."""
+    """Title of a policy, such as ``drop gelu, layer_norm``. Views are named only if it drops nothing else."""
     words = []
     if policy.dropped:
         again = [number for number in sorted(policy.dropped) if trace.calls[number].seconds > 0]

@@ -1,18 +1,16 @@
-"""A model as a chain of blocks with measured costs, and the cost of a schedule of it.
+"""Model of a chain of blocks with measured costs, and the cost of a schedule of it.
 
-:func:`simulate` is the definition of time and peak memory that everything else in planning is held against:
-the solver's results are simulated before they are returned, and the tests compare it with exhaustive search.
+:func:`simulate` defines time and peak memory. The results of the solver are simulated before they are returned, and the tests
+compare it with exhaustive search.
 
-The model extends the one of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova (2019), "Optimal
-checkpointing for heterogeneous chains", from one way to run a block to several. Bytes are integers, times are
-seconds. A level of a schedule, the whole chain or one segment that is being recomputed, runs its items
-forward in order and then backward in reverse order:
+The model extends that of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova (2019), "Optimal checkpointing for heterogeneous
+chains", from one way to run a block to several. Bytes are integers, times are seconds. A *level* of a schedule is the whole chain
+or a segment that is being recomputed. It runs its items forward in order, and then backward in reverse order:
 
-- a :class:`Run` of a block holds ``kept`` bytes from its forward to its backward, under the choice taken, and besides
-  ``casts`` bytes until the forward pass of the level ends;
-- a :class:`Segment` first runs its blocks forward saving nothing, holds only the output of its last block,
-  and at its turn in the backward pass is recomputed as a level of its own, while the gradient of that output
-  waits beside it. Segments nest.
+- A :class:`Run` of a block holds ``kept`` bytes from its forward to its backward pass, under the choice taken. It also holds
+  ``casts`` bytes until the forward pass of the level ends.
+- A :class:`Segment` first runs its blocks forward without saving anything, and holds only the output of its last block. In the
+  backward pass, it is recomputed as a level of its own, while the gradient of that output waits. Segments nest.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ class Choice:
     """One way to run a block.
 
     Args:
-        seconds: forward plus backward of the block, recomputation included.
-        kept: bytes held between its forward and its backward, above what was held when it started, its
-            output included.
-        forward_peak: most bytes during its forward, above the start, its output included.
-        backward_peak: most bytes during its backward, above the start of its *forward*: kept bytes, the
-            incoming gradient, everything that is recomputed.
-        casts: bytes held besides until the forward pass of all blocks ends: what autocast remembers of weights, less what
-            ``kept`` has of it.
+        seconds: of forward and backward pass, including recomputation.
+        kept: bytes held between the forward and the backward pass, above the start of the block, including its output.
+        forward_peak: most bytes during the forward pass, above its start, including the output.
+        backward_peak: most bytes during the backward pass, above the start of the *forward* pass: kept bytes, the incoming gradient
+            and everything that is recomputed.
+        casts: further bytes held until the forward pass of all blocks ends: autocast's cache of weights, without what ``kept``
+            includes of it.
     """
 
     seconds: float
@@ -49,14 +46,14 @@ class Block:
     """One block of the chain.
 
     Args:
-        choices: the ways to run it, at least one.
-        output: bytes of its output, and so of the gradient of its output.
-        forward_seconds: of a forward that saves nothing, the first pass of a recomputed segment.
-        forward_working: most bytes during such a forward, above the start, its output included.
-        joins_next: whether this block and the next may lie in one recomputed segment. A block that joins
-            neither neighbour lies in no segment.
-        casts: as those of a choice, of such a forward.
-        frame: bytes that a segment which begins here holds until it has been run backward: the state of the random numbers.
+        choices: the ways to run the block, at least one.
+        output: bytes of the output, and of the gradient of the output.
+        forward_seconds: of a forward pass that saves nothing, which is the first pass of a recomputed segment.
+        forward_working: most bytes during such a pass, above its start, including the output.
+        joins_next: whether this block and the next may lie in one recomputed segment. A block that joins neither neighbour lies in
+            no segment.
+        casts: as in :class:`Choice`, for a forward pass that saves nothing.
+        frame: bytes that a segment which begins here holds until its backward pass has run: the random state.
     """
 
     choices: tuple[Choice, ...]
@@ -68,47 +65,52 @@ class Block:
     frame: int = 0
 
     def only(self, count: int) -> Block:
-        """The block with the first choices alone."""
+        """The block with the first ``count`` choices only."""
         return replace(self, choices=self.choices[:count])
 
     def with_costs(self, change: Callable[[Choice], dict[str, Any]]) -> Block:
-        """The block with some costs of each choice changed."""
+        """The block with each choice changed in the costs that ``change(choice)`` returns."""
         return replace(self, choices=tuple(replace(choice, **change(choice)) for choice in self.choices))
 
 
 @dataclass(frozen=True)
 class Run:
-    """The block of that index runs under its choice of that index."""
+    """Item of a schedule: one block, run under one of its choices.
+
+    Args:
+        block: index of the block.
+        choice: index of the choice.
+    """
 
     block: int
     choice: int
 
     @property
     def first(self) -> int:
-        """The block, as that of a segment."""
+        """The block, as in a segment."""
         return self.block
 
     @property
     def last(self) -> int:
-        """The block, as that of a segment."""
+        """The block, as in a segment."""
         return self.block
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks that first run forward saving nothing and are recomputed in the backward pass as
-    ``items`` say."""
+    """Item of a schedule: consecutive blocks that first run forward without saving anything, and are recomputed as ``items`` in the
+    backward pass."""
 
     items: tuple[Run | Segment, ...]
 
     @property
     def first(self) -> int:
-        """Index of the first block in it."""
+        """Index of its first block."""
         return self.items[0].first
 
     @property
     def last(self) -> int:
-        """Index of the last block in it."""
+        """Index of its last block."""
         return self.items[-1].last
 
 
@@ -117,8 +119,7 @@ Item = Run | Segment
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule of the whole chain with its cost by :func:`simulate`: peak bytes above the start of the
-    step, and seconds of a step."""
+    """A schedule of the whole chain with its cost by :func:`simulate`: peak bytes above the start of a step, and its seconds."""
 
     items: tuple[Item, ...]
     peak: int
@@ -126,22 +127,22 @@ class Solution:
 
 
 def simulate(blocks: Sequence[Block], items: Sequence[Item], in_flight: int = 1) -> tuple[int, float]:
-    """Peak bytes above the start, and seconds, of running ``items``.
+    """Peak bytes above the start, and seconds, of a schedule.
 
     Args:
-        in_flight: micro-batches that are held at a time, as in a pipeline stage: while one runs forward or backward, what the
-            others keep from their forward to their backward pass is there, too. Seconds are those of one.
+        in_flight: number of micro-batches that are held at a time, as in a pipeline stage. While one of them runs forward or
+            backward, the others hold what they keep between their forward and backward passes. Seconds are those of one
+            micro-batch.
 
     Raises:
-        ValueError: if the items do not cover the blocks in order, each once, or if a segment spans blocks
-            that do not join.
+        ValueError: the items do not cover the blocks in order, each once, or a segment spans blocks that do not join.
     """
     walk = _simulate(blocks, items)
     return walk.peak + (in_flight - 1) * walk.kept, walk.seconds
 
 
 def bottleneck(blocks: Sequence[Block], items: Sequence[Item]) -> int:
-    """Index of the block whose forward or backward sets the peak of running ``items`` (the first such)."""
+    """Index of the first block whose forward or backward pass sets the peak of a schedule."""
     return _simulate(blocks, items).block
 
 
@@ -153,8 +154,13 @@ def _simulate(blocks: Sequence[Block], items: Sequence[Item]) -> _Walk:
 
 
 class _Walk:
-    """The state of one simulation: the highest peak so far, the block it was at, the time so far, and what is kept from the forward
-    to the backward pass of the whole chain."""
+    """State of a simulation.
+
+    Attributes:
+        peak, block: the highest peak so far, and the block that set it.
+        seconds: the time so far.
+        kept: bytes held between the forward and the backward pass of the whole chain.
+    """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
@@ -164,11 +170,21 @@ class _Walk:
         self.kept = 0
 
     def level(self, items: Sequence[Item], base: int, waiting: int) -> int:
-        """Forward and backward of ``items`` above ``base`` bytes; returns what is held between them.
+        """Runs a level forward and backward; returns the bytes held between the two.
 
-        While the forward runs, ``waiting`` bytes of gradient are held outside; the backward consumes them, so its peaks have them
-        included. What is held after a forward counts even where a measured peak says less.
+        Args:
+            items: of the level.
+            base: bytes held at its start.
+            waiting: bytes of the gradient that waits outside during the forward pass. The backward pass consumes it, and measured
+                backward peaks include it.
         """
+        # An item starts its backward pass with the bytes with which it started its forward pass, which ``starts`` has. For a run R
+        # that is followed by a segment S:
+        #
+        #     forward     R starts at base      S starts at base + R.kept, and leaves its frame and its output
+        #     backward    S is a level of its own at base + R.kept + its frame      R starts at base
+        #
+        # The waiting gradient and the casts are held throughout the forward pass.
         blocks = self.blocks
         starts = []
         held = base
@@ -177,12 +193,13 @@ class _Walk:
             starts.append(held)
             if isinstance(item, Run):
                 choice = blocks[item.block].choices[item.choice]
+                # Measured separately, kept may exceed the forward peak.
                 self.reach(item.block, held + casts + waiting + max(choice.forward_peak, choice.kept))
                 held += choice.kept
                 casts += choice.casts
             else:
                 held += blocks[item.first].frame
-                boundary = 0  # the segment's own input is held already by the items before
+                boundary = 0  # the items before hold the input of the segment
                 for index in range(item.first, item.last + 1):
                     block = blocks[index]
                     working = max(block.forward_working, block.output)
@@ -202,12 +219,14 @@ class _Walk:
         return between
 
     def reach(self, block: int, held: int) -> None:
+        """Notes that so many bytes are held during a pass of a block."""
         if held > self.peak:
             self.peak, self.block = held, block
 
 
 def _check_order(blocks: Sequence[Block], items: Sequence[Item], start: int, stop: int) -> None:
-    """The items cover blocks ``start`` to ``stop - 1``, each once, in order; segments span joined blocks."""
+    """Raises ValueError unless the items cover blocks ``start`` to ``stop - 1`` in order, each once, and segments span blocks that
+    join."""
     position = start
     for item in items:
         first = item.first

@@ -1,8 +1,8 @@
-"""The head of a language model: what a step takes where its cross entropy is computed in chunks.
+"""Head of a language model, and the cost of its cross entropy in chunks.
 
-Logits are not the output of a block that a plan could drop: the loss needs them at once. So a plan has a number of chunks for the
-linear layer that makes them (:mod:`hvd_ckpt.recompute.deferred`), and head and loss together, which run behind the last block, get
-one choice for each number.
+Dropping the logits would save nothing, since the loss needs them at once. So a plan has a number of chunks for the linear layer
+that computes them (:mod:`hvd_ckpt.recompute.deferred`). Head and loss, which run behind the last block, have one choice for each
+number.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hvd_ckpt.recompute.keeper import saving_nothing
 if TYPE_CHECKING:
     from hvd_ckpt.planning.step import Step
 
-_WIDER = 4  # a head has more than so many times as many outputs as inputs; a perceptron in a layer has not
-_LEAST_BYTES = 4 << 20  # of logits that are worth the measurements
-_LEAST_ROWS = 32  # in a chunk: a product of fewer rows is slow
-_LESS = 0.98  # of the memory is worth a choice
+_WIDER = 4  # a head has more than this many outputs for each input; the perceptron of a layer has no more
+_LEAST_BYTES = 4 << 20  # bytes of logits from which the head is measured
+_LEAST_ROWS = 32  # rows of a chunk, as a matrix product of fewer rows is slow
+_LESS = 0.98  # share of the previous peak that a further choice must stay below
 _FACTOR = 4  # from one number of chunks to the next
 
 
 class HeadCost(NamedTuple):
-    """Cost of head and loss by themselves, forward and backward: bytes above the start, seconds."""
+    """Cost of head and loss by themselves, forward and backward: peak bytes above the start, and seconds."""
 
     chunks: int | None
     peak: int
@@ -41,13 +41,13 @@ class HeadCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """A linear layer whose result goes into a cross entropy and nowhere else.
+    """A linear layer whose result is used by one cross entropy and nothing else.
 
     Attributes:
-        name, module: of the layer.
-        hidden, targets: (rows, width) and (rows,) of a step.
-        dtype: of the logits.
-        options: of the cross entropy.
+        name, module: the layer.
+        hidden, targets: input of the layer (rows, width) and targets (rows,) in a step.
+        dtype: dtype of the logits.
+        options: options of the cross entropy.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Head:
     options: dict[str, Any]
 
     def costs(self, step: Step) -> list[HeadCost]:
-        """What head and loss take, whole and in each number of chunks that needs less memory than the one before."""
+        """Costs of head and loss, whole and in each number of chunks that needs less memory than the previous one."""
         runner = BlockRunner(self._run, (self.hidden, self.targets), {}, step.device, step.autocast)
-        found: list[HeadCost] = []
+        costs: list[HeadCost] = []
         for chunks in (None, *self._numbers()):
             apply_policy(self.module, KEEP if chunks is None else in_chunks(chunks))
             try:
@@ -69,9 +69,9 @@ class Head:
             finally:
                 remove_policy(self.module)
             peak = max(cost.forward_peak, cost.backward_peak)
-            if not found or peak < _LESS * found[-1].peak:
-                found.append(HeadCost(chunks, peak, seconds))
-        return found
+            if not costs or peak < _LESS * costs[-1].peak:
+                costs.append(HeadCost(chunks, peak, seconds))
+        return costs
 
     def _run(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.module(hidden).to(self.dtype)
@@ -85,7 +85,7 @@ class Head:
 
 
 def find_head(step: Step) -> Head | None:
-    """The head of a model, found in one forward pass and its loss, which keep nothing for a backward pass."""
+    """The head of a model, found by one forward pass with its loss, which save nothing; None if there is none."""
     candidates: dict[nn.Module, str] = {}
     for name, module in step.model.named_modules():
         if is_compiled(module):
@@ -95,7 +95,7 @@ def find_head(step: Step) -> Head | None:
             or base_class(module).forward is not nn.Linear.forward
         ):
             continue
-        weight = module._parameters.get("weight")  # not one that is computed, as in a weight norm
+        weight = module._parameters.get("weight")  # not a weight that is computed, as in a weight norm
         if weight is not None and len(weight) > _WIDER * weight.shape[1]:
             candidates[module] = name
     if not candidates:
@@ -109,7 +109,7 @@ def find_head(step: Step) -> Head | None:
             apply_policy(module, in_chunks(1))
         with listening() as heard, saving_nothing():
             step.loss()
-    except Exception:  # code that needs a graph, or that has no logits to give
+    except Exception:  # code that needs a graph, or values of the logits
         return None
     finally:
         for module in candidates:
@@ -130,12 +130,15 @@ def find_head(step: Step) -> Head | None:
     return Head(candidates[call.head], call.head, hidden, consumed.targets, consumed.dtype, consumed.options)
 
 
-def without_head(found: Sequence[FoundBlock], head: Head) -> list[FoundBlock] | None:
-    """The blocks but the last one, if that has the head, or all; None where the head lies in another one or is the only block."""
+def without_head(blocks: Sequence[FoundBlock], head: Head) -> list[FoundBlock] | None:
+    """The blocks without the one that has the head, if any; None if that block is not the last one or is the only one."""
     owners = [
-        index for index, block in enumerate(found) for one in block.modules if head.module in one.modules()
+        index
+        for index, block in enumerate(blocks)
+        for module in block.modules
+        if head.module in module.modules()
     ]
     if not owners:
-        return list(found)
-    alone = owners == [len(found) - 1] and len(found) > 1 and found[-1].like == len(found) - 1
-    return list(found[:-1]) if alone else None
+        return list(blocks)
+    alone = owners == [len(blocks) - 1] and len(blocks) > 1 and blocks[-1].like == len(blocks) - 1
+    return list(blocks[:-1]) if alone else None

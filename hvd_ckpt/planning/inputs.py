@@ -1,4 +1,4 @@
-"""Copies of what a model or a block is given, so that planning, which runs it many times, changes nothing of the caller's."""
+"""Copies of the arguments of a model or a block. Planning runs it many times, and must not change the caller's tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvd_ckpt.utils.fingerprint import fingerprint
 
 
 def copied(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested containers and objects again, with ``change(tensor)`` for each tensor. Modules and parameters are shared."""
-    found = reach(values)
-    memo: dict[int, Any] = {id(module): module for module in found.modules}
+    """A copy of nested containers and objects with ``change(tensor)`` for each tensor. Modules and parameters are shared."""
+    reached = reach(values)
+    memo: dict[int, Any] = {id(module): module for module in reached.modules}
     with _Tensors(change) as mode:
-        for tensor in found.tensors:
+        for tensor in reached.tensors:
             mode.copy(tensor, memo)
         try:
             return copy.deepcopy(values, memo)
@@ -28,7 +28,7 @@ def copied(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _Tensors(TorchFunctionMode):
-    """Makes ``copy.deepcopy`` copy tensors by a function, wherever they are."""
+    """A mode in which ``copy.deepcopy`` copies tensors by a function."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def fingerprints(tensors: Iterable[Tensor | None]) -> list[int]:
-    """By which two runs are compared, bit for bit; 0 for no tensor."""
+    """Fingerprints by which two runs are compared bit for bit; 0 for None."""
     return [0 if tensor is None else int(fingerprint(tensor)) for tensor in tensors]
 
 
 def in_words(error: Exception) -> str:
-    """An error in one short line."""
+    """An error as one short line."""
     text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
     return f"{type(error).__name__}: {text if len(text) <= 200 else text[:197] + '...'}"

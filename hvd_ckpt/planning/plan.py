@@ -1,9 +1,9 @@
-"""A plan: what the forward pass of each block keeps, and what is recomputed.
+"""Plans: for each block of a model, what its forward pass keeps and what is recomputed.
 
-It is plain data: names, numbers and call numbers, made by the planner for one model and one shape of input.
-:meth:`Plan.apply` gives each block its checkpoint policy. :meth:`Plan.save` writes a JSON file that people can read. A plan
-file may come from anywhere: pydantic validates every value by the type hints below, nothing in it is executed or imported,
-and a key that this version does not know is an error, since to ignore it could change what a plan does.
+A plan is plain data: names, numbers and call numbers, made by the planner for one model and one shape of input.
+:meth:`Plan.apply` gives each block its checkpoint policy, and :meth:`Plan.save` writes a JSON file that people can read. A plan
+file may come from anywhere. So pydantic validates every value by the type hints below, and nothing in the file is executed or
+imported. An unknown key is an error, since ignoring it could change what the plan does.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ M = TypeVar("M", bound=nn.Module)
 
 _GIVE = "give a file that Plan.save() wrote"
 _REPAIR = "correct it, or make the plan again"
-_MAX_NESTING = 100  # of segments; each takes a dozen frames of Python's stack when it runs
+_MAX_NESTING = 100  # levels of segments; each takes a dozen frames of Python's stack when it runs
 
 
 def _nested(value: Any, depth: int = 0) -> tuple[Any, ...]:
-    """Items with tuples for lists."""
+    """Validates nested items and turns lists into tuples."""
     if not isinstance(value, (list, tuple)) or (depth and not value):
         raise ValueError(
             "must be a list of block numbers and of such lists, which are segments and not empty"
         )
     if depth > _MAX_NESTING:
         raise ValueError(f"segments are nested more than {_MAX_NESTING} deep")
-    for one in value:
-        if isinstance(one, bool) or not isinstance(one, (int, list, tuple)):
-            raise ValueError(f"has {shown(one)} where a block number or a list is expected")
-    return tuple(one if isinstance(one, int) else _nested(one, depth + 1) for one in value)
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, (int, list, tuple)):
+            raise ValueError(f"has {shown(item)} where a block number or a list is expected")
+    return tuple(item if isinstance(item, int) else _nested(item, depth + 1) for item in value)
 
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Bytes = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 _Moment = Annotated[str, Field(pattern="^(before|after)$")]
 Items = Annotated[tuple[Any, ...], BeforeValidator(_nested)]
-"""Numbers of blocks in order; a nested tuple is a segment that is recomputed as a whole, and holds items itself."""
+"""Numbers of blocks in order. A nested tuple is a segment that is recomputed as a whole; it holds items, too."""
 
 
 class PlanError(ValueError):
-    """A plan does not fit a model, or a plan file cannot be read; one line."""
+    """A plan does not fit a model, or a plan file is invalid. The message is one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -76,8 +76,8 @@ class Cost(NamedTuple):
     """Cost of a training step (forward, loss, backward).
 
     Attributes:
-        peak_bytes: the most bytes allocated at a time, above those at its start; parameters' gradients are there before.
-        seconds: its duration.
+        peak_bytes: the most bytes allocated at a time, above the start of the step, when the gradients of the parameters exist.
+        seconds: duration of the step.
     """
 
     peak_bytes: Count
@@ -92,13 +92,14 @@ class BlockPlan:
     """One block of the chain.
 
     Attributes:
-        members: names of its modules as in ``model.named_modules()``; several only if they are called one after the
-            other by one ``nn.Sequential``.
-        kind: the class of the module (or ``A+B+C``); with ``parameters`` it tells whether a model is the one planned for.
+        members: names of its modules as in ``model.named_modules()``. There are several only if one ``nn.Sequential`` calls them
+        one
+            after the other.
+        kind: class of the module (or ``A+B+C``). With ``parameters``, it tells whether a model is the planned one.
         parameters: shapes of its parameters, in order.
         policy: its checkpoint policy.
-        kept_bytes: bytes held between its forward and its backward pass, its output included.
-        added_seconds: time that it takes beyond that without recomputation; may be negative.
+        kept_bytes: bytes held between its forward and its backward pass, including its output.
+        added_seconds: its time less its time without recomputation; may be negative.
 
     Raises:
         ValueError: the members are not different modules of one container.
@@ -126,7 +127,7 @@ class BlockPlan:
         kept_bytes: int = 0,
         added_seconds: float = 0.0,
     ) -> BlockPlan:
-        """The entry of these modules of a model, by their names."""
+        """The plan of a block of these modules, given by their names."""
         modules = list(members.values())
         kind, shapes = kind_of(modules), parameter_shapes(modules)
         return cls(tuple(members), kind, shapes, policy, kept_bytes, added_seconds)
@@ -140,17 +141,17 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Consecutive blocks that run on one pipeline stage: all of the stage's, or with ``"interleaved"`` one of several parts.
+    """Consecutive blocks that run on one pipeline stage: all blocks of the stage, or, with ``"interleaved"``, one of its parts.
 
     Attributes:
-        blocks: how many.
-        recompute: whether they are recomputed as a whole from their input, under the policies of the blocks; False: the policies
+        blocks: number of blocks.
+        recompute: whether they are recomputed as a whole from their input, under the policies of the blocks. If not, the policies
             alone decide.
-        in_flight: micro-batches whose activations are held at a time.
-        forward_seconds, backward_seconds: of one micro-batch, the latter with all recomputation.
+        in_flight: number of micro-batches whose activations are held at a time.
+        forward_seconds, backward_seconds: time of one micro-batch, where the backward pass includes all recomputation.
         state_bytes: parameters, buffers, gradients and optimizer state.
-        activation_bytes: input, output, and what is kept and recomputed in between, of all micro-batches in flight, at the peak.
-        transport_bytes: gradients on their way to the stage before and from the stage behind.
+        activation_bytes: inputs, outputs, kept and recomputed tensors of all micro-batches in flight, at the peak.
+        transport_bytes: gradients that travel to the previous stage and from the next stage.
     """
 
     blocks: Annotated[int, Field(ge=1)]
@@ -164,7 +165,7 @@ class StagePlan:
 
     @property
     def seconds(self) -> float:
-        """Of one micro-batch."""
+        """Time of one micro-batch, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     @property
@@ -178,8 +179,8 @@ class PipelinePlan:
     """Cuts of a model into pipeline stages, and the cost of each.
 
     Attributes:
-        stages, micro_batches, schedule: it was made for, see :class:`hvd_ckpt.Pipeline`.
-        parts: in the order of the model; part c runs on stage ``c % stages``.
+        stages, micro_batches, schedule: the pipeline that the plan was made for, see :class:`hvd_ckpt.Pipeline`.
+        parts: parts in the order of the model; part c runs on stage ``c % stages``.
 
     Raises:
         ValueError: the number of parts is not a multiple of the stages.
@@ -206,7 +207,7 @@ class PipelinePlan:
 
     @property
     def memory(self) -> list[int]:
-        """Bytes of each stage. Its parts need theirs at different times, so with several its peak may be lower."""
+        """Bytes of each stage. The parts of a stage peak at different times, so the peak of several parts may be lower."""
         return [sum(part.memory for part in self.parts[stage :: self.stages]) for stage in range(self.stages)]
 
 
@@ -216,25 +217,26 @@ class Plan:
 
     Attributes:
         blocks: the chain, in the order in which the forward pass calls it.
-        items: the order of work: block numbers, and segments of them that are recomputed as a whole.
-        sample: dtype and shape of each tensor that the plan was made with.
-        budget: bytes, or None where the fastest plan was asked for.
-        autocast: the dtype of the autocast it was made under, such as ``"bfloat16"``, or None; a model that runs under another
+        items: the schedule: numbers of blocks, and segments of them that are recomputed as a whole.
+        sample: dtype and shape of each tensor of the sample batch.
+        budget: budget in bytes; None for the fastest plan.
+        autocast: dtype of the autocast that the plan was made under, such as ``"bfloat16"``, or None. A model that runs under
+        another
             one warns.
         predicted: the predicted cost of a step.
-        measured: its cost when it was measured with this plan, or None.
+        measured: the measured cost of a step with this plan, or None.
         baseline: the predicted cost without recomputation.
         smallest: the predicted cost of the plan with the smallest peak.
         frontier: predicted costs of the plans on the Pareto frontier, from the smallest peak to the fastest.
-        timelines: (seconds, bytes) during one step, under ``"before"`` (without recomputation, where that was measured) and
-            ``"after"``.
-        notes: blocks that are kept whole, recomputed as a whole or in no segment for another reason than their costs: a line each.
-        pipeline: cuts into pipeline stages, or None for a model without stages. Costs above are then those of the largest stage
-            (bytes) and of a step with all micro-batches (seconds).
+        timelines: (seconds, bytes) during one step: ``"before"`` without recomputation, if that was measured, and ``"after"`` with
+            this plan.
+        notes: one line for each block that is kept whole, recomputed as a whole or in no segment for another reason than its costs.
+        pipeline: cuts into pipeline stages; None for a model without stages. With stages, the costs above are the bytes of the
+            largest stage and the seconds of a step with all micro-batches.
 
     Raises:
-        ValueError: the items do not list every block once, in order, or a segment spans several containers; or the stages do not
-            have as many blocks.
+        ValueError: the items do not list every block once and in order, a segment spans several containers, or the stages have
+            another number of blocks.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -267,12 +269,14 @@ class Plan:
     def apply(self, model: M) -> M:
         """Gives the blocks of ``model`` their policies, in place; returns ``model``.
 
-        Modules keep their names, parameters, buffers, hooks and ``state_dict``; only how their ``forward`` is run
+        Modules keep their names, parameters, buffers, hooks and ``state_dict``. Only the way in which their ``forward`` runs
         changes. An earlier plan of the model is removed first.
 
         Raises:
-            PlanError: a block is missing in the model or is another one, and says which and why.
+            PlanError: a block is missing in the model or differs from the planned one.
         """
+        # Blocks of one module get their policy themselves. Blocks of several modules, and segments, are run by their nn.Sequential,
+        # inside which a block of one module still has its own policy.
         self.check(model)
         self.remove(model)
         modules = dict(model.named_modules())
@@ -286,16 +290,16 @@ class Plan:
         return model
 
     def remove(self, model: M) -> M:
-        """Undoes :meth:`apply`; a model without a plan stays as it is. Returns ``model``."""
+        """Undoes :meth:`apply`; returns ``model``. Does nothing for a model without a plan."""
         for module in model.modules():
             remove_policy(module)
         return model
 
     def check(self, model: nn.Module) -> None:
-        """Whether the plan fits the model.
+        """Checks whether the plan fits the model.
 
         Raises:
-            PlanError: a block is missing in the model or is another one.
+            PlanError: a block is missing in the model or differs from the planned one.
         """
         modules = dict(model.named_modules())
         misfit = f"The plan does not fit this {type(model).__name__}:"
@@ -313,12 +317,12 @@ class Plan:
             for number, (shape, planned) in enumerate(shapes):
                 if shape != planned:
                     have, want = (
-                        "no such parameter" if one is None else list(one) for one in (shape, planned)
+                        "no such parameter" if size is None else list(size) for size in (shape, planned)
                     )
                     raise PlanError(
                         f"{misfit} parameter {number} of block '{block.name}' has the shape {have}, the plan was made for {want}."
                     )
-            if block.policy.chunks is not None and [base_class(one).forward for one in members] != [
+            if block.policy.chunks is not None and [base_class(member).forward for member in members] != [
                 nn.Linear.forward
             ]:
                 raise PlanError(
@@ -331,10 +335,10 @@ class Plan:
                 )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is there whole or not at all.
+        """Writes the plan as JSON. The file is written completely or not at all.
 
         Raises:
-            PlanError: the plan could not be read back, such as one with a cost that is not finite.
+            PlanError: the plan cannot be read back, such as a plan with a cost that is not finite.
             OSError: the file cannot be written.
         """
         content = TypeAdapter(Plan).dump_python(self, mode="json", exclude_defaults=True)
@@ -351,7 +355,7 @@ class Plan:
 
         Raises:
             PlanError: the file is not a plan, is damaged, or is of another version.
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         try:
             return parse_json(_PlanFile, read_bytes(Path(path), _GIVE), _GIVE, _REPAIR).plan
@@ -359,20 +363,20 @@ class Plan:
             raise PlanError(f"The plan file '{path}' cannot be used: {error}.") from None
 
     def _containers(self) -> dict[str, list[Any]]:
-        """For each ``nn.Sequential`` that must run its children in spans or segments: the items, by child names."""
-        found: dict[str, list[Any]] = {}
+        """For each ``nn.Sequential`` that runs children together or in segments: its items, with the names of its children."""
+        containers: dict[str, list[Any]] = {}
         for item in self.items:
             members = self._members(item)
             if isinstance(item, tuple) or len(self.blocks[item].members) > 1:
                 container = members[0].rpartition(".")[0]
-                found.setdefault(container, []).append(self._steps(item))
-        return found
+                containers.setdefault(container, []).append(self._steps(item))
+        return containers
 
     def _members(self, item: Any) -> list[str]:
         return [name for block in _blocks_of([item]) for name in self.blocks[block].members]
 
     def _steps(self, item: Any) -> Any:
-        """An item as ``apply_to_chain`` takes it: (child names, policy) or a list of items for a segment."""
+        """An item as ``apply_to_chain`` takes it: (names of children, policy), or a list of such items for a segment."""
         if isinstance(item, tuple):
             return [self._steps(inner) for inner in item]
         block = self.blocks[item]
@@ -391,7 +395,7 @@ def _blocks_of(items: Sequence[Any]) -> list[int]:
 
 
 def thinned(timeline: Timeline, points: int = 400) -> Timeline:
-    """At most so many points, the highest and lowest of each stretch among them."""
+    """A timeline of at most ``points`` points, among them the highest and the lowest of each stretch."""
     if len(timeline) <= points:
         return timeline
     width = -(-len(timeline) * 2 // points)
@@ -405,7 +409,7 @@ def thinned(timeline: Timeline, points: int = 400) -> Timeline:
 
 @contextlib.contextmanager
 def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """The model runs with the plan."""
+    """A context in which the plan is applied to the model."""
     plan.apply(model)
     try:
         yield
@@ -414,15 +418,17 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def kind_of(members: Sequence[nn.Module]) -> str:
-    """The classes of some modules: ``BertLayer``, ``Conv2d+BatchNorm2d``."""
+    """The classes of modules as text: ``BertLayer``, ``Conv2d+BatchNorm2d``."""
     return "+".join(type(member).__name__ for member in members)
 
 
 def parameter_shapes(members: Sequence[nn.Module]) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the parameters of some modules, in order."""
+    """Shapes of the parameters of modules, in order."""
     return tuple(tuple(parameter.shape) for member in members for parameter in member.parameters())
 
 
 def sample_shapes(*values: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Dtype and shape of each tensor in nested values, as :attr:`Plan.sample` has them."""
-    return tuple((str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in tensors_in(*values))
+    return tuple(
+        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors_in(*values)
+    )

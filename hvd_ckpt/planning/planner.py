@@ -1,19 +1,17 @@
-"""From a model, a batch and a budget to a plan: profile, solve, measure, correct.
+"""The planner: from a model, a batch and a budget to a plan, in the steps profile, solve, measure, correct.
 
-The profile predicts; the truth is a step with the plan applied. Each plan is measured before it is handed out; where
-it needs more than was predicted, the chain is solved again with that much less.
+The profile predicts the peak of a plan. Each plan is also measured before it is returned. If it needs more memory than
+predicted, the chain is solved again for a smaller budget.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import math
-import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,24 +19,22 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.blocks import check_called
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError, Given, parse_budget
-from hvd_ckpt.planning.cache import cached, key_of
 from hvd_ckpt.planning.candidates import PlanOptions
 from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Segment, Solution, bottleneck, simulate
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
 from hvd_ckpt.planning.profile import FITS, Profile
 from hvd_ckpt.planning.solver import Solver
-from hvd_ckpt.planning.stages import PARAM_SCALE, Layout, StagePlanner, plan_stages
-from hvd_ckpt.planning.step import Step, device_of
+from hvd_ckpt.planning.stages import Layout, StagePlanner, plan_stages
+from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.memory import free_memory
-from hvd_ckpt.utils.text import show_bytes, talking
+from hvd_ckpt.utils.text import show_bytes
 
 _CORRECTIONS = 5
 _TIMED = 3  # steps
-_SILENT_SECONDS = 10.0  # at the start, where nobody asked to be told
-_OUT_OF_MEMORY = 1 << 63  # peak of a step that the device has no room for: above every budget
+_OUT_OF_MEMORY = 1 << 63  # the peak of a step that ran out of memory: larger than every budget
 
 
 class _Tried(NamedTuple):
@@ -50,17 +46,17 @@ class _Tried(NamedTuple):
 
 
 class Planner:
-    """Makes plans for one model and one batch; the profile is taken once.
+    """Plans for one model and one batch, from one profile.
 
-    Arguments as of :func:`plan`. The model is left as it was.
+    Takes the arguments of :func:`plan`. The model is left unchanged.
 
     Args:
-        say: is called with a line for each measurement.
-        budget: of the first plan; one in bytes is refused early if what runs around the blocks needs more.
-        options: of :class:`PlanOptions`.
+        say: called with a line of text for each measurement.
+        budget: the budget of the first plan. A budget in bytes is refused early if the code around the blocks needs more.
+        options: fields of :class:`.candidates.PlanOptions`.
 
     Raises:
-        BudgetError: it is refused.
+        BudgetError: the budget is refused.
     """
 
     def __init__(
@@ -124,26 +120,26 @@ class Planner:
             budget: as in :func:`plan`.
 
         Raises:
-            ValueError: the budget cannot be read.
-            BudgetError: no plan stays within it; has the plan that comes nearest.
+            ValueError: the budget is invalid.
+            BudgetError: no plan fits the budget; the error has the plan with the smallest peak.
         """
         budget = parse_budget(budget)
         with undisturbed(self._step.model, self._step.device), verifying("never"):
             while True:
                 self._say("solving")
-                limit, found, refused = self._attempt(budget)
-                problem = found if isinstance(found, str) else self._problem(found)
-                if problem is not None or isinstance(found, str):
+                limit, tried, refused = self._attempt(budget)
+                problem = tried if isinstance(tried, str) else self._problem(tried)
+                if problem is not None or isinstance(tried, str):
                     self._recompute_less(problem or "")
                     continue
-                plan = self._finished(limit, found)
+                plan = self._finished(limit, tried)
                 if refused is not None:
                     refused.nearest = plan
                     raise refused
                 return plan
 
     def _attempt(self, budget: Budget) -> tuple[int | None, _Tried | str, BudgetError | None]:
-        """The limit, the fastest schedule within it (or what went wrong, in words), and the error if that is not within it."""
+        """The limit, the fastest schedule (or a description of its failure), and an error if the schedule exceeds the limit."""
         limit = self._limit(budget)
         try:
             try:
@@ -160,18 +156,18 @@ class Planner:
             return limit, f"fails ({in_words(error)})", None
 
     def _problem(self, tried: _Tried) -> str | None:
-        """What is wrong with a step with that schedule, in words, or None."""
+        """Describes what is wrong with a step under the schedule; None if it is right."""
         self._say("checking the plan")
         problem = self.profile.problem(self._as_plan(tried.solution.items), self._kept is not None)
         return problem if self._recomputes else None
 
     @property
     def _recomputes(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether any block has more than one choice or may join a segment."""
         return any(len(block.choices) > 1 or block.joins_next for block in self._chain)
 
     def _recompute_less(self, problem: str) -> None:
-        """Goes without segments, or else without any recomputation, because of what is wrong."""
+        """Removes segments from the search, or, if there are none, all recomputation, and notes the problem."""
         if any(block.joins_next for block in self._chain):
             self._notes.append(f"There are no segments of blocks: a step with them {problem}.")
             self._chain = [dataclasses.replace(block, joins_next=False) for block in self._chain]
@@ -182,31 +178,33 @@ class Planner:
             self.__dict__.pop(name, None)
 
     def plan_stages(self, layout: Layout, budget: Given, param_scale: float) -> Plan:
-        """The plan for pipeline stages with the shortest longest stage within ``budget`` for each. It is predicted, not measured.
+        """The plan for pipeline stages whose longest stage takes least time, where each stage fits ``budget``.
+
+        The plan is predicted and not measured.
 
         Args:
             layout: stages, micro-batches and schedule; the blocks of this planner are ``layout.blocks_of(model)``.
             budget, param_scale: as in :func:`plan`.
 
         Raises:
-            ValueError: the budget cannot be read, or the model does not call each block once.
-            BudgetError: no plan stays within it; has the plan that comes nearest.
+            ValueError: the budget is invalid, or the model does not call each block once.
+            BudgetError: no plan fits the budget; the error has the plan with the smallest peak.
         """
         self._say("solving")
-        found = self.profile.found
-        check_called(self._step.model, found)
+        blocks = self.profile.blocks
+        check_called(self._step.model, blocks)
 
         def alone(extra: int, choice: Choice) -> dict[str, Any]:
             return {"backward_peak": choice.backward_peak - extra, "casts": 0}
 
         pairs = zip(self._chain, [0, *self.profile.waiting, 0])
         chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
-        planner = StagePlanner(chain, [block.modules[0] for block in found], layout, param_scale)
+        planner = StagePlanner(chain, [block.modules[0] for block in blocks], layout, param_scale)
         make = functools.partial(self.profile.plan_of, sample=self._sample)
         return plan_stages(planner, parse_budget(budget), self._step.device, make)
 
     def _finished(self, limit: int | None, tried: _Tried) -> Plan:
-        """The plan of a schedule, timed, with all that is known of it."""
+        """The plan of a schedule with its measured time and with its facts."""
         self._say("timing the plan")
         seconds = statistics.median(self._seconds(tried) for _ in range(_TIMED))
         timelines = {"after": thinned(tried.timeline)}
@@ -233,24 +231,29 @@ class Planner:
         return budget.bytes(self.baseline.peak_bytes, 0, self._step.device)
 
     def _fastest(self, limit: int | None) -> _Tried:
-        """The fastest schedule that stays within the limit when measured."""
+        """The fastest schedule whose measured peak stays within the limit."""
         if limit is None or (self._kept is not None and self._kept.peak <= limit):
             return self._unlimited
         return self._within(limit)
 
     @functools.cached_property
     def _unlimited(self) -> _Tried:
-        """The faster one of the solver's fastest schedule and no recomputation: predictions do not tell close ones apart."""
-        found, kept = self._try(self._solver.fastest), self._kept
-        if kept is None and found.peak == _OUT_OF_MEMORY:
+        """The faster one of the solver's fastest schedule and no recomputation.
+
+        Both are timed, since predictions cannot rank close times.
+        """
+        fastest, kept = self._try(self._solver.fastest), self._kept
+        if kept is None and fastest.peak == _OUT_OF_MEMORY:
             return self._within(free_memory(self._step.device))
-        if kept is None or found is kept:
-            return found
-        if found.peak > kept.peak:
+        if kept is None or fastest is kept:
+            return fastest
+        if fastest.peak > kept.peak:
             return kept
-        found_times, kept_times = zip(*((self._seconds(found), self._seconds(kept)) for _ in range(_TIMED)))
+        fastest_times, kept_times = zip(
+            *((self._seconds(fastest), self._seconds(kept)) for _ in range(_TIMED))
+        )
         # Other work makes a step slower, never faster.
-        return found if min(found_times) < min(kept_times) else kept
+        return fastest if min(fastest_times) < min(kept_times) else kept
 
     def _seconds(self, tried: _Tried) -> float:
         """Seconds of a step with the schedule."""
@@ -259,53 +262,64 @@ class Planner:
 
     def _within(self, limit: int) -> _Tried:
         """The solver's schedule for the limit, corrected until it keeps the limit when measured."""
+        # The loop corrects the budget of the solver, not the schedule:
+        #
+        #     measured peak over the limit    the prediction was too low: lower the target by the excess, at least by 0.5 %
+        #     measured peak within the limit  the prediction was too high: raise the target by the difference, so that the
+        #                                     solver may keep more and take less time, unless the difference is below 2 %
+        #
+        # A schedule over the limit ends the search once another has been within it, so the target does not oscillate.
         target = limit
-        found: _Tried | None = None
+        best: _Tried | None = None
         for _ in range(_CORRECTIONS):
             solution = self._solver.solve(target)
             if solution is None:
                 break
             tried = self._try(solution)
             if tried.peak <= limit:
-                if found is None or solution.seconds < found.solution.seconds:
-                    found = tried
-                spared = solution.peak - tried.peak  # by which the prediction was too careful
+                if best is None or solution.seconds < best.solution.seconds:
+                    best = tried
+                spared = solution.peak - tried.peak
                 if spared <= 0.02 * limit:
                     break
                 target = limit + spared
-            elif found is not None:
+            elif best is not None:
                 break
             else:
+                # A step that ran out of memory has no measured excess: assume an eighth.
                 over = solution.peak // 8 if tried.peak == _OUT_OF_MEMORY else tried.peak - limit
                 target = min(target, solution.peak) - max(over, limit // 200)
-        if found is None:
-            found = self._try(self._solver.smallest)
-            if found.peak > limit:
-                place = self._place(bottleneck(self._chain, found.solution.items))
-                if found.peak == _OUT_OF_MEMORY:
+        if best is None:
+            best = self._try(self._solver.smallest)
+            if best.peak > limit:
+                place = self._place(bottleneck(self._chain, best.solution.items))
+                if best.peak == _OUT_OF_MEMORY:
                     raise BudgetError(
                         f"No plan stays within a budget of {show_bytes(limit)}: {self._step.device} has no room for the plan with "
-                        f"the smallest peak, {show_bytes(found.solution.peak)} as predicted, set by {place}. Give a smaller batch.",
-                        found.solution.peak,
+                        f"the smallest peak, {show_bytes(best.solution.peak)} as predicted, set by {place}. Give a smaller batch.",
+                        best.solution.peak,
                     )
-                share = math.ceil(100 * found.peak / self.baseline.peak_bytes) / 100
+                share = math.ceil(100 * best.peak / self.baseline.peak_bytes) / 100
                 raise BudgetError(
-                    f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(found.peak)}, set by "
+                    f"No plan stays within a budget of {show_bytes(limit)}: the smallest peak is {show_bytes(best.peak)}, set by "
                     f"{place}. Give a larger budget, from {share:g}x or 'min', or a smaller batch.",
-                    found.peak,
+                    best.peak,
                 )
-        return found
+        return best
 
     def _place(self, block: int) -> str:
         if block == 0:
             return "what runs before the first block"
         if block == len(self._chain) - 1:
             return "what runs behind the last block (head and loss)"
-        return f"block '{self.profile.found[block - 1].members[0]}'"
+        return f"block '{self.profile.blocks[block - 1].members[0]}'"
 
     def _calibrate(self) -> None:
-        """Measures a step without recomputation, where that surely fits, and charges the time that it takes beyond the sum of its
-        blocks to the bytes that it keeps: memory that is touched for the first time costs time."""
+        """Measures a step without recomputation, if it fits with certainty, and corrects the seconds of all choices.
+
+        The step takes longer than the sum of its blocks, since memory that is touched for the first time costs time. The
+        difference is spread over the bytes that the blocks keep.
+        """
         self._chain = self.profile.chain
         self._kept: _Tried | None = None  # without recomputation
         everything = self.baseline
@@ -326,7 +340,7 @@ class Planner:
         self._kept = self._tried[solution.items] = _Tried(solution, peak, timeline)
 
     def _try(self, solution: Solution) -> _Tried:
-        """Measures the peak of a schedule, once."""
+        """Measures the peak of a schedule; a second call returns the first result."""
         if solution.items not in self._tried:
             self._say(f"measuring a plan that should peak at {show_bytes(solution.peak)}")
             with applied(self._step.model, self._as_plan(solution.items)):
@@ -334,16 +348,16 @@ class Planner:
         return self._tried[solution.items]
 
     def _peak(self) -> tuple[int, Timeline]:
-        """The measured peak of a step, and its memory over time; ``_OUT_OF_MEMORY`` where the device has no room for it."""
+        """The measured peak of a step and its memory over time; ``_OUT_OF_MEMORY`` if the step runs out of memory."""
         try:
             return self._step.peak()
         except torch.OutOfMemoryError:
             pass
-        _free_what_failed()
+        free_failed_step()
         return _OUT_OF_MEMORY, ()
 
     def _as_plan(self, items: Sequence[Item], **facts: Any) -> Plan:
-        choices = [0] * len(self.profile.found)
+        choices = [0] * len(self.profile.blocks)
 
         def number(item: Item) -> Any:
             if isinstance(item, Segment):
@@ -351,210 +365,14 @@ class Planner:
             choices[item.block - 1] = item.choice
             return item.block - 1
 
-        _, *inner, behind = items  # what runs before and behind the blocks is in no segment
+        _, *inner, behind = items  # the pseudo-blocks at both ends are in no segment
         assert isinstance(behind, Run)
         chunks = self.profile.head_costs[behind.choice].chunks
         return self.profile.plan_of(tuple(map(number, inner)), choices, chunks, **facts)
 
 
-def plan(
-    model: nn.Module,
-    *args: Any,
-    kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[[Any], Tensor] | None = None,
-    budget: Given = None,
-    blocks: Sequence[str] | None = None,
-    autocast: torch.dtype | None = None,
-    lossy: torch.dtype | None = None,
-    chunk_head: bool = True,
-    offload: bool = False,
-    verbose: bool | None = None,
-    stages: int | None = None,
-    chunks: int | None = None,
-    schedule: str = "1f1b",
-    virtual_stages: int | None = None,
-    param_scale: float = PARAM_SCALE,
-    cache: str | os.PathLike[str] | None = None,
-) -> Plan:
-    """Decides, block by block, what the forward pass of ``model`` keeps so that a training step fits ``budget`` and loses least
-    time.
-
-    With ``stages`` it also decides where a chain is cut into pipeline stages, together with what the blocks of each stage keep: the
-    longest stage is as short as possible, and each stage fits ``budget`` with its own number of micro-batches in flight. The sample
-    is then *one micro-batch*, and the plan is for ``hc.Pipeline(model, plan=plan)``. It is predicted from blocks that are measured
-    on one process, so it can be made without stages.
-
-    Args:
-        model: any module with a chain of blocks in an ``nn.Sequential`` or ``nn.ModuleList``; on its device, in training mode.
-        args, kwargs: a sample batch: the step is ``loss(model(*args, **kwargs)).backward()``.
-        loss: from the model's output to one number; by default the output itself if it is one number, else its ``loss``
-            attribute, else the sum of its tensors.
-        budget: for the peak of a step above its start, with the gradients of the parameters already there. Bytes, or
-            text: ``"6GiB"``; ``"0.3x"`` of the peak without recomputation; ``"80%"`` of the device's memory; ``"min"``, the
-            smallest peak that does not double the time; None for the fastest plan at any memory.
-        blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default they are found.
-        autocast: the dtype, where the forward pass will run under :class:`torch.autocast`.
-        lossy: ``torch.bfloat16`` or ``torch.float16``: kept tensors may be in that precision. Results then change, by about
-            that rounding in the gradients.
-        chunk_head: the cross entropy of a language model's head may be computed in chunks of rows (as by
-            :func:`hvd_ckpt.chunked_cross_entropy`): results then equal to float32 rounding. False: they keep their bits. With
-            ``stages`` it is never in chunks.
-        offload: on a GPU, large tensors that a block keeps may be kept in host memory, as a third choice beside keeping and
-            recomputing them. Results keep their bits.
-        verbose: print progress on standard error, on rank 0; None to begin with that once planning has taken 10 seconds.
-        stages: number of pipeline stages; the model is a chain of this library or an ``nn.Sequential``, and the blocks are its
-            children. The budget is then for all memory of a stage: its parameters, gradients and optimizer state (see
-            ``param_scale``), its activations, and gradients on their way between stages. ``"0.3x"`` is a part of what the largest
-            stage takes without recomputation, ``"min"`` the smallest budget that does not double the time of the longest stage.
-        chunks: micro-batches of a step; by default 2 for each stage.
-        schedule, virtual_stages: as in :class:`hvd_ckpt.Pipeline`. With several parts of the model on a stage, each gets an equal
-            share of the budget.
-        param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone: 4 for
-            Adam, 3 for SGD with momentum, 2 for SGD, 2 + 2 / replicas for Adam with ``shard="optimizer"``.
-        cache: a folder for plans. One made for the same model (its code, settings and shapes), shapes of the sample, loss, options,
-            device, threads and versions is returned without a measurement (but not for ``"80%"``).
-
-    Planning runs training steps of the model and puts everything back: parameters, buffers, gradients, random state. It can be
-    called before or after an optimizer is wrapped. All ranks must call it: rank 0 plans, with the smallest budget of all.
-
-    Returns:
-        The plan, measured, not yet applied: ``plan.apply(model)``.
-
-    Raises:
-        ValueError: no blocks, a budget that cannot be read, a loss that is not a single number; ``offload`` without a GPU; stages
-            of a model that is not a chain, or has too few blocks.
-        BudgetError: no plan stays within the budget; names the smallest peak and what sets it, and has the plan that reaches it. Or
-            the device has no room for the batch, whatever the budget. A budget in bytes that is below what runs around the blocks
-            (embeddings, head, loss) is refused before they are measured.
-    """
-    from hvd_ckpt.planning.ranks import on_rank_0
-
-    layout = None
-    if stages is not None:
-        if blocks is not None:
-            raise ValueError("blocks: with stages the blocks are the children of the chain")
-        layout = Layout.make(stages, chunks, schedule, virtual_stages)
-
-    device = device_of(model, args)
-    options = {
-        "blocks": blocks,
-        "autocast": autocast,
-        "lossy": lossy,
-        "chunk_head": chunk_head,
-        "offload": offload,
-    }
-    of_stages = {"layout": layout, "param_scale": param_scale}
-
-    def find(limit: Budget) -> Plan:
-        with _talking(verbose) as say:
-            given: dict[str, Any] = {"kwargs": kwargs, "loss": loss, "say": say, **options, **of_stages}
-            make = functools.partial(make_plan, model, *args, budget=limit, **given)
-            if cache is None or limit.kind == "device":  # which depends on what is free
-                return make()
-            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options, **of_stages})
-            return cached(cache, key, model, make, say)
-
-    return on_rank_0(find, budget, device)
-
-
-def make_plan(
-    model: nn.Module,
-    *args: Any,
-    budget: Budget,
-    layout: Layout | None = None,
-    param_scale: float = PARAM_SCALE,
-    **options: Any,
-) -> Plan:
-    """A plan that this process makes, whatever other ranks do.
-
-    Args:
-        layout: of pipeline stages, if any.
-        options: of :class:`Planner`.
-
-    Raises:
-        ValueError, BudgetError: as :func:`plan`.
-    """
-    with _out_of_memory_exceeds_budgets(device_of(model, args)):
-        if layout is None:
-            return Planner(model, *args, budget=budget, **options).plan(budget)
-        options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
-        return Planner(model, *args, **options).plan_stages(layout, budget, param_scale)
-
-
-def largest_batch(
-    model: nn.Module,
-    make_sample: Callable[[int], Any],
-    budget: int | float | str,
-    *,
-    loss: Callable[[Any], Tensor] | None = None,
-    most: int = 65536,
-    autocast: torch.dtype | None = None,
-) -> tuple[int, Plan]:
-    """The largest batch whose step fits ``budget``, and the plan that makes it fit.
-
-    Args:
-        make_sample: from a batch size to the model's arguments: a tensor or a tuple of them.
-        budget: bytes, text with a unit, or a share of the device, as in :func:`plan`.
-        most: the largest batch to try.
-
-    Returns:
-        batch size, plan
-
-    Raises:
-        ValueError: a budget that depends on the batch (``"0.3x"``, ``"min"``, None).
-        BudgetError: not even a batch of one fits.
-    """
-    bound = parse_budget(budget)
-    if not bound.is_absolute:
-        raise ValueError(
-            f"largest_batch needs a budget that does not depend on the batch, such as '6GiB' or '80%', got {budget!r}"
-        )
-
-    def attempt(batch: int) -> Plan:
-        sample = make_sample(batch)
-        return plan(
-            model,
-            *(sample if isinstance(sample, tuple) else (sample,)),
-            loss=loss,
-            budget=bound,
-            autocast=autocast,
-        )
-
-    best, chosen = 1, attempt(1)
-    limit = chosen.budget or 0
-    too_large: int | None = None
-    while best < most and (too_large is None or too_large - best > 1):
-        if too_large is None:  # the smallest peak grows about linearly with the batch
-            guess = min(int(0.98 * limit * best / chosen.smallest.peak_bytes), 4 * best, most)
-        else:
-            guess = (best + too_large) // 2
-        guess = max(guess, best + 1)
-        try:
-            best, chosen = guess, attempt(guess)
-        except BudgetError:
-            too_large = guess
-    return best, chosen
-
-
-@contextlib.contextmanager
-def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
-    """Turns an OutOfMemoryError of planning into a BudgetError."""
-    try:
-        yield
-        return
-    except torch.OutOfMemoryError:
-        pass
-    _free_what_failed()
-    free = free_memory(device)
-    raise BudgetError(
-        f"No budget is enough for this batch: planning has run out of memory with {show_bytes(free)} free on {device}. Give a "
-        "smaller batch.",
-        free,
-    )
-
-
-def _free_what_failed() -> None:
-    """Gives back the memory of a step that has failed."""
+def free_failed_step() -> None:
+    """Frees the memory of a failed step."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -562,8 +380,3 @@ def _free_what_failed() -> None:
 
 def _cost(solution: Solution) -> Cost:
     return Cost(solution.peak, solution.seconds)
-
-
-def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-    quiet = contextlib.nullcontext(lambda text: None)
-    return quiet if verbose is False else talking("plan", after=0.0 if verbose else _SILENT_SECONDS)

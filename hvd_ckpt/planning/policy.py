@@ -1,7 +1,7 @@
-"""Checkpoint policies: what the forward pass of a block keeps for its backward pass, and applying one to a module.
+"""Checkpoint policies, which decide what the forward pass of a block keeps, and their application to modules.
 
-A module gets a subclass of its own class whose ``forward`` runs the original one under the policy. So it keeps its identity,
-parameters, hooks and ``state_dict``, is still an instance of its class, and can be copied and pickled.
+A module gets a subclass of its own class whose ``forward`` runs the original ``forward`` under the policy. So it keeps its
+identity, parameters, hooks and ``state_dict``, remains an instance of its class, and can be copied and pickled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _printable(text: str) -> str:
 
 
 Text = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
-"""A text of a plan file that may be printed."""
+"""A text of a plan file that can be printed."""
 
 _POLICY = "_hvd_ckpt_policy"
 _ITEMS = "_hvd_ckpt_items"
@@ -38,16 +38,16 @@ _AUTOCAST = "_hvd_ckpt_autocast"
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Choice of what the forward pass of a block keeps for its backward pass.
+    """Decision about what the forward pass of a block keeps for its backward pass.
 
     Attributes:
-        title: for people: ``keep``, ``drop gelu, layer_norm``, ``recompute``.
-        selective: which calls' results are dropped and how the others are kept, or None.
-        recompute: keep the inputs alone and recompute all (for compiled blocks, whose inside cannot be seen).
-        chunks: of a linear layer at the end, the head: its cross entropy is computed in so many chunks of rows.
+        title: a title for people: ``keep``, ``drop gelu, layer_norm``, ``recompute``.
+        selective: the calls whose results are dropped, and how the other results are kept; or None.
+        recompute: whether to keep only the inputs and recompute everything (for compiled blocks, whose calls cannot be seen).
+        chunks: for a head, the number of chunks of rows in which its cross entropy is computed.
 
     Raises:
-        ValueError: a number in ``selective`` is not that of a call.
+        ValueError: a number in ``selective`` is not the number of a call.
     """
 
     title: Text
@@ -65,7 +65,7 @@ class CheckpointPolicy:
                     )
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)`` under this policy."""
+        """Runs ``function(*args, **kwargs)`` under this policy."""
         if self.recompute:
             return run_checkpointed(function, args, kwargs)
         if self.selective is not None:
@@ -77,7 +77,7 @@ KEEP = CheckpointPolicy("keep")
 
 
 def apply_policy(module: nn.Module, policy: CheckpointPolicy) -> None:
-    """Lets ``module.forward`` run under ``policy`` from now on, and no longer under an earlier one."""
+    """Makes ``module.forward`` run under ``policy``, in place of an earlier policy."""
     remove_policy(module)
     if policy != KEEP:
         module.__dict__[_POLICY] = policy
@@ -85,11 +85,12 @@ def apply_policy(module: nn.Module, policy: CheckpointPolicy) -> None:
 
 
 def apply_to_chain(module: nn.Module, items: Sequence[Any]) -> None:
-    """Lets an ``nn.Sequential`` run some of its children in segments.
+    """Makes an ``nn.Sequential`` run some of its children under shared policies or in segments.
 
     Args:
-        items: (child names, policy) for children in a row that share a policy, or a list of such items: a segment that is
-            recomputed as a whole. Children that are in none are called as without this.
+        items: (names of children, policy) for consecutive children that share a policy, or a list of such items for a segment,
+        which
+            is recomputed as a whole. Other children are called as before.
     """
     remove_policy(module)
     module.__dict__[_ITEMS] = {_names(item)[0]: item for item in items}
@@ -97,7 +98,7 @@ def apply_to_chain(module: nn.Module, items: Sequence[Any]) -> None:
 
 
 def remove_policy(module: nn.Module) -> None:
-    """Makes a module what it was before it got a policy."""
+    """Restores the class of a module that has a policy."""
     if _POLICY in module.__dict__ or _ITEMS in module.__dict__:
         module.__class__ = base_class(module)
         module.__dict__.pop(_POLICY, None)
@@ -106,7 +107,7 @@ def remove_policy(module: nn.Module) -> None:
 
 
 def expect_autocast(module: nn.Module, dtype: str | None) -> None:
-    """Lets a module that has a policy warn when it trains under another autocast than to this dtype; None: no autocast."""
+    """Makes a module with a policy warn if it trains under another autocast than to ``dtype``; None means no autocast."""
     if _POLICY in module.__dict__ or _ITEMS in module.__dict__:
         module.__dict__[_AUTOCAST] = dtype
 
@@ -119,7 +120,7 @@ def _check_autocast(module: nn.Module) -> None:
     runs = next((str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds), None)
     if runs != planned:
         made, runs_so = (
-            "without autocast" if one is None else f"under autocast to {one}" for one in (planned, runs)
+            "without autocast" if dtype is None else f"under autocast to {dtype}" for dtype in (planned, runs)
         )
         warnings.warn(
             f"The plan was made {made}, and the model runs {runs_so}: its peak is another one, and may be over the budget. Make "
@@ -129,7 +130,7 @@ def _check_autocast(module: nn.Module) -> None:
 
 
 def policy_parts(module: nn.Module) -> list[list[nn.Module]]:
-    """The modules that share a policy: the module itself, or those children of a chain that run together or in a segment."""
+    """The modules that share a policy: the module itself, or the children of a chain that run together or in a segment."""
     if _POLICY in module.__dict__:
         return [[module]]
     items = module.__dict__.get(_ITEMS, {}).values()
@@ -137,23 +138,23 @@ def policy_parts(module: nn.Module) -> list[list[nn.Module]]:
 
 
 def in_chunks(chunks: int) -> CheckpointPolicy:
-    """The policy of a head whose cross entropy is computed in chunks of rows."""
+    """The policy of a head whose cross entropy is computed in ``chunks`` chunks of rows."""
     return CheckpointPolicy(f"cross entropy in {chunks} chunk{'s' * (chunks > 1)}", chunks=chunks)
 
 
 def is_head(module: nn.Module) -> bool:
-    """Whether a policy of the module is that of a head in chunks. Its weight is read after it has run, by the loss."""
+    """Whether the module is a head in chunks. The loss reads its weight after the module has run."""
     return getattr(module.__dict__.get(_POLICY), "chunks", None) is not None
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as its author knows it."""
+    """The class of a module without a policy."""
     kind = type(module)
     return getattr(kind, "_hvd_ckpt_base", kind)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, or ``torch.compile`` made it."""
+    """Whether a module was compiled by ``module.compile()`` or ``torch.compile``."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
@@ -174,6 +175,7 @@ def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
 @functools.cache
 def _chained(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, input: Any) -> Any:
+        # Items are known by the name of their first child. Children in no item run as they are, each under its own policy.
         items: dict[str, Any] = self.__dict__[_ITEMS]
         _check_autocast(self)
         children = {name: child for name, child in self._modules.items() if child is not None}
@@ -191,7 +193,7 @@ def _chained(base: type[nn.Module]) -> type[nn.Module]:
 def _subclass(
     base: type[nn.Module], method: str, function: Callable[..., Any], made_by: tuple[Any, ...]
 ) -> type[nn.Module]:
-    """A class like ``base`` with another method; copies and pickles make it by calling ``made_by`` again."""
+    """A class like ``base`` with another method. Copies and pickles make the class again by calling ``made_by``."""
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         getstate = getattr(base, "__getstate__", None)  # with Python 3.10 some classes alone have it
@@ -218,7 +220,7 @@ def _new(maker: Callable[..., type[nn.Module]], *arguments: Any) -> nn.Module:
 
 
 def _run_item(children: dict[str, nn.Module], item: Any, input: Any) -> Any:
-    if isinstance(item, list):  # a segment; it gets its own children alone
+    if isinstance(item, list):  # a segment: its function must reach no other children
         inner = {name: children[name] for name in _names(item)}
         return run_checkpointed(functools.partial(_run_segment, inner, item), (input,), {})
     names, policy = item
@@ -238,7 +240,7 @@ def _call_all(modules: Sequence[nn.Module], input: Any) -> Any:
 
 
 def _names(item: Any) -> list[str]:
-    """The children that an item runs, in order."""
+    """Names of the children that an item runs, in order."""
     if isinstance(item, list):
         return [name for inner in item for name in _names(inner)]
     return list(item[0])

@@ -1,7 +1,7 @@
-"""Cost of each block of a model under each candidate policy, measured on this device with the user's own batch.
+"""Profile of a model: the cost of each block under each candidate policy, measured on this device with the user's own batch.
 
-The chain that the solver gets begins with a pseudo-block for what runs before the first block (embeddings) and ends with
-one for what runs behind the last (a head, the loss). Their cost is that of a step of the whole model less that of its blocks.
+The chain for the solver has a pseudo-block at each end: one for what runs before the first block (embeddings), and one for what
+runs behind the last block (head and loss). Their cost is the cost of a step of the whole model less that of its blocks.
 """
 
 from __future__ import annotations
@@ -18,35 +18,45 @@ from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
 from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.candidates import PlanOptions, candidates
 from hvd_ckpt.planning.chain import Block, Choice
+from hvd_ckpt.planning.ends import Ends, measure_ends
 from hvd_ckpt.planning.head import Head, HeadCost, find_head, without_head
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, in_chunks
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.planning.trace import fastest, trace
-from hvd_ckpt.recompute.calls import tensors_in
-from hvd_ckpt.utils.measure import no_collection, undisturbed
-from hvd_ckpt.utils.memory import Mark, Marks, free_memory, recording_marks
+from hvd_ckpt.utils.measure import undisturbed
+from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.text import show_bytes
 
 _RECOMPUTE = CheckpointPolicy("recompute", recompute=True)
-FITS = 0.5  # share of the free memory up to which a step without recomputation is run
-_MANY_KINDS = 12  # from this many kinds of blocks on, fewer policies of each are measured
+FITS = 0.5  # most of the free memory that a step without recomputation may need to be run
+_MANY_KINDS = 12  # with more kinds of blocks, fewer policies of each kind are measured
 _SECONDS_PER_KIND = 1.5
 
 
 class Profile:
-    """The measured chain.
+    """The measured chain of a model.
 
     Attributes:
-        found: the blocks.
-        policies: of each block, those measured.
-        head: whose cross entropy may be computed in chunks, or None. ``found`` does not have the block that it is in, if any.
-        head_costs: of head and loss for each choice of the last block of ``chain``; the first is whole, the last needs the least.
-        chain: for the solver, with one block more at each end.
-        notes: of the first block of a kind, how it runs other than was to be expected, and why.
-        waiting: of each block, bytes of the gradients of tied parameters that wait while it runs backward.
+        blocks: the blocks of the chain.
+        policies: for each block, the measured policies.
+        head: the head whose cross entropy may be computed in chunks, or None. The block that it is in is not in ``blocks``.
+        head_costs: costs of head and loss for each choice of the last block of ``chain``. The first is without chunks, the last has
+            the smallest peak.
+        chain: the chain for the solver, with a pseudo-block at each end.
+        notes: by the index of the first block of a kind, why its choices are limited.
+        waiting: for each block, bytes of the gradients of tied parameters that wait during its backward pass.
     """
+
+    # The passes, each of which leaves the model as it was:
+    #
+    #     1. one forward pass finds the blocks; equal blocks form one kind, and one block of each kind is measured for all
+    #     2. the head alone, whole and in chunks
+    #     3. a step that keeps least, to refuse a budget that what runs around the blocks exceeds
+    #     4. each kind of block by itself: a trace gives candidate policies; those that give the right bits are measured
+    #     5. steps of the whole model with the leanest policies: kinds that go wrong in the model are kept whole
+    #     6. steps of the whole model with marks: what runs around the blocks, and how fast blocks are in the model
 
     def __init__(
         self,
@@ -56,35 +66,34 @@ class Profile:
         limit: int | None,
     ) -> None:
         self.step = step
-        self.chain: list[Block] = []  # until all is measured
+        self.chain: list[Block] = []  # empty until everything is measured
         self.notes: dict[int, str] = {}
         self._alone: set[int] = set()  # kinds of blocks that are in no segment
-        self._repeats: dict[
-            int | None, bool
-        ] = {}  # by chunks of the head: whether steps from one state are equal
+        # By the number of chunks of the head: whether two steps from the same state give equal results.
+        self._repeats: dict[int | None, bool] = {}
         self._lossy, self._offload = options.lossy_name, options.offload
-        self.found = find_blocks(step.model, step.forward, options.blocks)
+        self.blocks = find_blocks(step.model, step.forward, options.blocks)
         self.head: Head | None = None
         self.head_costs = [HeadCost(None, 0, 0.0)]
         if options.chunk_head and options.blocks is None:
             self._look_for_head(say)
-        kinds = [index for index, block in enumerate(self.found) if block.like == index]
-        say(f"found {len(self.found)} blocks of {len(kinds)} kinds")
+        kinds = [index for index, block in enumerate(self.blocks) if block.like == index]
+        say(f"found {len(self.blocks)} blocks of {len(kinds)} kinds")
         if limit is not None:
             say("measuring what runs around the blocks")
             self._check_floor(limit)
         costs: dict[int, Block] = {}
         policies: dict[int, list[CheckpointPolicy]] = {}
         for done, index in enumerate(kinds):
-            block = self.found[index]
+            block = self.blocks[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
             policies[index], costs[index] = self._measure(block, 4 if len(kinds) > _MANY_KINDS else 8)
         say("checking that recomputation changes nothing")
         self._check_in_place(kinds, policies, costs)
-        self.policies = [policies[block.like] for block in self.found]
+        self.policies = [policies[block.like] for block in self.blocks]
         inner = [
             dataclasses.replace(costs[block.like], joins_next=self._joins(index))
-            for index, block in enumerate(self.found)
+            for index, block in enumerate(self.blocks)
         ]
         say("measuring a step of the whole model")
         self.waiting = self._waiting_gradients()
@@ -96,27 +105,26 @@ class Profile:
 
     def _look_for_head(self, say: Callable[[str], None]) -> None:
         head = find_head(self.step)
-        others = None if head is None else without_head(self.found, head)
+        others = None if head is None else without_head(self.blocks, head)
         if head is None or others is None:
             return
         say(f"measuring the head '{head.name}' in chunks")
         costs = head.costs(self.step)
         if len(costs) > 1:
-            self.head, self.head_costs, self.found = head, costs, others
+            self.head, self.head_costs, self.blocks = head, costs, others
 
     def _check_floor(self, limit: int) -> None:
-        """Refuses a budget that is below what runs around the blocks, whatever they keep; before they are measured, which takes
-        minutes.
+        """Refuses a budget that the code around the blocks exceeds under all policies, before minutes of measurements.
 
         Raises:
-            BudgetError: it is.
+            BudgetError: the budget is too small.
         """
-        self.policies = [[_RECOMPUTE]] * len(self.found)
-        items, chunks = tuple(range(len(self.found))), self.head_costs[-1].chunks
+        self.policies = [[_RECOMPUTE]] * len(self.blocks)
+        items, chunks = tuple(range(len(self.blocks))), self.head_costs[-1].chunks
         try:
-            with applied(self.step.model, self.plan_of(items, [0] * len(self.found), chunks)):
+            with applied(self.step.model, self.plan_of(items, [0] * len(self.blocks), chunks)):
                 self.step.run()
-                begin, _, forward, backward = _ends(self._marked_step())
+                begin, _, forward, backward = self._measure_ends()
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -135,7 +143,7 @@ class Profile:
             )
 
     def _measure(self, block: FoundBlock, limit: int) -> tuple[list[CheckpointPolicy], Block]:
-        """The policies of a block, with their costs. One that cannot be run by itself is kept whole, as if it cost nothing."""
+        """The policies of a block and their costs. A block that cannot be run by itself is kept whole, with costs of 0."""
         if block.obstacle is None:
             try:
                 return self._measure_alone(block, limit)
@@ -148,8 +156,10 @@ class Profile:
         return [KEEP], Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)
 
     def _policies(self, block: FoundBlock, runner: BlockRunner, limit: int) -> list[CheckpointPolicy]:
-        """The policies under which a block gives the bits that it gives without one: "keep", and some that drop results of calls,
-        or one that recomputes it as a whole where its calls cannot be seen."""
+        """The policies under which a block gives the same bits as without a policy.
+
+        These are "keep" and policies that drop results of calls, or "recompute" if the calls of the block cannot be seen.
+        """
         problems: list[str] = []
         expected = runner.outcome(KEEP, block.modules)
         repeats = runner.outcome(KEEP, block.modules) == expected
@@ -199,50 +209,50 @@ class Profile:
     def _check_in_place(
         self, kinds: Sequence[int], policies: dict[int, list[CheckpointPolicy]], costs: dict[int, Block]
     ) -> None:
-        """Checks the leanest policies inside of the model, and keeps blocks whole that do not work there."""
+        """Checks the leanest policies in the model, and keeps blocks whole that fail or give other values there."""
         lean = {
             kind: min(range(len(policies[kind])), key=lambda number: costs[kind].choices[number].kept)
             for kind in kinds
         }
-        self.policies = [policies[block.like] for block in self.found]
-        kept = sum(costs[block.like].choices[0].kept for block in self.found)
+        self.policies = [policies[block.like] for block in self.blocks]
+        kept = sum(costs[block.like].choices[0].kept for block in self.blocks)
         fits = kept <= FITS * free_memory(self.step.device)
 
         def problem(those: Sequence[int]) -> str | None:
-            choices = [lean[block.like] if block.like in those else 0 for block in self.found]
-            return self.problem(self.plan_of(tuple(range(len(self.found))), choices), fits)
+            choices = [lean[block.like] if block.like in those else 0 for block in self.blocks]
+            return self.problem(self.plan_of(tuple(range(len(self.blocks))), choices), fits)
 
         if problem(kinds) is None:
             return
         for kind in kinds:
-            found = problem([kind]) if lean[kind] else None
-            if found is not None:
+            reason = problem([kind]) if lean[kind] else None
+            if reason is not None:
                 policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
                 lean[kind] = 0
-                self.policies = [policies[block.like] for block in self.found]
+                self.policies = [policies[block.like] for block in self.blocks]
                 self._alone.add(kind)
-                self.notes[kind] = f"kept whole, and in no segment: in the model, recomputing it {found}"
-        found = problem(kinds)
-        if found is not None:
+                self.notes[kind] = f"kept whole, and in no segment: in the model, recomputing it {reason}"
+        reason = problem(kinds)
+        if reason is not None:
             for kind in kinds:
                 policies[kind], costs[kind] = [KEEP], costs[kind].only(1)
                 self._alone.add(kind)
                 self.notes[kind] = (
-                    f"kept whole, and in no segment: together with others, recomputing it {found}"
+                    f"kept whole, and in no segment: together with others, recomputing it {reason}"
                 )
 
     def problem(self, plan: Plan, compare: bool) -> str | None:
-        """What is wrong with a step with that plan, in words, or None.
+        """Describes what is wrong with a step under the plan; None if it is right.
 
         Args:
-            compare: with a step without recomputation, which fits into memory.
+            compare: whether to compare with a step without recomputation, which must fit into memory.
         """
         chunks = next((block.policy.chunks for block in plan.blocks if block.policy.chunks), None)
         expected = None
         if compare and self._repeats.get(chunks, self._lossy is None):
-            kept = self.plan_of(tuple(range(len(self.found))), [0] * len(self.found), chunks)
+            kept = self.plan_of(tuple(range(len(self.blocks))), [0] * len(self.blocks), chunks)
             with applied(self.step.model, kept):
-                expected = self.step.outcome()  # from the present state, which measurements have changed
+                expected = self.step.outcome()  # from the current state, which measurements have changed
                 if chunks not in self._repeats:
                     self._repeats[chunks] = self.step.outcome() == expected
         try:
@@ -256,10 +266,10 @@ class Profile:
         return None if right else "gives other values"
 
     def described(self) -> list[str]:
-        """The notes, each in one line with the blocks that it is about."""
+        """The notes, one line each, with the names of their blocks."""
         lines = []
         for kind, note in self.notes.items():
-            names = [block.members[0] for block in self.found if block.like == kind]
+            names = [block.members[0] for block in self.blocks if block.like == kind]
             several = f"{names[0]} .. {names[-1]} ({len(names)} blocks)" if len(names) > 1 else names[0]
             lines.append(f"{several}: {note}.")
         return lines
@@ -270,7 +280,7 @@ class Profile:
         policies = self._policies(block, runner, limit)
         runner.memory(policies[:1])
         costs = runner.memory(policies)
-        # Policies with the same bytes, such as one that finds nothing to compress, are measured no further.
+        # Of policies with the same bytes, such as a compressed form with nothing to compress, one is measured further.
         with_bytes: dict[tuple[int, ...], int] = {}
         for number, cost in enumerate(costs[1:], start=1):
             with_bytes.setdefault((cost.kept, cost.backward_peak, cost.casts), number)
@@ -286,10 +296,10 @@ class Profile:
         return policies, Block(choices, output, forward, working, casts=casts, frame=frame)
 
     def _joins(self, index: int) -> bool:
-        """Whether a block and the next one are children, one after the other, of one plain ``nn.Sequential``."""
-        if index + 1 >= len(self.found):
+        """Whether a block and the next one are neighbouring children of one plain ``nn.Sequential``."""
+        if index + 1 >= len(self.blocks):
             return False
-        this, following = self.found[index], self.found[index + 1]
+        this, following = self.blocks[index], self.blocks[index + 1]
         if this.container is None or this.container != following.container:
             return False
         if this.like in self._alone or following.like in self._alone:
@@ -301,44 +311,48 @@ class Profile:
         )
 
     def _waiting_gradients(self) -> list[int]:
-        """For each block the bytes of gradients of tied parameters, which wait from their last use to their first before they are
-        accumulated."""
-        waiting = [0] * len(self.found)
+        """For each block, bytes of the gradients of tied parameters. Such a gradient waits from the last use of the parameter to
+        its first before it accumulates."""
+        # The gradient of a tied parameter exists from the backward pass of its last user (the head, say) to that of its first (the
+        # embedding), where both are added and accumulated. It waits during the backward passes of all blocks in between.
+        waiting = [0] * len(self.blocks)
         users: dict[nn.Parameter, set[int]] = {}
         inside: set[nn.Module] = set()
-        for index, block in enumerate(self.found):
+        for index, block in enumerate(self.blocks):
             for module in block.modules:
                 inside.update(module.modules())
                 for parameter in module.parameters():
                     users.setdefault(parameter, set()).add(index)
         for module in self.step.model.modules():
             if module not in inside:
-                # Embeddings run before the blocks, what else there is (a head) behind them.
+                # Embeddings run before the blocks, other modules (a head) behind them.
                 where = -1 if isinstance(module, nn.Embedding) else len(waiting)
                 for parameter in module.parameters(recurse=False):
                     users.setdefault(parameter, set()).add(where)
         for parameter, indices in users.items():
             if parameter.requires_grad:
                 for index in range(max(min(indices), 0), max(indices)):
-                    # Where the gradients meet, their sum is a third one.
+                    # At the first use, two gradients are added, and their sum is a third tensor.
                     waiting[index] += parameter.nbytes * (2 if index == min(indices) else 1)
         return waiting
 
+    def _measure_ends(self) -> Ends:
+        return measure_ends(self.step, self.blocks[0].modules[0], self.blocks[-1].modules[-1])
+
     def _with_ends(self, inner: list[Block]) -> list[Block]:
-        """The chain with what runs before and behind it, from one step that keeps as little as possible."""
+        """The chain with pseudo-blocks at its ends, measured in a step that keeps as little as possible."""
         leanest = [
             min(range(len(block.choices)), key=lambda number: block.choices[number].kept) for block in inner
         ]
         costs = self.head_costs
         plan = self.plan_of(tuple(range(len(inner))), leanest, costs[-1].chunks)
         with applied(self.step.model, plan):
-            marks = self._marked_step()
+            begin, after, forward, backward = self._measure_ends()
             seconds = min(self.step.seconds() for _ in range(2))
-        begin, after, forward, backward = _ends(marks)
-        # Which autocast forgets before the backward pass begins, where the marks count from.
+        # Autocast drops its casts before the backward pass begins, and the bytes behind the last block include them.
         backward += sum(block.choices[choice].casts for block, choice in zip(inner, leanest))
         alone = sum(block.choices[choice].seconds for block, choice in zip(inner, leanest))
-        if 0 < seconds < alone:  # by themselves, blocks ran slower than they do in a step
+        if 0 < seconds < alone:  # blocks run faster in a step than by themselves
             pace = seconds / alone
             inner = [
                 dataclasses.replace(block, forward_seconds=pace * block.forward_seconds).with_costs(
@@ -354,59 +368,22 @@ class Profile:
             begin.peak_bytes,
         )
         choices = []
-        for _, peak, own in costs:  # measured: the last of them
-            forward_peak, backward_peak = (max(one + peak - costs[-1].peak, 0) for one in (forward, backward))
+        for _, peak, own in costs:  # the step ran with the last of them
+            forward_peak, backward_peak = (
+                max(head_peak + peak - costs[-1].peak, 0) for head_peak in (forward, backward)
+            )
             own_seconds = max(rest + own - costs[-1].seconds, 0.0)
             choices.append(Choice(own_seconds, 0, forward_peak, backward_peak))
         behind_block = Block(tuple(choices), 0, 0.0, 0)
         return [before_block, *inner, behind_block]
 
-    def _marked_step(self) -> Marks:
-        """A step with marks where the chain begins and ends, forward and backward."""
-        first, last = self.found[0].modules[0], self.found[-1].modules[-1]
-        seen: set[str] = set()
-        handles = []
-        sample, recording = self.step.sample(), recording_marks(self.step.device)
-        with no_collection(), sample as (own_args, own_kwargs), recording as marks:
-
-            def once(name: str) -> None:
-                if name not in seen:
-                    seen.add(name)
-                    marks.mark(name)
-
-            def on_gradient(values: Any, name: str) -> None:
-                for tensor in tensors_in(values):
-                    if tensor.requires_grad:
-                        tensor.register_hook(lambda gradient: once(name))  # type: ignore[no-untyped-call]
-                        return
-
-            def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-                if "first block" not in seen:
-                    once("first block")
-                    on_gradient((args, kwargs), "input")
-
-            def behind(module: nn.Module, args: Any, output: Any) -> None:
-                if "last block" not in seen:
-                    once("last block")
-                    on_gradient(output, "gradient")
-
-            handles.append(first.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(last.register_forward_hook(behind))
-            try:
-                self.step.run_on(own_args, own_kwargs, marks)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            marks.mark("end")
-        return marks
-
     def plan_of(
         self, items: tuple[Any, ...], choices: Sequence[int], chunks: int | None = None, **facts: Any
     ) -> Plan:
-        """A plan with these items (numbers of blocks, nested for segments), a choice for each block, and chunks of the head."""
+        """A plan with these items (numbers of blocks, nested for segments), a choice for each block, and a number of chunks."""
         blocks = []
         depths = _depths(items)
-        for index, (block, choice) in enumerate(zip(self.found, choices)):
+        for index, (block, choice) in enumerate(zip(self.blocks, choices)):
             kept, added = 0, 0.0
             if self.chain:
                 measured = self.chain[index + 1]
@@ -416,7 +393,7 @@ class Profile:
                     - measured.choices[0].seconds
                     + depth * measured.forward_seconds
                 )
-                # Of a segment, only the output of its last block is held.
+                # A segment holds only the output of its last block.
                 kept = measured.choices[choice].kept if not depth else measured.output if last else 0
             members = dict(zip(block.members, block.modules))
             blocks.append(BlockPlan.of(members, self.policies[index][choice], kept, added))
@@ -434,31 +411,19 @@ class Profile:
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)
 
 
-def _ends(marks: Marks) -> tuple[Mark, int, int, int]:
-    """Of a marked step: the mark before the first block, the peak of what runs before it in the backward pass, and those of head
-    and loss, forward and backward, above what is held behind the last block."""
-    by_name = {mark.name: mark for mark in marks.marks}
-    begin, end = by_name["first block"], by_name["last block"]
-    after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
-    forward, backward = (
-        by_name[name].peak_bytes - end.bytes if name in by_name else 0 for name in ("loss", "gradient")
-    )
-    return begin, after, max(forward, 0), backward
-
-
 def _depths(items: Sequence[Any]) -> dict[int, tuple[int, bool]]:
-    """For each block: in how many segments it lies, and whether it is the last one of the outermost."""
-    found: dict[int, tuple[int, bool]] = {}
+    """For each block: the number of segments around it, and whether it is the last block of the outermost segment."""
+    depths: dict[int, tuple[int, bool]] = {}
 
     def walk(inner: Sequence[Any], depth: int) -> None:
         for item in inner:
             if isinstance(item, tuple):
                 walk(item, depth + 1)
                 if depth == 0:
-                    last = max(found)
-                    found[last] = (found[last][0], True)
+                    last = max(depths)
+                    depths[last] = (depths[last][0], True)
             else:
-                found[item] = (depth, False)
+                depths[item] = (depth, False)
 
     walk(items, 0)
-    return found
+    return depths

@@ -1,4 +1,4 @@
-"""One plan for all ranks, those of other pipeline stages too: rank 0 of stage 0 plans, with the smallest budget of all."""
+"""One plan for all ranks of all pipeline stages: rank 0 of stage 0 plans with the smallest budget of all."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 @watchdog.unlimited()
 def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) -> T:
-    """``make(budget)``, on rank 0 alone where there are several, and what it gives on every rank.
+    """Calls ``make(budget)`` on rank 0 and returns its result on every rank.
 
-    The budget is read here, since a rank whose budget is invalid must tell the others.
+    The budget is parsed here, since a rank with an invalid budget must tell the others.
 
     Raises:
-        ValueError, BudgetError: on every rank, what one of them raised.
+        ValueError, BudgetError: one rank raised it; raised on every rank.
     """
     if not hvd.is_initialized() or hvd.size() * current().stages == 1:
         return make(parse_budget(budget))
@@ -44,10 +44,10 @@ def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) 
 
 
 def _smallest_of_all(budget: Given, device: torch.device) -> Budget:
-    """The smallest budget of all ranks, if they are in bytes; else the one that all have.
+    """The smallest budget of all ranks if budgets are in bytes; else the budget that all ranks have.
 
     Raises:
-        ValueError: a rank's budget is invalid, or the ranks ask for different kinds; on every rank.
+        ValueError: the budget of a rank is invalid, or ranks have different kinds of budgets; raised on every rank.
     """
     local: Budget | ValueError
     try:

@@ -1,16 +1,16 @@
-"""Schedules: the order in which each rank runs the forward and backward passes of micro-batches.
+"""Schedules of a pipeline: the order in which each rank runs the forward and backward passes of micro-batches.
 
-A schedule is data: one list of actions for each rank, made before training and checked by :func:`check_schedule`. The model is
-cut into ``stages * virtual_stages`` chunks of consecutive blocks, and chunk c runs on stage ``c % stages``.
+A schedule is data: a list of actions for each rank, made before training and checked by :func:`check_schedule`. The model is cut
+into ``stages * virtual_stages`` chunks of consecutive blocks, and chunk c runs on stage ``c % stages``.
 
-All schedules run the backward passes of a chunk in the order of its micro-batches, so that gradients add up as they do in
+All schedules run the backward passes of a chunk in the order of its micro-batches, so gradients add up as they do in
 :func:`hvd_ckpt.accumulate`, bit for bit.
 
 - ``"gpipe"``: all forward passes, then all backward passes (Huang et al., "GPipe", 2019, there in reverse order).
-- ``"1f1b"``: stage s of p runs p - s - 1 forward passes, then one forward and one backward pass in turn, so that it holds the
+- ``"1f1b"``: stage s of p runs p - s - 1 forward passes, and then one forward and one backward pass in turn. It holds the
   activations of at most p - s micro-batches (Narayanan et al., "PipeDream", 2019).
-- ``"interleaved"``: the same with several chunks on each rank, which divides the time that ranks wait at the ends of a step by
-  their number (Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021).
+- ``"interleaved"``: 1f1b with several chunks on each rank, which divides the time that ranks wait at both ends of a step by the
+  number of chunks (Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021).
 """
 
 from __future__ import annotations
@@ -21,12 +21,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Three stages and four micro-batches, if all passes take the same time. F2: forward pass of micro-batch 2, B2: its backward pass,
+# "." : the stage waits.
+#
+#     gpipe      stage 0    F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3
+#                stage 1     . F0 F1 F2 F3  .  . B0 B1 B2 B3  .
+#                stage 2     .  . F0 F1 F2 F3 B0 B1 B2 B3  .  .
+#
+#     1f1b       stage 0    F0 F1 F2  .  . B0 F3 B1  . B2  . B3      stage 0 holds 3 micro-batches instead of 4,
+#                stage 1     . F0 F1  . B0 F2 B1 F3 B2  . B3  .      stage 1 holds 2,
+#                stage 2     .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .      stage 2 holds 1; the time is the same
+#
+# Interleaved, two stages with two chunks each: a and c on stage 0, b and d on stage 1. c1: forward pass of micro-batch 1 through
+# chunk c, C1: its backward pass. Micro-batches go through a chunk in groups of as many as there are stages: a0 a1, c0 c1, a2 a3,
+# ...
+#
+#                stage 0    a0 a1 c0 c1 a2 C0 a3 C1 c2 A0 c3 A1  . C2  . C3 A2 A3
+#                stage 1     . b0 b1 d0 D0 d1 D1 b2 B0 b3 B1 d2 D2 d3 D3 B2 B3  .
+
 FORWARD, BACKWARD = "forward", "backward"
 NAMES = ("gpipe", "1f1b", "interleaved")
 
 
 class Edge(NamedTuple):
-    """Values that one chunk hands to a later one: its output to the next chunk, or skip connections."""
+    """Connection from a chunk to a later one: to the next chunk, for its output, or to the target of a skip connection."""
 
     source: int
     target: int
@@ -38,9 +56,9 @@ class Action:
 
     Attributes:
         kind: ``"forward"`` or ``"backward"``.
-        chunk, micro_batch: which, from 0.
-        receives: edges whose values (forward) or gradients (backward) it needs.
-        sends: edges whose values or gradients it makes.
+        chunk, micro_batch: their numbers, from 0.
+        receives: edges whose values (forward) or gradients (backward) the pass needs.
+        sends: edges whose values or gradients the pass computes.
     """
 
     kind: str
@@ -54,10 +72,10 @@ Schedule = list[list[Action]]
 
 
 def virtual_stages_of(schedule: str, given: int | None) -> int:
-    """Chunks of the model on each rank: as given, or the schedule's default.
+    """The number of chunks on each rank: as given, or the default of the schedule.
 
     Raises:
-        ValueError: it is not a number from 1.
+        ValueError: the number is not an int from 1.
     """
     virtual = given if given is not None else 2 if schedule == "interleaved" else 1
     if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
@@ -66,7 +84,7 @@ def virtual_stages_of(schedule: str, given: int | None) -> int:
 
 
 def chain_edges(chunks: int, skips: Iterable[Edge] = ()) -> list[Edge]:
-    """The edges of a chain of chunks with skip connections between them, each once, in a fixed order."""
+    """The edges of a chain of chunks and of its skip connections, each once, in a fixed order."""
     return sorted({*(Edge(chunk, chunk + 1) for chunk in range(chunks - 1)), *skips})
 
 
@@ -77,12 +95,12 @@ def make_schedule(
 
     Args:
         name: one of :data:`NAMES`.
-        stages, virtual_stages: ranks of the pipeline, and chunks on each of them.
-        micro_batches: in a step; any number from 1.
-        edges: of :func:`chain_edges`; by default those of a chain without skip connections.
+        stages, virtual_stages: number of ranks of the pipeline, and of chunks on each rank.
+        micro_batches: number of micro-batches in a step, from 1.
+        edges: as :func:`chain_edges` returns them; by default those of a chain without skip connections.
 
     Raises:
-        ValueError: the name is unknown, or ``"1f1b"`` is to have several chunks on a rank.
+        ValueError: the name is unknown, or ``"1f1b"`` is given several chunks on a rank.
     """
     if name not in NAMES:
         raise ValueError(f"schedule must be one of {', '.join(NAMES)}, got {name!r}")
@@ -101,15 +119,17 @@ def make_schedule(
             check_schedule(schedule)
             return schedule
         except ValueError:
-            pass  # where the last group of micro-batches is not full, ranks may need more of a start
+            pass  # ranks wait for each other, as they may with an incomplete last group: start with one more forward pass
     raise AssertionError("all forward passes first is a schedule that ends")
 
 
 def _orders(
     stage: int, stages: int, micro_batches: int, virtual_stages: int, edges: Sequence[Edge]
 ) -> tuple[list[Action], list[Action]]:
-    """A stage's forward passes and its backward passes, in order: in groups of as many micro-batches as there are stages, each
-    group through one chunk after the other."""
+    """The forward passes and the backward passes of a stage, in order.
+
+    Micro-batches are in groups of as many as there are stages. Each group goes through one chunk after the other.
+    """
     own = [stage + stages * number for number in range(virtual_stages)]
     forwards, backwards = [], []
     for start in range(0, micro_batches, stages):
@@ -127,7 +147,9 @@ def _action(kind: str, chunk: int, micro_batch: int, edges: Sequence[Edge]) -> A
 
 
 def _warm_up(name: str, stage: int, stages: int, virtual_stages: int, total: int) -> int:
-    """How many forward passes a stage runs before forward and backward passes take turns."""
+    """The number of forward passes that a stage runs before forward and backward passes take turns."""
+    # 1f1b: one for each later stage. Interleaved: the first group through all chunks but the last, and two for each later stage,
+    # since a micro-batch passes each of them on the way forward and on the way back.
     if name == "gpipe":
         return total
     if virtual_stages == 1:
@@ -136,13 +158,14 @@ def _warm_up(name: str, stage: int, stages: int, virtual_stages: int, total: int
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """Some forward passes, then one forward and one backward pass in turn, then the backward passes that are left."""
     started, others = forwards[:warm_up], forwards[warm_up:]
     turns = itertools.chain.from_iterable(zip(others, backwards))
     return [*started, *turns, *backwards[len(others) :]]
 
 
 def needs(action: Action) -> set[tuple[str, int, int]]:
-    """The actions, as (kind, chunk, micro-batch), that must have run before this one."""
+    """The actions that must run before this one, as (kind, chunk, micro-batch)."""
     index = action.micro_batch
     if action.kind == FORWARD:
         return {(FORWARD, edge.source, index) for edge in action.receives}
@@ -150,11 +173,11 @@ def needs(action: Action) -> set[tuple[str, int, int]]:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Checks a schedule without computing anything.
+    """Checks a schedule without running it.
 
     Raises:
-        ValueError: the ranks wait for each other without an end; an action is missing or runs twice; a chunk's backward passes
-            are not in the order of the micro-batches.
+        ValueError: the ranks wait for each other forever, an action is missing or runs twice, or the backward passes of a chunk are
+            not in the order of the micro-batches.
     """
     orders: dict[tuple[str, int], list[int]] = {}
     for action in itertools.chain.from_iterable(schedule):
@@ -173,7 +196,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """For each chunk of the model the most micro-batches whose forward pass has run and whose backward pass is still to come."""
+    """For each chunk, the most micro-batches between their forward and their backward pass at a time."""
     held, most = Counter[int](), Counter[int]()
     for action in itertools.chain.from_iterable(schedule):  # a chunk's actions are all on one rank
         held[action.chunk] += 1 if action.kind == FORWARD else -1
@@ -182,8 +205,10 @@ def in_flight(schedule: Schedule) -> list[int]:
 
 
 def followed_at_once(actions: Sequence[Action]) -> set[tuple[int, int]]:
-    """Chunk and micro-batch of those forward passes of a rank that their backward pass follows as its next action. It would be of
-    no use to recompute them."""
+    """Chunk and micro-batch of each forward pass of a rank whose next action is its backward pass.
+
+    Recomputing such a pass saves no memory.
+    """
     return {
         (first.chunk, first.micro_batch)
         for first, then in itertools.pairwise(actions)
@@ -192,7 +217,7 @@ def followed_at_once(actions: Sequence[Action]) -> set[tuple[int, int]]:
 
 
 class Span(NamedTuple):
-    """An action, and the seconds since the beginning of the step at which it starts and ends."""
+    """An action with its start and its end, in seconds since the beginning of the step."""
 
     action: Action
     start: float
@@ -200,32 +225,32 @@ class Span(NamedTuple):
 
 
 def timeline(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> list[list[Span]]:
-    """For each rank the times of its actions, where messages take no time.
+    """For each rank the times of its actions, if messages take no time.
 
     Args:
-        forward, backward: the seconds of a forward and of a backward pass (with its recomputation) through each chunk.
+        forward, backward: seconds of a forward and of a backward pass through each chunk, the latter with its recomputation.
 
     Raises:
-        ValueError: the ranks wait for each other without an end.
+        ValueError: the ranks wait for each other forever.
     """
     ended: dict[tuple[str, int, int], float] = {}
-    found: list[list[Span]] = [[] for _ in schedule]
+    ranks: list[list[Span]] = [[] for _ in schedule]
     while len(ended) < sum(map(len, schedule)):
         before = len(ended)
-        for spans, actions in zip(found, schedule):
+        for spans, actions in zip(ranks, schedule):
             while len(spans) < len(actions) and needs(action := actions[len(spans)]) <= ended.keys():
                 free = spans[-1].end if spans else 0.0
-                start = max([free, *(ended[one] for one in needs(action))])
+                start = max([free, *(ended[need] for need in needs(action))])
                 end = start + (forward if action.kind == FORWARD else backward)[action.chunk]
                 spans.append(Span(action, start, end))
                 ended[action.kind, action.chunk, action.micro_batch] = end
         if len(ended) == before:
             raise ValueError("the schedule does not end: its ranks wait for each other")
-    return found
+    return ranks
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """The share of a step's time that ranks wait, of 1."""
+    """The share of the time of a step that ranks wait, from 0 to 1."""
     last = max(rank[-1].end for rank in spans)
     busy = sum(span.end - span.start for rank in spans for span in rank)
     return 1 - busy / (last * len(spans)) if last else 0.0

@@ -1,4 +1,4 @@
-"""A plan for people: tables of its blocks and costs, and two pictures, time against memory and memory over time."""
+"""Tables of the blocks and costs of a plan, and plots of time against memory, of memory over time, and of a schedule."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TOTALS = ("", "peak MiB", "of no recomputation", "step ms", "of no recomputation
 
 
 def rows(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Block, policy, MiB kept and ms added; equal blocks in a row share one, with sums.
+    """Rows of block, policy, MiB kept and ms added. Consecutive equal blocks share a row, with sums.
 
-    Segments of several blocks are numbered (``segment 2``, and ``segment 2.1`` for the first in it).
+    Segments of several blocks have numbers (``segment 2``, and ``segment 2.1`` for the first segment in it).
     """
     alike = itertools.groupby(
         _placed(plan),
@@ -48,7 +48,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def totals(plan: Plan, baseline: Cost | None) -> list[tuple[str, ...]]:
-    """Costs of a step: with this plan, without recomputation (``baseline``: as measured), of the smallest peak; and the budget."""
+    """Rows of the budget and of the costs of a step: this plan, no recomputation (``baseline`` as measured), smallest peak."""
     whole = plan.baseline
     budget = "none: the fastest plan" if plan.budget is None else _mib(plan.budget)
     return [
@@ -62,7 +62,7 @@ def totals(plan: Plan, baseline: Cost | None) -> list[tuple[str, ...]]:
 
 
 def print_plan(plan: Plan, console: Console, baseline: Cost | None) -> None:
-    """Prints both tables, and a line for each block that does not run as its costs would have it."""
+    """Prints both tables and the notes of a plan."""
     console.print(_table(COLUMNS, rows(plan)))
     console.print(_table(TOTALS, totals(plan, baseline)))
     for note in plan.notes:
@@ -70,7 +70,7 @@ def print_plan(plan: Plan, console: Console, baseline: Cost | None) -> None:
 
 
 def print_stages(plan: Plan, console: Console) -> None:
-    """Prints a table of the pipeline stages of a plan, its bubble, and a step of each stage over time."""
+    """Prints a table of the pipeline stages of a plan, the share of waiting, and a step of each stage over time."""
     pipeline = plan.pipeline
     assert pipeline is not None
     shown = []
@@ -114,7 +114,7 @@ def print_stages(plan: Plan, console: Console) -> None:
 
 
 def schedule_lines(spans: Sequence[Sequence[Span]], width: int) -> list[str]:
-    """A line of text for each stage: each pass over the time that it takes, with the number of its micro-batch."""
+    """A line of text for each stage, in which each pass has the length of its time and the number of its micro-batch."""
     last = max(rank[-1].end for rank in spans) or 1.0
     lines = []
     for rank in spans:
@@ -140,7 +140,7 @@ def _table(columns: tuple[str, ...], shown: Iterable[tuple[str, ...]]) -> Table:
 
 
 def _placed(plan: Plan) -> Iterator[tuple[str, BlockPlan]]:
-    """Each block with the number of its segment; an empty one if it is in none."""
+    """Each block with the number of its segment, which is empty for a block outside of segments."""
 
     def level(items: tuple[Any, ...], outer: str) -> Iterator[tuple[str, BlockPlan]]:
         segments = itertools.count(1)
@@ -181,15 +181,15 @@ def _mib(count: float) -> str:
     return f"{count / MIB:.1f}" if count >= MIB else f"{count / MIB:.2g}"
 
 
-def _ratio(one: float, other: float) -> str:
-    return f"{one / other:.2f}" if other else ""
+def _ratio(value: float, whole: float) -> str:
+    return f"{value / whole:.2f}" if whole else ""
 
 
 # ------------------------------------------------------------------------------------ pictures
 
 
-class _Unit(NamedTuple):
-    """The unit of an axis of bytes."""
+class _ByteUnit(NamedTuple):
+    """Unit of an axis of bytes."""
 
     size: int
     name: str
@@ -199,12 +199,12 @@ class _Unit(NamedTuple):
 
 
 def frontier_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None) -> None:
-    """Draws time against peak memory: the Pareto frontier, the baseline without recomputation, this plan, and its budget.
+    """Plots time against peak memory: the Pareto frontier, the baseline without recomputation, this plan, and its budget.
 
     Args:
-        plan: with a frontier and predicted costs.
-        path: of the PNG.
-        baseline: the measured cost without recomputation, if it was measured.
+        plan: a plan with a frontier and predicted costs.
+        path: path of the PNG.
+        baseline: the measured cost without recomputation, or None.
     """
     unit = _unit([plan.baseline.peak_bytes])
     figure, axes = _figure(5.4)
@@ -236,14 +236,14 @@ def frontier_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
 
 
 def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | None) -> None:
-    """Draws the bytes allocated over one step, without recomputation and with the plan.
+    """Plots the bytes allocated over one step, without recomputation and with the plan.
 
-    Recording takes longer than a step, so each curve is stretched to the time that a step takes.
+    A recorded step takes longer than a normal step, so each curve is scaled to the time of a normal step.
 
     Args:
-        plan: with timelines.
-        path: of the PNG.
-        baseline: the measured cost without recomputation, if it was measured.
+        plan: a plan with timelines.
+        path: path of the PNG.
+        baseline: the measured cost without recomputation, or None.
 
     Raises:
         ValueError: the plan has no timelines.
@@ -278,15 +278,15 @@ def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
 
 
 def schedule_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Draws the passes of one step on each pipeline stage over time.
+    """Plots the passes of one step on each pipeline stage over time.
 
     Args:
-        plan: with stages.
-        path: of the PNG.
+        plan: a plan with stages.
+        path: path of the PNG.
     """
     assert plan.pipeline is not None
     spans = spans_of(plan.pipeline)
-    least = 0.015 * 1000 * max(rank[-1].end for rank in spans)  # of a bar with a number in it
+    least = 0.015 * 1000 * max(rank[-1].end for rank in spans)  # shortest bar that gets a number
     figure, axes = _figure(1.6 + 0.5 * len(spans))
     for kind, color, label in (
         (FORWARD, OURS, "forward"),
@@ -343,14 +343,14 @@ def _save(figure: Any, axes: Any, path: str | os.PathLike[str], columns: int) ->
     figure.savefig(os.fspath(path), dpi=120)
 
 
-def _unit(counts: Iterable[int]) -> _Unit:
+def _unit(counts: Iterable[int]) -> _ByteUnit:
     most = max(counts, default=0)
     return (
-        _Unit(GIB, "GiB")
+        _ByteUnit(GIB, "GiB")
         if most >= 16 * GIB
-        else _Unit(MIB, "MiB")
+        else _ByteUnit(MIB, "MiB")
         if most >= MIB // 2
-        else _Unit(1024, "KiB")
+        else _ByteUnit(1024, "KiB")
     )
 
 

@@ -1,25 +1,19 @@
-"""The fastest schedule of a chain of blocks within a memory budget, for all budgets at once.
+"""Solver: the fastest schedule of a chain of blocks within a memory budget, for all budgets at once.
 
-One dynamic program over *levels*, as in Beaumont et al. (2019), "Optimal checkpointing for heterogeneous chains",
-with several choices per block. Level (s, t) runs blocks s to t forward and backward while the gradient of block t's
-output waits outside. It starts with a run of block s or with a segment s to e, and needs as many bytes as
+One dynamic programme over *levels*, as in Beaumont et al. (2019), "Optimal checkpointing for heterogeneous chains", with several
+choices per block. Level (s, t) runs blocks s to t forward and backward while the gradient of the output of block t waits outside.
 
-    run       max(the need of the choice itself, the bytes it keeps + level (s + 1, t))
-    segment   max(its first pass, the output of block e + level (e + 1, t), level (s, e))
+Each level has a Pareto frontier: the pairs of bytes needed and seconds such that no other schedule of the level needs less and is
+faster. Frontiers are exact up to a size that depends on the length of the chain. Beyond that size, they are thinned, which drops
+schedules and leaves the others exact: a schedule never needs more than its point says, and the smallest peak and the fastest
+schedule are always there. Small chains are never thinned; on others, the result is within 1 % of the best schedule.
 
-The whole chain is a level in which no gradient waits. Each level has a Pareto frontier: the pairs of bytes needed and
-seconds that no other schedule of the level beats in both. Frontiers are exact until they grow past a size that depends
-on the length of the chain. Then they are thinned, which loses schedules, but those that remain are still exact: a
-schedule never needs more than its point says, and the smallest peak and the fastest schedule are never lost. On small
-chains nothing is thinned; the promise is to be within 1 % of the best schedule there.
+Autocast's cache of weights (``casts``) is held until the forward pass ends. The programme counts it as kept, which is too much if
+the peak is in the backward pass. So with casts, schedules of the programme are simulated and chosen by the result.
 
-What autocast remembers of weights (``casts``) is held until the forward pass ends. The program takes it for kept, which is too
-much where the peak is in the backward pass. So with casts its schedules are simulated, and chosen from by what that says.
-
-With several micro-batches in flight, as in a pipeline stage, what the others keep from their forward to their backward
-pass is part of the need. Then there are no segments, and a schedule that needs more than another at block s, but keeps
-less, is lost there, though it could need less at an earlier block. On chains with costs like measured ones the result
-is within the same 1 %.
+With several micro-batches in flight, as in a pipeline stage, the bytes that the others keep are part of the need. Then there are
+no segments. A schedule that needs more than another one at block s and keeps less is dropped there, although it might need less at
+an earlier block. On chains with costs like measured ones, the result is within the same 1 %.
 """
 
 from __future__ import annotations
@@ -44,20 +38,39 @@ from hvd_ckpt.planning.chain import (
 Seconds = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Frontiers have at least and at most so many points, and between that so many that combining them, points times
-# pairs of frontiers, is this much work: a few seconds for a hundred different blocks that join.
+# The recurrence. need(s, t) is the fewest bytes of level (s, t), seconds(s, t) its time; frontiers hold all tradeoffs of the two.
+#
+#     level (s, t) begins with       need                                            seconds
+#
+#     a run of block s               max(forward peak of s + waiting gradient,       seconds of the choice
+#     under a choice                     backward peak of s,                           + seconds(s + 1, t)
+#                                        kept + need(s + 1, t))
+#
+#     a segment s .. e, e < t        max(first pass of s .. e + waiting gradient,    first pass of s .. e
+#                                        output of e + need(e + 1, t),                 + seconds(e + 1, t)
+#                                        need(s, e))                                   + seconds(s, e)
+#
+# The whole chain is the level (0, last) in which no gradient waits. Levels are computed from the last block backward, so that the
+# levels on the right exist; the inner level (s, e) is shorter. A segment also holds its frame from its first pass on.
+
+# Limits of the number of points of a frontier. Between them, the number is such that combining frontiers, points times pairs, takes
+# this much work: a few seconds for a hundred different blocks that join.
 _POINTS = (64, 8192)
 _WORK = 4_000_000
-_SIMULATED = 1024  # schedules, where casts are held
+_SIMULATED = 1024  # number of schedules that are simulated if the chain holds casts
 
 
 @dataclass(frozen=True)
 class Frontier:
     """The Pareto frontier of a level: points in order of growing ``need`` and falling ``seconds``.
 
-    ``kept[i]`` is what point i holds between its forward and its backward pass. ``first[i]`` says how point i starts:
-    with this choice of the first block, or, if negative, with a segment of that many blocks, which is run as point
-    ``inside[i]`` of its own level. ``then[i]`` is the point of the rest.
+    Attributes:
+        need: bytes needed.
+        seconds: time.
+        kept: bytes held between the forward and the backward pass.
+        first: the start of the schedule: the choice of the first block, or, if negative, minus the length of a segment.
+        inside: for a segment, the point of its own level.
+        then: the point of the rest of the level.
     """
 
     need: Integers
@@ -73,12 +86,12 @@ _EMPTY = Frontier(_ZERO, np.zeros(1), _ZERO, _ZERO, _ZERO, _ZERO)
 
 
 class Solver:
-    """Schedules of one chain.
+    """Solver for one chain.
 
     Args:
         blocks: the chain.
-        in_flight: micro-batches that are held at a time, see :func:`simulate`; with more than one, no segments.
-        points: of each frontier at most, about.
+        in_flight: micro-batches that are held at a time, see :func:`simulate`. With more than one, there are no segments.
+        points: about the most points of a frontier.
     """
 
     def __init__(self, blocks: Sequence[Block], in_flight: int = 1, points: int | None = None) -> None:
@@ -91,7 +104,9 @@ class Solver:
         self._first_pass = [_first_pass(blocks[s : ends.stop]) for s, ends in enumerate(self._ends)]
         self._levels: dict[tuple[int, int], Frontier] = {}
         self._fill_levels()
-        self._holds_casts = any(block.casts or any(one.casts for one in block.choices) for block in blocks)
+        self._holds_casts = any(
+            block.casts or any(choice.casts for choice in block.choices) for block in blocks
+        )
         self._whole = [_EMPTY] * (len(blocks) + 1)
         size = _size(sum(len(ends) + len(some) for ends, some in zip(self._ends, self._choices)))
         size = min(size, points or size)
@@ -100,7 +115,7 @@ class Solver:
 
     @property
     def smallest(self) -> Solution:
-        """A schedule of the smallest peak that is possible, exact to the byte unless casts are held."""
+        """A schedule with the smallest possible peak, exact to the byte unless the chain holds casts."""
         return self._simulated[0] if self._holds_casts else self._solution(0)
 
     @property
@@ -109,7 +124,7 @@ class Solver:
         return self._solution(-1)
 
     def solve(self, budget: int) -> Solution | None:
-        """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step, or None."""
+        """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step; None if there is none."""
         if self._holds_casts:
             within = [solution for solution in self._simulated if solution.peak <= budget]
             return within[-1] if within else None
@@ -117,38 +132,42 @@ class Solver:
         return None if point < 0 else self._solution(point)
 
     def frontier(self, points: int = 32) -> list[Solution]:
-        """Up to ``points`` schedules of which none beats another in both peak and seconds, from that of the smallest
-        peak to the fastest, spread evenly along the curve of seconds over bytes."""
+        """Up to ``points`` schedules on the Pareto frontier of peak and seconds, from the smallest peak to the fastest.
+
+        They are spread evenly along the curve of seconds over bytes.
+        """
         if self._holds_casts:
             peaks = np.array([solution.peak for solution in self._simulated])
             seconds = np.array([solution.seconds for solution in self._simulated])
             return [self._simulated[point] for point in _spread(peaks, seconds, points)]
         whole = self._whole[0]
-        found: list[Solution] = []
+        solutions: list[Solution] = []
         for point in _spread(whole.need, whole.seconds, points):
             solution = self._solution(point)
-            # Summed in another order, two times that differed may be equal.
-            if not found or solution.seconds < found[-1].seconds:
-                found.append(solution)
-        return found
+            # simulate() sums the seconds in another order, after which two times that differed may be equal.
+            if not solutions or solution.seconds < solutions[-1].seconds:
+                solutions.append(solution)
+        return solutions
 
     @functools.cached_property
     def _simulated(self) -> list[Solution]:
-        """Many of the schedules, less those that another beats when it is simulated, from the smallest peak to the fastest."""
+        """The Pareto frontier of many simulated schedules, from the smallest peak to the fastest."""
         count = len(self._whole[0].need)
         points = {*range(0, count, max(count // _SIMULATED, 1)), count - 1}
-        found: list[Solution] = []
-        for solution in sorted(map(self._solution, points), key=lambda one: (one.peak, one.seconds)):
-            if not found or solution.seconds < found[-1].seconds:
-                found.append(solution)
-        return found
+        frontier: list[Solution] = []
+        for solution in sorted(
+            map(self._solution, points), key=lambda solution: (solution.peak, solution.seconds)
+        ):
+            if not frontier or solution.seconds < frontier[-1].seconds:
+                frontier.append(solution)
+        return frontier
 
     def from_block(self, first: int) -> Frontier:
-        """The frontier of the blocks from this one on, as a chain of their own."""
+        """The frontier of the chain from block ``first`` on."""
         return self._whole[first]
 
     def choices(self, first: int, point: int) -> list[int]:
-        """The choices of the blocks from ``first`` on at a point of that frontier, where no blocks join."""
+        """The choices of the blocks from ``first`` on at a point of that frontier, for a chain whose blocks do not join."""
         items = self._items(first, len(self.blocks), self._whole.__getitem__, point)
         return [item.choice for item in items if isinstance(item, Run)]
 
@@ -158,7 +177,7 @@ class Solver:
         return Solution(items, peak, seconds)
 
     def _items(self, s: int, stop: int, level: Callable[[int], Frontier], point: int) -> tuple[Item, ...]:
-        """The schedule of a point; ``level(s)`` is the frontier of blocks s to ``stop - 1``."""
+        """The schedule of a point, where ``level(s)`` is the frontier of blocks s to ``stop - 1``."""
         items: list[Item] = []
         while s < stop:
             frontier = level(s)
@@ -175,9 +194,11 @@ class Solver:
         return lambda s: self._levels[s, t] if s <= t else _EMPTY
 
     def _fill_levels(self) -> None:
-        """The levels that segments may be recomputed as. Stretches of the chain that are alike share one frontier."""
+        """Computes the levels of segments. Equal stretches of the chain share one frontier."""
+        # Two stretches are equal if their parts without the last and without the first block are. So each stretch gets the first
+        # equal one as its name, and a model of a hundred equal layers has a hundred different stretches instead of five thousand.
         last = len(self.blocks) - 1
-        windows: dict[tuple[int, int], tuple[int, int]] = {}  # of each, the first one that is alike
+        windows: dict[tuple[int, int], tuple[int, int]] = {}  # for each stretch, the first equal one
         known: dict[object, tuple[int, int]] = {}
         for s in reversed(range(last)):
             for t in self._ends[s]:
@@ -200,16 +221,16 @@ class Solver:
         size: int,
         in_flight: int = 1,
     ) -> Frontier:
-        """The frontier of blocks s to t while ``waiting`` bytes of gradient wait; ``rest(e)`` is that of blocks e to t."""
+        """The frontier of blocks s to t while ``waiting`` bytes of gradient wait; ``rest(e)`` is the frontier of blocks e to t."""
         parts = [
             _run(number, choice, rest(s + 1), waiting, in_flight - 1) for number, choice in self._choices[s]
         ]
-        # A segment of all blocks of a level would only run it twice.
+        # e < t: a segment of all blocks of a level would run them once more and save nothing.
         parts += [self._segment(s, e, rest(e + 1), waiting) for e in self._ends[s] if e < t]
         return _merged(parts, size)
 
     def _segment(self, s: int, e: int, rest: Frontier, waiting: int) -> Frontier:
-        """A level that starts with the segment s to e."""
+        """The frontier of a level that starts with the segment s to e; ``rest`` is that of the blocks behind it."""
         inside = self._levels[s, e]
         peaks, seconds = self._first_pass[s]
         frame = self.blocks[s].frame
@@ -217,7 +238,8 @@ class Solver:
         kept = self.blocks[e].output + frame
         after = np.maximum(rest.need + kept + casts, waiting + frame + peaks[e - s])
         again = inside.need + frame
-        # At each number of bytes that one of the two parts comes to need, both are as fast as they can be.
+        # The need of a combination is the larger need of its two parts. So its points lie at the needs of either part, and at each
+        # of them, both parts are their fastest schedules within that need: two sorted lists are merged, and no pairs are formed.
         need = np.concatenate((after, again))
         need = np.sort(need[need >= max(after[0], again[0])])
         pick = np.searchsorted(again, need, side="right") - 1
@@ -227,12 +249,11 @@ class Solver:
 
 
 def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int) -> Frontier:
-    """A level that starts with a run of a block under its choice of that number, beside ``others`` in flight."""
+    """The frontier of a level that starts with a run of a block, beside ``others`` micro-batches in flight."""
     own = max(waiting + max(choice.forward_peak, choice.kept), choice.backward_peak)
     start = 0
-    if (
-        not others
-    ):  # of the points of the rest that all come to need the block's own bytes, only the fastest counts
+    if not others:
+        # All points of the rest that fit into the block's own need would make a schedule of that need: the fastest is enough.
         start = max(int(np.searchsorted(rest.need, own - choice.kept - choice.casts, side="right")) - 1, 0)
     then = np.arange(start, len(rest.need))
     kept = rest.kept[start:] + choice.kept
@@ -247,12 +268,14 @@ def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int)
 
 
 def _merged(parts: Sequence[Frontier], size: int) -> Frontier:
-    """The points of all parts that no other beats; of many, about ``size``."""
+    """The Pareto frontier of all parts; of many points, about ``size``."""
     need = np.concatenate([part.need for part in parts])
     order = np.argsort(need, kind="stable")  # a merge, since the parts are sorted
     need = need[order]
     seconds = np.concatenate([part.seconds for part in parts])[order]
     best = np.minimum.accumulate(seconds)
+    # In order of need, a point stays if it is faster than all before it; of several points with one need, the last one, which is
+    # the fastest.
     chosen = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
     chosen = chosen[np.append(need[chosen][1:] > need[chosen][:-1], True)]
     if len(chosen) > size:
@@ -266,8 +289,7 @@ def _merged(parts: Sequence[Frontier], size: int) -> Frontier:
 
 
 def _thinned(need: Integers, size: int) -> Integers:
-    """The first and the last point of every cell of a grid that is finer where little memory is needed, which is where
-    a byte is worth most."""
+    """The first and the last point of each cell of a grid over ``need``, which is finest where ``need`` is small."""
     place = np.sqrt((need - need[0]) / max(int(need[-1] - need[0]), 1))
     cell = (place * (size // 2 - 1)).astype(np.int64)
     starts = np.flatnonzero(np.diff(cell, prepend=-1))
@@ -276,13 +298,13 @@ def _thinned(need: Integers, size: int) -> Integers:
 
 
 def _size(pairs: int) -> int:
-    """Points of a frontier where so many pairs of frontiers are combined."""
+    """The number of points of a frontier if so many pairs of frontiers are combined."""
     return min(max(_WORK // max(pairs, 1), _POINTS[0]), _POINTS[1])
 
 
 def _segment_ends(blocks: Sequence[Block]) -> list[range]:
-    """For each block the blocks that a segment from it may end at: those that it joins, less the last of the chain,
-    which runs backward at once."""
+    """For each block, the blocks at which a segment from it may end: those that it joins, without the last block of the chain,
+    whose backward pass follows at once."""
     ends = [range(0)] * len(blocks)
     stop = len(blocks)
     for s in reversed(range(len(blocks))):
@@ -294,7 +316,7 @@ def _segment_ends(blocks: Sequence[Block]) -> list[range]:
 
 
 def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds]:
-    """Peak bytes above the start, and seconds, of a first pass from the first of these blocks to each of them."""
+    """Peak bytes above the start, and seconds, of first passes from the first of these blocks to each of them."""
     peaks, seconds = [0], [0.0]
     boundary = casts = 0
     for block in blocks:
@@ -306,13 +328,15 @@ def _first_pass(blocks: Sequence[Block]) -> tuple[Integers, Seconds]:
 
 
 def _undominated(choices: Sequence[Choice]) -> list[tuple[int, Choice]]:
-    """The choices with their numbers, less those that another is at least as good as in every respect."""
-    found: list[tuple[int, Choice]] = []
+    """The choices with their numbers, without those that are no better than another choice in any cost."""
+    kept: list[tuple[int, Choice]] = []
     for number, choice in sorted(enumerate(choices), key=lambda entry: _costs_of(entry[1])):
         costs = _costs_of(choice)
-        if not any(all(one <= other for one, other in zip(_costs_of(better), costs)) for _, better in found):
-            found.append((number, choice))
-    return found
+        if not any(
+            all(theirs <= ours for theirs, ours in zip(_costs_of(better), costs)) for _, better in kept
+        ):
+            kept.append((number, choice))
+    return kept
 
 
 def _costs_of(choice: Choice) -> tuple[float, ...]:
@@ -320,15 +344,17 @@ def _costs_of(choice: Choice) -> tuple[float, ...]:
 
 
 def _costs(block: Block) -> object:
-    """The costs of a block, equal for blocks that are alike."""
+    """All costs of a block, by which blocks are equal."""
     choices = tuple(map(_costs_of, block.choices))
     return choices, block.output, block.forward_seconds, block.forward_working, block.casts, block.frame
 
 
 def _spread(need: Integers, seconds: Seconds, points: int) -> list[int]:
-    """Indices of up to ``points`` points of a falling curve, its ends included, evenly along its length in the square
-    that it spans. Seconds are taken by their logarithm: the last bytes that recomputing saves can cost many times the
-    rest, and would take all the points."""
+    """Indices of up to ``points`` points of a falling curve, evenly spread along its length, including both ends.
+
+    The curve is scaled to a square, with logarithms of the seconds: the last bytes that recomputation saves can take many times as
+    long as the others, and would get all the points.
+    """
     if len(need) <= points:
         return list(range(len(need)))
     times = np.log(np.maximum(seconds, 1e-12))

@@ -1,17 +1,17 @@
-"""Plans for pipeline stages: the cuts of a chain, and what each block keeps, together, for the memory of each stage.
+"""Plans for pipeline stages: cuts of a chain and policies of its blocks, chosen together for the memory of each stage.
 
-The longest stage decides how long a step takes. So the cuts are those whose longest part (forward, recomputation and backward
-pass of one micro-batch) is shortest, found exactly by a dynamic programme; the seconds of a part are those of the fastest way to
-run it that the solver finds within its memory. A part either keeps what the policies of its blocks say, or keeps its input and
-output alone and is recomputed as a whole, under the policies of its blocks.
+The longest stage sets the time of a step. So the planner chooses the cuts that minimize the time of the longest part (forward pass,
+recomputation and backward pass of one micro-batch), by an exact dynamic programme. The time of a part is that of the fastest way to
+run it within its memory, which the solver finds. A part either keeps what the policies of its blocks keep, or it keeps only its
+input and output, and is recomputed as a whole under these policies.
 
 The memory of a part is the sum of
 
-- its own parameters and buffers, with gradients and optimizer state (``param_scale``),
-- for each micro-batch in flight its input and what is kept of it, and what the forward or backward pass of one needs beside that,
-- the gradients that it sends to the part before, which over Gloo stay until the end of the step, and one that arrives early.
+- its parameters and buffers, with gradients and optimizer state (``param_scale``);
+- for each micro-batch in flight, its input and what is kept of it, and the working memory of the one that runs;
+- the gradients that it sends to the previous part, which over Gloo stay until the end of the step, and one that arrives early.
 
-Time that messages take is not counted.
+The time of messages is not counted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.text import show_bytes
 
 PARAM_SCALE = 4.0
-_POINTS = 512  # of a frontier
-_SEARCH = 30  # budgets that are tried to find it
+_POINTS = 512  # points of a frontier
+_SEARCH = 30  # steps of the bisection for the budget "min"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Layout:
     """Stages, micro-batches and schedule that a plan is made for.
 
     Raises:
-        ValueError: they do not go together.
+        ValueError: a number or the schedule is invalid, or the schedule does not allow the number of virtual stages.
     """
 
     stages: int
@@ -66,17 +66,17 @@ class Layout:
 
     @classmethod
     def make(cls, stages: int, chunks: int | None, schedule: str, virtual_stages: int | None) -> Layout:
-        """With the defaults of :class:`hvd_ckpt.Pipeline`."""
+        """A layout with the defaults of :class:`hvd_ckpt.Pipeline`."""
         chunks = chunks if chunks is not None else 2 * stages
         return cls(stages, chunks, schedule, virtual_stages_of(schedule, virtual_stages))
 
     @property
     def parts(self) -> int:
-        """Of the model."""
+        """Number of parts of the model."""
         return self.stages * self.virtual_stages
 
     def blocks_of(self, model: nn.Module) -> list[str]:
-        """The names of the blocks of a chain that is cut into these parts.
+        """Names of the blocks of a chain that is cut into these parts.
 
         Raises:
             ValueError: the model is not a chain, or has too few blocks.
@@ -95,7 +95,7 @@ class Layout:
 
 
 class _Way(NamedTuple):
-    """A way to run a part, with its bytes and seconds."""
+    """A way to run a part: its bytes and seconds, whether it is recomputed as a whole, and the choices of its blocks."""
 
     memory: int
     seconds: float
@@ -104,10 +104,10 @@ class _Way(NamedTuple):
 
 
 class _Held:
-    """Bytes of parameters, gradients, optimizer state and buffers of any blocks in a row.
+    """Bytes of parameters, gradients, optimizer state and buffers of consecutive blocks.
 
     Args:
-        blocks: of the chain.
+        blocks: blocks of the chain.
         scale: bytes for each byte of a trained parameter.
     """
 
@@ -116,14 +116,14 @@ class _Held:
         for number, block in enumerate(blocks):
             for tensor in (*block.parameters(), *block.buffers()):
                 users.setdefault(tensor, set()).add(number)
-        self.now = sum(one.nbytes + (0 if one.grad is None else one.grad.nbytes) for one in users)
+        self.now = sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in users)
         self._tied: list[tuple[int, int, set[int]]] = []
         alone = [0.0] * len(blocks)
         for tensor, numbers in users.items():
             held = int(tensor.nbytes * (scale if tensor.requires_grad else 1.0))
             if len(numbers) == 1:
                 alone[min(numbers)] += held
-            else:  # copies exchange their gradients
+            else:  # each stage has a copy, and copies exchange their gradients
                 self._tied.append((held, tensor.nbytes if tensor.requires_grad else 0, numbers))
         self._before = [0, *itertools.accumulate(map(int, alone))]
 
@@ -136,12 +136,12 @@ class _Held:
 
 
 class StagePlanner:
-    """Cuts and policies for one measured chain.
+    """Planner of cuts and policies for one measured chain.
 
     Args:
-        chain: of a :class:`~hvd_ckpt.planning.profile.Profile` whose blocks are the children of the model, with the pseudo-blocks
-            at its ends.
-        blocks: the modules of each block; at least as many as the layout has parts.
+        chain: chain of a :class:`~hvd_ckpt.planning.profile.Profile` whose blocks are the children of the model, with the
+            pseudo-blocks at its ends.
+        blocks: the module of each block; at least as many as the layout has parts.
         layout: stages, micro-batches and schedule.
         param_scale: as in :func:`hvd_ckpt.plan`.
     """
@@ -152,7 +152,7 @@ class StagePlanner:
         self.layout = layout
         self._blocks = [replace(block, joins_next=False) for block in chain[1:-1]]
         self._behind = chain[-1]
-        self._shared = chain[0].choices[0].kept  # what is prepared of the batch for all blocks
+        self._shared = chain[0].choices[0].kept  # what all blocks share of a batch, such as masks
         self._inputs = [0, *(block.output for block in self._blocks[:-1])]
         self._held = _Held(blocks, param_scale)
         self._in_flight = in_flight(layout.actions)
@@ -162,8 +162,12 @@ class StagePlanner:
     # ------------------------------------------------------------------------------------------------ one part
 
     def _ways(self, part: int, first: int, end: int) -> tuple[Any, Any]:
-        """Bytes and seconds of all ways to run the blocks ``first`` to ``end - 1`` as that part: first by policies alone, then
-        recomputed as a whole."""
+        """Bytes and seconds of all ways to run the blocks ``first`` to ``end - 1`` as that part."""
+        # First the points of the frontier under policies alone. Then those of a part that is recomputed as a whole, if several
+        # micro-batches are in flight:
+        #
+        #     memory     input and output for each micro-batch + max(first pass, recomputation under policies)
+        #     seconds    first pass + recomputation under policies
         key = (self._in_flight[part], first, end)
         if key not in self._known:
             count = key[0]
@@ -191,8 +195,8 @@ class StagePlanner:
         return self._known[key]
 
     def _solver(self, count: int, end: int) -> Solver:
-        """Of the blocks before ``end``, with so many micro-batches in flight; 0: of one that is recomputed, while the gradient of
-        the output waits."""
+        """The solver for the blocks before ``end`` with ``count`` micro-batches in flight; 0 for a recomputation of one
+        micro-batch, during which the gradient of the output waits."""
         if (count, end) not in self._solvers:
             blocks = self._blocks[:end]
             if count == 0:
@@ -209,17 +213,19 @@ class StagePlanner:
         return self._solvers[count, end]
 
     def _best(self, part: int, first: int, end: int, limit: float) -> _Way:
-        """The fastest way to run a part within its memory, where there is one."""
+        """The fastest way to run a part within ``limit`` bytes, of which there must be one."""
         memory, seconds = self._ways(part, first, end)
         point = int(np.argmin(np.where(memory <= limit, seconds, math.inf)))
         solver = self._solver(self._in_flight[part], end)
-        place = point - len(solver.from_block(first).need)  # among the ways to recompute all
+        place = point - len(
+            solver.from_block(first).need
+        )  # index among the ways to recompute the part as a whole
         recompute = place >= 0
         choices = self._solver(0, end).choices(first, place) if recompute else solver.choices(first, point)
         return _Way(int(memory[point]), float(seconds[point]), recompute, choices[: end - first])
 
     def _fixed(self, count: int, first: int, end: int) -> int:
-        """Bytes that a part takes whatever it keeps, with so many micro-batches in flight."""
+        """Bytes of a part that do not depend on its policies, with ``count`` micro-batches in flight."""
         given = self._inputs[first] + self._shared
         return self._held(first, end) + self._transport(first, end) + count * given
 
@@ -233,7 +239,7 @@ class StagePlanner:
         return best_cuts(len(self._blocks), self.layout.parts, cost)
 
     def _fastest(self, limit: float) -> tuple[list[int], float]:
-        """The cuts whose longest part is shortest, and its seconds; inf if no cuts stay within the limit."""
+        """The cuts that minimize the time of the longest part, and that time; inf if no cuts stay within the limit."""
         own = limit / self.layout.virtual_stages
 
         def seconds(part: int, first: int, end: int) -> float:
@@ -244,20 +250,19 @@ class StagePlanner:
 
     @functools.cached_property
     def smallest(self) -> int:
-        """The smallest budget that some plan stays within."""
+        """The smallest budget for which there is a plan."""
         _, most = self._cuts(lambda part, first, end: float(self._ways(part, first, end)[0].min()))
         return int(most) * self.layout.virtual_stages
 
     def pipeline(self, limit: float) -> tuple[PipelinePlan, list[int]]:
-        """The plan of the shortest longest part within a budget that is no smaller than :attr:`smallest`, and the choice of each
-        block."""
+        """The fastest plan within a budget that is at least :attr:`smallest`, and the choice of each block."""
         own = limit / self.layout.virtual_stages
         balance, _ = self._fastest(limit)
         return self._made(balance, lambda part, first, end: self._best(part, first, end, own))
 
     @functools.cached_property
     def baseline(self) -> PipelinePlan:
-        """Without recomputation, with the cuts that are best then."""
+        """The plan without recomputation, with the best cuts for it."""
         seconds = [0.0]
         for block in self._blocks:
             seconds.append(seconds[-1] + block.choices[0].seconds)
@@ -274,7 +279,7 @@ class StagePlanner:
     def _made(
         self, balance: Sequence[int], way_of: Callable[[int, int, int], _Way]
     ) -> tuple[PipelinePlan, list[int]]:
-        """The plan of some cuts, with the way to run each part, and the choice of each block."""
+        """The plan of the given cuts and ways to run each part, and the choice of each block."""
         layout = self.layout
         parts, choices, first = [], [], 0
         for part, length in enumerate(balance):
@@ -299,20 +304,21 @@ class StagePlanner:
         )
 
     def cost(self, pipeline: PipelinePlan) -> Cost:
-        """Bytes of the largest stage, and seconds of a step."""
+        """Cost of a plan: bytes of the largest stage, and seconds of a step."""
         return Cost(max(pipeline.memory), max(rank[-1].end for rank in spans_of(pipeline)))
 
     def limit(self, budget: Budget, device: torch.device) -> int | None:
-        """A budget in bytes; None for the fastest plan."""
+        """The budget in bytes; None for the fastest plan."""
         if budget.kind == "min":
             return self._min()
         limit = budget.bytes(self.cost(self.baseline).peak_bytes, 0, device)
-        if budget.kind == "device" and limit is not None:  # the model is there already
+        if budget.kind == "device" and limit is not None:  # the memory in use includes the model
             limit += self._held.now
         return limit
 
     def _min(self) -> int:
         longest = MIN_SLOWDOWN * self._fastest(math.inf)[1]
+        # Bisection: time falls as the budget grows. ``high`` always satisfies the limit of time.
         low, high = self.smallest, max(self.smallest, self.cost(self.pipeline(math.inf)[0]).peak_bytes)
         if self._fastest(low)[1] <= longest:
             return low
@@ -328,13 +334,13 @@ def plan_stages(
     device: torch.device,
     plan_of: Callable[..., Plan],
 ) -> Plan:
-    """The plan whose longest stage is shortest within a budget for each stage.
+    """The plan that minimizes the time of the longest stage within a budget for each stage.
 
     Args:
-        plan_of: of the profile, makes a plan of items, choices and facts.
+        plan_of: makes a plan from items, choices and facts, as :meth:`.profile.Profile.plan_of` does.
 
     Raises:
-        BudgetError: no plan stays within it; names the smallest budget that works.
+        BudgetError: no plan fits the budget; the message has the smallest budget that works.
     """
     limit = planner.limit(budget, device)
 
@@ -365,7 +371,7 @@ def plan_stages(
 
 
 def spans_of(pipeline: PipelinePlan) -> list[list[Span]]:
-    """For each stage the times of the passes of a step, where messages take no time."""
+    """For each stage the times of the passes of a step, if messages take no time."""
     actions = make_schedule(
         pipeline.schedule, pipeline.stages, pipeline.micro_batches, pipeline.virtual_stages
     )

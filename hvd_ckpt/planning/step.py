@@ -1,4 +1,4 @@
-"""A training step of the user's model on the sample, as planning runs it: many times, and without a trace left behind."""
+"""A training step of the user's model on the sample, which planning runs many times and whose effects it undoes."""
 
 from __future__ import annotations
 
@@ -34,19 +34,23 @@ class Step:
 
     @property
     def autocast_name(self) -> str | None:
-        """The dtype of the autocast, such as ``"bfloat16"``; None for none."""
+        """The dtype of autocast, such as ``"bfloat16"``, or None."""
         return None if self._autocast is None else str(self._autocast).removeprefix("torch.")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of the forward pass."""
+        """A context for the forward pass."""
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
 
     @contextlib.contextmanager
     def sample(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Arguments of the model for one forward pass, which may change them. Tensors that require gradients are the caller's (a
-        loss may ask for their gradient), whose gradients stay as they are."""
+        """Gives copies of the sample to one forward pass, which may change them.
+
+        Leaves that require gradients are the caller's own tensors, since a loss may use their gradients. Their gradients are
+        restored.
+        """
+        # A copy of a leaf would be another leaf, and a loss that asks for the gradient of the caller's tensor would not find it.
         leaves: list[tuple[Tensor, Tensor | None]] = []
 
         def own(tensor: Tensor) -> Tensor:
@@ -63,52 +67,55 @@ class Step:
                 leaf.grad = gradient
 
     def note_written(self) -> None:
-        """Finds out which parameters a forward pass writes, so that they can be put back after each."""
-        for grad in (False, True):  # code that needs a graph, such as torch.autograd.grad, fails without
+        """Finds the parameters that a forward pass writes, so that they can be restored after each pass."""
+        for grad in (
+            False,
+            True,
+        ):  # code that needs a graph, such as torch.autograd.grad, fails without gradients
             try:
                 with torch.set_grad_enabled(grad), noting_written(self.model):
                     self.forward()
                 return
-            except (
-                Exception
-            ):  # so may code that cannot run under a dispatch mode; what is wrong with the model shows later
+            except Exception:  # code that cannot run under a dispatch mode may fail, too; errors of the model itself show later
                 continue
 
     def forward(self) -> Any:
-        """The model's output."""
+        """The output of the model."""
         with self.sample() as (args, kwargs), self.autocast():
             return self.model(*args, **kwargs)
 
     def loss(self) -> Tensor:
-        """The forward pass and the loss."""
+        """Runs the forward pass and the loss."""
         with self.sample() as (args, kwargs):
             return self._loss(args, kwargs)
 
     def run(self) -> None:
-        """One step; gradients are accumulated."""
+        """Runs one step; gradients accumulate."""
         with self.sample() as (args, kwargs):
             self.run_on(args, kwargs)
 
     def seconds(self) -> float:
-        """How long a step takes."""
+        """The seconds that a step takes."""
         with no_collection(), self.sample() as (args, kwargs):
             start = now(self.device)
             self.run_on(args, kwargs)
             return now(self.device) - start
 
     def peak(self) -> tuple[int, tuple[tuple[float, int], ...]]:
-        """Peak bytes of a step above its start, and the bytes over time (CPU)."""
+        """Peak bytes of a step above its start, and the bytes over time (on CPU only)."""
         with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
             self.run_on(args, kwargs)
             marks.mark("end")
         return marks.marks[-1].peak_bytes, tuple(marks.timeline)
 
     def outcome(self) -> list[int]:
-        """Fingerprints of the loss, the gradients and the buffers after a step from the present state, which stays as it is."""
+        """Fingerprints of loss, gradients and buffers after a step from the current state, which is restored."""
         with undisturbed(self.model, self.device), verifying("always"), self.sample() as (args, kwargs):
-            inputs = [one for one in tensors_of((args, kwargs)) if one.requires_grad and one.is_leaf]
+            inputs = [
+                tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad and tensor.is_leaf
+            ]
             loss = self.run_on(args, kwargs)
-            gradients = [one.grad for one in (*self.model.parameters(), *inputs)]
+            gradients = [tensor.grad for tensor in (*self.model.parameters(), *inputs)]
             return fingerprints([loss, *gradients, *self.model.buffers(), torch.get_rng_state()])
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -116,7 +123,7 @@ class Step:
             return self._loss_of(self.model(*args, **kwargs))
 
     def run_on(self, args: tuple[Any, ...], kwargs: dict[str, Any], marks: Marks | None = None) -> Tensor:
-        """One step on arguments that :meth:`sample` has given; returns the loss. What is measured does not copy the sample."""
+        """Runs one step on arguments from :meth:`sample`, so that a measurement excludes the copies; returns the loss."""
         with torch.enable_grad():
             loss = self._loss(args, kwargs)
             if marks is not None:

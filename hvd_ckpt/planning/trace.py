@@ -1,7 +1,7 @@
-"""Trace of a block, call by call: seconds, bytes, and the tensors that autograd saves.
+"""Trace of a block: the seconds, bytes and saved tensors of each torch function that it calls.
 
-The block runs once under a tape that drops everything that can be dropped. What the tape has written down then is
-the whole flow of data: which call reads which result, and which results and inner tensors are saved.
+The block runs once under a tape that drops everything that can be dropped. The tape then has the whole data flow: which call reads
+which result, and which results and inner tensors are saved.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class TracedCall:
     """One torch function of a block.
 
     Attributes:
-        name: of the function.
-        seconds: how long it took.
-        droppable: whether its results can be dropped; if not, the fields below are empty.
-        reads: (call, result) pairs of its arguments that are made in the block.
-        results: for each result, the number of the memory it lies in; several results may lie in one.
-        saved: numbers of the results that autograd saves, for any call.
-        inner: for each inner tensor that it saves, the number of its memory.
+        name: name of the function.
+        seconds: duration of the call.
+        droppable: whether its results can be dropped. If not, the fields below are empty.
+        reads: (call, result) for each argument that is a dropped result of the block.
+        results: for each result, the number of the memory that it lies in. Several results may lie in one.
+        saved: numbers of the results that autograd saves for any call.
+        inner: for each inner tensor that autograd saves, the number of its memory.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Trace:
     """All calls of a block.
 
     Attributes:
-        calls: those that return tensors, in order.
-        memory: bytes of each piece of memory that was made in the block, by number.
-        compressible: of inner tensors, by the number of their memory: bytes that exact compression would save.
+        calls: the calls that return tensors, in order.
+        memory: bytes of each piece of memory that the block allocates, by number; 0 for memory of its inputs.
+        compressible: bytes that exact compression of an inner tensor would save, by the number of its memory.
     """
 
     calls: list[TracedCall]
@@ -66,7 +66,7 @@ class Trace:
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Runs ``function(*args, **kwargs)`` once, with gradients, and returns its trace."""
-    watch = _Watch(torch.device("cpu"))
+    watch = _RecordingTape(torch.device("cpu"))
     for tensor in tensors_in(args, kwargs):
         if tensor.device.type != "cpu":
             watch.device = tensor.device
@@ -77,7 +77,7 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def fastest(traces: Sequence[Trace]) -> Trace:
-    """The last of several traces of one block, with the least time that each call has taken in any of them."""
+    """The last of several traces of one block, with the shortest time of each call in all of them."""
     last = traces[-1]
     for other in traces[:-1]:
         if other.names == last.names:
@@ -86,8 +86,8 @@ def fastest(traces: Sequence[Trace]) -> Trace:
     return last
 
 
-class _Watch(Tape):
-    """A tape that drops everything and keeps books."""
+class _RecordingTape(Tape):
+    """A tape that drops everything and records each call."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(Policy(calls=(), dropped=frozenset()))
@@ -100,6 +100,8 @@ class _Watch(Tape):
         self._compressible: dict[int, int] = {}
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A result in the memory of an earlier dropped result (a view, or a change in place) gets the place of that result, so that
+        # the two are dropped together. Any other result or inner tensor gets a new place with the bytes of its memory.
         number = self._count
         self._pending = []
         sources = {
@@ -176,7 +178,7 @@ class _Watch(Tape):
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Of the memory it lies in; of a sparse tensor, that of its values."""
+    """Bytes of the memory of a tensor; of the values of a sparse tensor."""
     if memory_of(tensor) is None:
         return tensor._values().nbytes if tensor.is_sparse else 0
     return tensor.untyped_storage().nbytes()

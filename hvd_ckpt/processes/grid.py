@@ -115,7 +115,9 @@ def current() -> Grid:
     """The grid of this job: that of ``hvd_ckpt.init(stages=...)``, or one stage with all ranks of Horovod."""
     if not hvd.is_initialized():  # or not any more
         return Grid(1, 1, 0, 0)
-    return _grid or Grid(1, hvd.size(), 0, hvd.rank(), hvd.local_rank(), hvd.local_size())
+    return _grid or Grid(
+        1, hvd.size(), 0, hvd.rank(), local_rank=hvd.local_rank(), local_size=hvd.local_size()
+    )
 
 
 def stage() -> int:

@@ -51,7 +51,8 @@ class Peer:
         table = ""
         with contextlib.suppress(OSError):
             table = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-        return cls(rank, host_name(), own_addresses(), pid, process.started if process else 0, table)
+        started = process.started if process else 0
+        return cls(rank, host_name(), own_addresses(), pid, started, table=table)
 
     def trouble(self) -> str:
         """The trouble of its process, which is in this machine's process table; an empty string without any."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -231,15 +232,15 @@ def _finalize(mpi: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ Gloo
 
 
+_starts = itertools.count()
+
+
 class _Board:
     """The launcher's rendezvous server, where each process leaves what the others need to find it."""
 
-    _starts = 0
-
     def __init__(self) -> None:
         self.address, self._port = os.environ[GLOO_ADDRESS], int(os.environ[PORT])
-        self._scope = f"{SCOPE}.{_Board._starts}"  # a second start in this process finds nothing of the first
-        _Board._starts += 1
+        self._scope = f"{SCOPE}.{next(_starts)}"  # a second start in this process finds nothing of the first
 
     def put(self, key: str, value: Any) -> None:
         put_data_into_kvstore(self.address, self._port, self._scope, quote(key), value)

@@ -1,4 +1,4 @@
-"""Tensors in the nested values that functions take and return, and facts about torch functions that a tape asks for."""
+"""Tensors in nested arguments and results, and the facts about torch functions that a tape needs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _STATISTICS = {
     torch.batch_norm: 3,
     torch.instance_norm: 3,
 }
-"""Functions that update running statistics without a word to the version counters, and where those stand among the
-arguments. Results do not depend on statistics that are updated."""
+"""Functions that update running statistics past the version counters, with the position of these among their arguments. The
+result does not depend on the statistics that are updated."""
 
 _attributes: Any = Tensor  # whose getters are functions
 UNREPEATABLE = {
@@ -32,14 +32,14 @@ UNREPEATABLE = {
     torch.autograd.grad,
     Tensor.set_,
 }
-"""Calls whose results depend on more than the values of their arguments."""
+"""Functions whose results depend on more than the values of their arguments."""
 
 UNTRACKED = {_attributes.data.__set__, _attributes.data.__get__, Tensor.set_}
-"""Calls through which their arguments can be changed past the version counters."""
+"""Functions after which their arguments can be changed past the version counters."""
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts, in order; one that is there twice comes twice."""
+    """The tensors in nested lists, tuples and dicts, in order, with repetitions."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -66,7 +66,7 @@ def map_tensors(change: Callable[[Any], Any], kind: type | tuple[type, ...], val
 def separate_tensors(
     values: Sequence[Any],
 ) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], list[Any]]]:
-    """The tensors among some values, and a function that gives the values with other tensors in their place."""
+    """The tensors among ``values``, and a function that returns the values with other tensors in their places."""
     is_tensor = [isinstance(value, torch.Tensor) for value in values]
     others = [None if tensor else value for value, tensor in zip(values, is_tensor)]
 
@@ -88,7 +88,7 @@ def call_name(func: Callable[..., Any]) -> str:
 
 @functools.cache
 def _overloads(func: Callable[..., Any]) -> tuple[OpOverload, ...]:
-    """The overloads of the operator that a torch function calls; none of a function that is no operator by its name."""
+    """The overloads of the operator that a torch function calls; empty if no operator has the name of the function."""
     if isinstance(func, OpOverload):
         return (func,)
     packet = func if isinstance(func, OpOverloadPacket) else getattr(torch.ops.aten, call_name(func), None)
@@ -99,14 +99,16 @@ def _overloads(func: Callable[..., Any]) -> tuple[OpOverload, ...]:
 
 @functools.cache
 def is_custom(func: Callable[..., Any]) -> bool:
-    """Whether it is an operator that PyTorch does not define: it may run any code."""
+    """Whether the function is an operator that PyTorch does not define, so that it may run any code."""
     return any(overload.namespace not in ("aten", "prim", "prims") for overload in _overloads(func))
 
 
 @functools.cache
 def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
-    """Whether the function calls one operator of PyTorch, whose schema says that it draws no random numbers. Composites written in
-    Python and custom operators may do anything."""
+    """Whether the function calls a single operator of PyTorch that draws no random numbers by its schema.
+
+    Composites in Python and custom operators may do anything.
+    """
     overloads = _overloads(func)
     return (
         bool(overloads)
@@ -117,7 +119,7 @@ def depends_on_arguments_alone(func: Callable[..., Any]) -> bool:
 
 
 def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that a call says it changes in place: by its schema, or by an argument ``out`` or ``inplace``."""
+    """The arguments that a call changes in place by its schema, or by an argument ``out`` or ``inplace``."""
     places, inplace = _mutable(func)
     changed = [kwargs.get("out")]
     changed += [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
@@ -150,5 +152,5 @@ def statistics_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     first = _STATISTICS.get(func)
     if first is None:
         return []
-    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    statistics = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [tensor for tensor in statistics if isinstance(tensor, Tensor)]

@@ -1,8 +1,8 @@
-"""``checkpoint``: keep the inputs of a function, recompute everything else in the backward pass.
+"""``checkpoint``: keeps the inputs of a function and recomputes everything else in the backward pass.
 
-Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016). The recomputation itself is
-PyTorch's (:func:`torch.utils.checkpoint.checkpoint`, both variants). Around it: side effects happen once
-(running statistics, collectives, whatever asks :func:`is_recomputing`), and both variants take any arguments.
+The method is that of Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016). PyTorch does the
+recomputation itself (:func:`torch.utils.checkpoint.checkpoint`, both variants). The code here makes side effects happen once
+(running statistics, collectives, code that asks :func:`is_recomputing`), and lets both variants take any arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 
 @dataclass(frozen=True)
 class Options:
-    """How to recompute: the keyword arguments of :func:`checkpoint`."""
+    """Options of a recomputation: the keyword arguments of :func:`checkpoint`."""
 
     use_reentrant: bool | None = False
     preserve_rng_state: bool = True
@@ -61,34 +61,37 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)``, keeping the arguments instead of the activations.
+    """Runs ``function(*args, **kwargs)`` and keeps its arguments instead of its activations.
 
-    Takes what :func:`torch.utils.checkpoint.checkpoint` takes, with the same meaning, and beyond that, in
-    both variants: keyword arguments, nested structures and non-tensors; gradients of the parameters where no
-    input requires one (the first layers on raw data); batch norms that ``function`` can reach count each
-    batch once; synchronized batch norms communicate once; the training flags are those of the first pass. A
-    function can reach modules as itself, through its object, closure, defaults, partial arguments and
-    globals, in lists and dicts of those, and in its arguments.
+    Takes the arguments of :func:`torch.utils.checkpoint.checkpoint` with the same meaning. Beyond that, both variants support:
 
-    Under :class:`torch.no_grad` and :func:`hvd_ckpt.without_recomputation` the function simply runs. In a model that is
-    being compiled it runs eagerly; the function itself may be a compiled one.
+    - keyword arguments, nested structures and non-tensors;
+    - gradients of the parameters if no input requires a gradient (the first layers on raw data);
+    - batch norms, which count each batch once, and synchronized batch norms, which communicate once;
+    - modules whose training flags change before the backward pass: the recomputation uses those of the first pass.
+
+    The last two hold for modules that ``function`` can reach: as itself, through its object, closure, defaults, partial arguments
+    and globals, in lists and dicts of those, and in its arguments.
+
+    Under :class:`torch.no_grad` and :func:`hvd_ckpt.without_recomputation`, the function runs without a checkpoint. While a model
+    is being compiled, it runs eagerly. The function itself may be a compiled one.
 
     Args:
         function: a module or any callable. It must compute the same each time it runs.
-        use_reentrant: False: the non-reentrant variant, which stops recomputing when the last needed tensor is back
-            and works with :func:`torch.autograd.grad`. True: the reentrant one, which cannot. None counts as False,
-            without a warning (in PyTorch it counts as True, with one).
-        preserve_rng_state: recompute with the random state of the first pass, on the CPU and every device of
-            the arguments.
+        use_reentrant: False for the non-reentrant variant, which stops recomputing when the last needed tensor is there and works
+            with :func:`torch.autograd.grad`. True for the reentrant variant, which does not. None means False, without a warning
+            (in PyTorch it means True, with a warning).
+        preserve_rng_state: whether to recompute with the random state of the first pass, on the CPU and on every device of the
+            arguments.
         context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.
 
-    Results equal those without recomputation: bit for bit in the non-reentrant variant, and in the reentrant
-    one in float32 where no parameter is used twice, no tensor is an argument of several calls (their gradients are added up
-    in another order) and no operation takes another kernel without gradients (``nn.LSTM`` on CPU does).
+    In the non-reentrant variant, results equal those without recomputation bit for bit. In the reentrant variant, they do in
+    float32 under three conditions. No parameter is used twice. No tensor is an argument of several calls, as gradients are then
+    added in another order. Every operation uses the same kernel with and without gradients, which ``nn.LSTM`` on CPU does not.
 
     Raises:
         TypeError: ``function`` cannot be called, or ``use_reentrant`` is not a bool.
-        ValueError: ``context_fn`` or ``debug`` with the reentrant variant; an unknown ``determinism_check``.
+        ValueError: ``context_fn`` or ``debug`` is given with the reentrant variant, or ``determinism_check`` is unknown.
         RuntimeError (in the backward pass of the reentrant variant): an argument requires gradients, but no result of
             ``function`` does.
     """
@@ -109,15 +112,15 @@ def run_checkpointed(
     if not torch.is_grad_enabled() or keeps_everything():
         return function(*args, **kwargs)
     refuse_transforms(function, args, kwargs)
-    found = reach(function, args, kwargs)
-    run = _FlatRun(function, found, args, kwargs, options)
+    reached = reach(function, args, kwargs)
+    run = _FlatRun(function, reached, args, kwargs, options)
     if options.use_reentrant:
-        if not found.requires_grad() and not _any_requires_grad(run.tensors):
-            # Nothing that could be found requires grad. A plain call keeps no activations then, and stays
-            # right if the function has a parameter hidden somewhere.
+        if not reached.requires_grad() and not _any_requires_grad(run.tensors):
+            # Nothing within reach requires a gradient, so a plain call keeps no activations. It is also right if the function has
+            # a parameter out of reach.
             return function(*args, **kwargs)
         return _checkpoint_reentrant(run, options.preserve_rng_state)
-    # Not by checkpoint's own argument, which PyTorch has had since 2.9 only.
+    # The argument early_stop of PyTorch's checkpoint exists only since PyTorch 2.9.
     with nullcontext() if options.early_stop else set_checkpoint_early_stop(False):
         result = torch.utils.checkpoint.checkpoint(
             run,
@@ -133,13 +136,16 @@ def run_checkpointed(
 
 
 class _FlatRun:
-    """A region as a function of the tensors among its arguments. PyTorch's variants save these with the graph, and raise an error
-    if one was changed in place meanwhile. Containers are made anew for each recomputation."""
+    """A region as a function of the tensors among its arguments.
+
+    PyTorch's variants save these tensors with the graph, and raise an error if one of them was changed in place since. Containers
+    are made anew for each recomputation.
+    """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        found: Reach,
+        reached: Reach,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options,
@@ -148,22 +154,23 @@ class _FlatRun:
         self.tensors = self._arguments.tensors
         self._reentrant = bool(options.use_reentrant)
         own = {id(tensor) for tensor in self.tensors}
-        found.tensors = [tensor for tensor in found.tensors if id(tensor) not in own]
-        self.region = Region(function, found, options.preserve_rng_state, saves=not self._reentrant)
-        # The first pass gets the caller's own containers, so that what the function does to them is seen by
-        # the caller.
+        reached.tensors = [tensor for tensor in reached.tensors if id(tensor) not in own]
+        self.region = Region(function, reached, options.preserve_rng_state, saves=not self._reentrant)
+        # The first pass gets the caller's own containers, so that the caller sees what the function does to them.
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.result_structure: Any = None
-        self.wanted: list[bool] | None = None  # of each result, whether a gradient has arrived for it
-        self.anchored = False  # only a tensor of ours makes autograd record the call
+        self.wanted: list[bool] | None = None  # for each result, whether a gradient has arrived for it
+        self.anchored = False  # whether autograd records the call only because of a tensor that was added
         self.gradients: list[torch.Tensor | None] = []  # of the tensors
 
     def release_first_pass(self) -> None:
-        """Lets go of the arguments: autograd holds the tensors from here on."""
+        """Releases the arguments: from here on, autograd holds the tensors."""
         self._first_pass = None
         self.tensors = self._arguments.tensors = []
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        # PyTorch calls this for the first pass and for each recomputation. In the reentrant variant, results are flat tuples of
+        # leaves too, since its autograd function takes and returns tensors only; result_structure puts them together again.
         first = self._first_pass
         if first is not None and not self.region.started:
             result = self.region(*first[0], **first[1])
@@ -185,14 +192,11 @@ class _FlatRun:
         return self._only_wanted(results, tensors)
 
     def _only_wanted(self, results: list[Any], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """The recomputed results, cut from the graph where no gradient arrived, so that what lies behind them
-        gets none.
-
-        PyTorch refuses to go backward when no result requires grad. That is right where an argument does, and nothing
-        else would say that its gradient is lost. It is wrong where a gradient arrived only for results that need none
-        beside one that does, or where the parameters within reach turn out to be frozen or unused; then one result is
-        tied to an input that requires grad, which gets no gradient from it.
-        """
+        """The recomputed results, of which those without a gradient are detached, so that nothing behind them gets a gradient."""
+        # PyTorch raises an error if no result requires a gradient. That is right if an argument requires one, since its gradient
+        # would be lost without a word. It is wrong in two cases: a gradient has arrived only for results that need none, while
+        # another result does; and the parameters within reach are frozen or unused. In these cases, one result is tied to an input
+        # that requires a gradient and gets none from it.
         assert self.wanted is not None
         if not _any_requires_grad(results):
             if not self.anchored:
@@ -219,17 +223,16 @@ def _any_requires_grad(values: Iterable[Any]) -> bool:
 
 # The reentrant variant.
 #
-# PyTorch's takes positional tensors only, drops the gradients of the parameters when no input requires one, and hands zeros
-# instead of nothing to the parameters behind an output that nobody used. Here arguments and results may be nested structures
-# with tensors anywhere in them, and gradients come out as they would without recomputation.
+# PyTorch's own takes positional tensors only, drops the gradients of the parameters if no input requires one, and gives zeros
+# instead of no gradient to the parameters behind an unused output. The code below removes these limits: arguments and results may
+# be nested structures with tensors anywhere in them, and gradients are those without recomputation.
 
 
 def _checkpoint_reentrant(run: _FlatRun, preserve_rng_state: bool) -> Any:
-    """The region's result, recomputed by the reentrant variant. At least one parameter must require a
-    gradient, or one tensor in the arguments."""
+    """The result of the region, which the reentrant variant recomputes. A parameter or an argument must require a gradient."""
     tensors = list(run.tensors)
     if not any(tensor.requires_grad for tensor in tensors):
-        # Without an input that requires grad autograd would not record the call at all.
+        # Without an input that requires a gradient, autograd would not record the call.
         run.anchored = True
         tensors.append(torch.zeros((), requires_grad=True, dtype=torch.float32))
     leaves = _ReentrantCheckpoint.apply(run, preserve_rng_state, *tensors)  # type: ignore[no-untyped-call]
@@ -238,7 +241,7 @@ def _checkpoint_reentrant(run: _FlatRun, preserve_rng_state: bool) -> Any:
 
 
 def _check_returned(held: Iterable[Any], results: Iterable[Any]) -> None:
-    """Raises RuntimeError if the function has left a tensor in its arguments whose gradient would be lost."""
+    """Raises RuntimeError if the function has stored a tensor in its arguments whose gradient would be lost."""
     returned = {id(result) for result in results}
     for value in held:
         if not isinstance(value, torch.Tensor) or not value.requires_grad or id(value) in returned:
@@ -251,7 +254,7 @@ def _check_returned(held: Iterable[Any], results: Iterable[Any]) -> None:
 
 
 class _ReentrantCheckpoint(_TorchFunction):
-    """PyTorch's function; it tells the run which results a gradient arrived for."""
+    """PyTorch's reentrant checkpoint, which also notes in the run for which results a gradient has arrived."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], preserve_rng_state: bool, *tensors: torch.Tensor) -> Any:
@@ -268,8 +271,10 @@ class _ReentrantCheckpoint(_TorchFunction):
 
 
 class _Input(torch.autograd.Function):
-    """Identity of an input of the recomputation that takes its gradient: accumulated for a leaf, the gradient would get the strides
-    of the leaf, and what runs before the region would add up in another order."""
+    """Identity of an input of the recomputation, which takes the input's gradient.
+
+    Accumulated in a leaf, the gradient would get the strides of the leaf, and sums before the region would run in another order.
+    """
 
     @staticmethod
     def forward(
@@ -285,7 +290,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Tie(torch.autograd.Function):
-    """Identity of ``result`` that makes it require grad; the gradient reaches nobody new."""
+    """Identity that makes ``result`` require a gradient. ``anchor`` gets no gradient from it."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Nested containers: the tensors and other values in them, and the same containers again, made of other values.
+"""Nested containers, taken apart into their values and made anew from other values.
 
 A checkpointed function may change the containers among its arguments (a dict of features, a cache in a list), and its recomputation
 must see them as they were. So a container is described when the first pass begins, and made anew for each recomputation.
@@ -17,13 +17,14 @@ from hvd_ckpt.torch_private import pytree
 
 
 class Structure:
-    """Containers without their values: lists, tuples, dicts, data classes, what PyTorch's pytree knows, and plain objects
-    that hold tensors or an empty container (a cache), nested.
+    """Nested containers without their values.
 
-    A container that occurs twice is one container again after :meth:`rebuild`. Everything else is a value.
+    Containers are lists, tuples, dicts, data classes, the types that PyTorch's pytree knows, and plain objects that hold tensors or
+    an empty container (a cache). Everything else is a value. A container that occurs twice is one container again after
+    :meth:`rebuild`.
 
     Attributes:
-        leaves: the values that the containers held when this was made, in order; :func:`flatten` takes them out.
+        leaves: the values that the containers held, in order; :func:`flatten` removes them.
     """
 
     def __init__(self, value: Any) -> None:
@@ -35,6 +36,7 @@ class Structure:
         return self._root(leaves, {})
 
     def _describe(self, value: Any, known: dict[int, _Node | None]) -> _Node:
+        # ``known`` has None for a container whose description has begun and not ended: a reference to it is a cycle.
         if id(value) in known:
             node = known[id(value)]
             return (
@@ -70,7 +72,7 @@ class _Node:
 
 
 def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The values that a container holds, and a function that makes the container of such values; None if it is no container."""
+    """The values of a container, and a function that makes such a container from values; None for other objects."""
     kind = type(value)
     if kind in _SCALARS or isinstance(value, (torch.Tensor, torch.nn.Module)):
         return None
@@ -92,11 +94,11 @@ def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
     return None
 
 
-_OBJECTS = 3  # plain objects in one another that are looked into for tensors
+_OBJECTS = 3  # levels of plain objects that are searched for tensors
 
 
 def _is_plain_object(kind: type) -> bool:
-    """Whether objects of the class are their attributes and nothing else."""
+    """Whether objects of the class consist of their attributes alone."""
     methods: tuple[Any, ...] = (kind.__new__, kind.__setattr__)
     if methods != (object.__new__, object.__setattr__) or kind.__dictoffset__ == 0:
         return False
@@ -104,7 +106,7 @@ def _is_plain_object(kind: type) -> bool:
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
-    """Whether it holds tensors, or an empty list or dict that may come to hold some."""
+    """Whether a value holds tensors, or an empty list or dict, which may hold tensors later."""
     if isinstance(value, torch.Tensor):
         return True
     if isinstance(value, (list, tuple)):
@@ -126,7 +128,7 @@ def _set_fields(value: Any) -> list[str]:
 def _with_attributes(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
     new: Any = object.__new__(kind)
     for name, value in zip(names, values):
-        object.__setattr__(new, name, value)  # of a frozen data class, too
+        object.__setattr__(new, name, value)  # also works for a frozen data class
     return new
 
 
@@ -137,17 +139,17 @@ def _with_items(kind: type, keys: Sequence[Any], values: Sequence[Any], attribut
 
 
 class Arguments:
-    """The tensors in nested containers, and the containers again with other tensors in their places.
+    """Nested containers taken apart into their tensors and the rest.
 
     Attributes:
-        tensors: each tensor once, in order. To be cleared once they are held elsewhere.
+        tensors: each tensor once, in order. The caller clears the list once the tensors are held elsewhere.
     """
 
     def __init__(self, value: Any) -> None:
         leaves, self._structure = flatten(value)
         self.tensors: list[torch.Tensor] = []
         self._others: list[Any] = []
-        self._places: list[int | None] = []  # of each leaf, which of the tensors it is
+        self._places: list[int | None] = []  # for each leaf, the index of its tensor
         known: dict[int, int] = {}
         for leaf in leaves:
             is_tensor = isinstance(leaf, torch.Tensor)
@@ -163,7 +165,7 @@ class Arguments:
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """The values in nested containers, in order, and the containers without them."""
+    """The values in nested containers, in order, and the containers without the values."""
     structure = Structure(value)
     leaves, structure.leaves = structure.leaves, []
     return leaves, structure

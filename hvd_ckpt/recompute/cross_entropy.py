@@ -1,20 +1,23 @@
-"""Cross entropy over a linear head, computed in chunks of rows: never more logits in memory than those of one chunk.
+"""Cross entropy over a linear head, computed in chunks of rows, so that only the logits of one chunk are in memory at a time.
 
-The logits of a language model (rows times vocabulary) and their gradient are often its peak. Here a chunk's logits become its
-losses and, in the same memory, the gradient of its logits; then come the next chunk's. Rows without a target, such as the positions
-that masked language modelling leaves as they are, are left out. The gradients are made in the forward pass, while a chunk's logits
-are there, as in Liger Kernel's fused linear cross entropy (Hsu et al., 2024). That takes 30 % less time than to compute the logits
-again in the backward pass, at the same peak (1024 rows of width 256, vocabulary 50,257, one thread: 1.46 s and 2.06 s in 16 chunks,
-1.81 s unchunked). They are made in the backward pass after all
+The logits of a language model (rows times vocabulary) and their gradient often set its peak memory. Here, the logits of a chunk
+become its losses and, in the same memory, the gradient of its logits. Then the next chunk is computed. Rows without a target, such
+as the positions that masked language modelling leaves unchanged, are skipped.
+
+Gradients are computed in the forward pass, while the logits of a chunk exist, as in Liger Kernel's fused linear cross entropy (Hsu
+et al., 2024). This takes 30 % less time than computing the logits again in the backward pass, at the same peak (1024 rows of width
+256, vocabulary 50,257, one thread: 1.46 s and 2.06 s in 16 chunks, 1.81 s unchunked). In four cases, they are computed in the
+backward pass:
 
 - in float16, where a gradient without the factor of the loss scale would round to zero;
-- without a reduction, where each row's factor comes with the backward pass;
-- inside a checkpointed region, which would keep them or make them twice;
+- without a reduction, where the factor of each row comes with the backward pass;
+- inside a checkpointed region, which would keep the gradients or compute them twice;
 - in a second backward pass through the same graph.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,38 +40,41 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     token_weights: Tensor | None = None,
 ) -> Tensor:
-    """``functional.cross_entropy(head(hidden), targets)`` without all logits in memory at once.
+    """Computes ``functional.cross_entropy(head(hidden), targets)`` without all logits in memory at once.
 
-    Rows are computed in chunks, one after the other, and only those that have a target. What a head does before its last linear
-    layer (BERT's transform, GPT-2's norm) comes before the call::
+    Rows that have a target are computed in chunks, one after the other. The layers of a head before its last linear layer (BERT's
+    transform, GPT-2's norm) run before the call::
 
         hidden = model.cls.predictions.transform(hidden)
         loss = hc.chunked_cross_entropy(model.cls.predictions.decoder, hidden, labels, chunks=8)
 
     Args:
         head: the linear layer, an embedding whose weight is tied to it, or its weight (vocabulary, width). Its parameters may be
-            tied or frozen; each gradient accumulates once per backward pass. Hooks of the module do not run.
-        hidden: (..., width).
+            tied or frozen. Each gradient accumulates once per backward pass. Hooks of the module do not run.
+        hidden: hidden states, (..., width).
         targets: class numbers, (...).
-        chunks: no more than the logits of ``ceil(rows / chunks)`` rows are in memory at a time, rows without a target counted.
-        ignore_index: the target of rows that count nothing.
-        reduction: ``"mean"`` over the rows with a target (by their weights; nan without such rows), ``"sum"``, or ``"none"``:
-            (...), 0 without a target.
+        chunks: number of chunks. At most the logits of ``ceil(rows / chunks)`` rows are in memory at a time, where ``rows``
+        includes
+            rows without a target.
+        ignore_index: the target of rows that are ignored.
+        reduction: ``"mean"`` for the weighted mean over the rows with a target (nan if there are none), ``"sum"``, or ``"none"``
+        for
+            the loss of each row, (...), which is 0 without a target.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
-        token_weights: the factor of each row's loss, (...); no gradient.
+        token_weights: factor of the loss of each row, (...); gets no gradient.
 
-    Under autocast the product is in its dtype and the rest in float32, as it is unchunked.
+    Under autocast, the product is computed in the dtype of autocast and the rest in float32, as without chunks.
 
-    Results equal those of :func:`torch.nn.functional.cross_entropy` to rounding: PyTorch rounds the exponentials in a gradient
-    otherwise, and sums over rows are made chunk by chunk. Relative to its norm, the loss and each gradient are within 1e-6 in
-    float32, and under bfloat16 autocast the gradients are within 1e-2 (sums over chunks are in float32). The loss of each row
-    (``reduction="none"``) has the same bits where a row of a matrix product has the same bits whatever the number of rows, as in
-    float32 on CPU. The same call gives the same bits each time.
+    Results equal those of :func:`torch.nn.functional.cross_entropy` up to rounding: PyTorch rounds the exponentials of a gradient
+    differently, and sums over rows are computed chunk by chunk. Relative to their norms, the loss and each gradient are within
+    1e-6 in float32. Under bfloat16 autocast, the gradients are within 1e-2 (sums over chunks are in float32). Without a reduction,
+    each row has the same bits if the bits of a row of a matrix product do not depend on the number of rows, as in float32 on CPU.
+    The same call gives the same bits each time.
 
     Raises:
         TypeError: the head is not linear.
-        ValueError: shapes do not fit, or an option has another value.
-        RuntimeError: in a backward pass with ``create_graph=True``.
+        ValueError: shapes do not fit, or an option has an invalid value.
+        RuntimeError: the backward pass runs with ``create_graph=True``.
     """
     if isinstance(head, nn.Module) and type(head).forward not in (nn.Linear.forward, nn.Embedding.forward):
         raise TypeError(
@@ -89,15 +95,12 @@ def chunked_cross_entropy(
         targets,
         chunks,
         torch.float32 if mixed else product,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        token_weights=token_weights,
+        LossOptions(ignore_index, reduction, label_smoothing, token_weights),
     )
 
 
 class Product(NamedTuple):
-    """Logits ``hidden @ weight.T + bias`` that are not computed yet; ``dtype`` is theirs."""
+    """Logits ``hidden @ weight.T + bias`` of dtype ``dtype``, which are not computed yet."""
 
     hidden: Tensor
     weight: Tensor
@@ -110,24 +113,27 @@ class Product(NamedTuple):
         return functional.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
 
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of the loss: the keyword arguments of :func:`chunked_cross_entropy`."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    token_weights: Tensor | None = None
+
+
 def cross_entropy_of(
-    product: Product,
-    targets: Tensor,
-    chunks: int,
-    dtype: torch.dtype,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    token_weights: Tensor | None = None,
+    product: Product, targets: Tensor, chunks: int, dtype: torch.dtype, options: LossOptions
 ) -> Tensor:
-    """:func:`chunked_cross_entropy` of a product; ``dtype`` is that of the softmax."""
-    _check(product.hidden, targets, chunks, reduction, label_smoothing, token_weights)
+    """:func:`chunked_cross_entropy` of a product; ``dtype`` is the dtype of the softmax."""
+    _check(product.hidden, targets, chunks, options)
+    reduction, token_weights = options.reduction, options.token_weights
     hidden, shape = product.hidden.flatten(0, -2), targets.shape
     targets = targets.flatten()
     rows_of_chunk = max(-(-len(targets) // chunks), 1)
     weights = None if token_weights is None else token_weights.detach().flatten().to(dtype)
-    counted = targets != ignore_index
+    counted = targets != options.ignore_index
     chosen: Tensor | None = None
     if not bool(counted.all()):
         chosen = counted.nonzero().flatten()
@@ -138,7 +144,7 @@ def cross_entropy_of(
     if reduction == "mean":
         weights = weights / weights.sum()
     wanted = torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in (hidden, product.weight, product.bias)
+        operand is not None and operand.requires_grad for operand in (hidden, product.weight, product.bias)
     )
     early = (
         wanted
@@ -146,8 +152,10 @@ def cross_entropy_of(
         and torch.float16 not in (product.dtype, dtype)
         and not (is_checkpointing() or is_recomputing())
     )
-    options = _Options(rows_of_chunk, product.dtype, dtype, label_smoothing, reduction != "none", early)
-    loss: Tensor = _CrossEntropy.apply(hidden, product.weight, product.bias, targets, weights, options)  # type: ignore[no-untyped-call]
+    how = _ChunkOptions(
+        rows_of_chunk, product.dtype, dtype, options.label_smoothing, reduction != "none", early
+    )
+    loss: Tensor = _CrossEntropy.apply(hidden, product.weight, product.bias, targets, weights, how)  # type: ignore[no-untyped-call]
     if reduction != "none":
         return loss + torch.nan if reduction == "mean" and not len(targets) else loss  # the mean of nothing
     if chosen is not None:
@@ -155,10 +163,9 @@ def cross_entropy_of(
     return loss.view(shape)
 
 
-def _check(
-    hidden: Tensor, targets: Tensor, chunks: Any, reduction: str, smoothing: float, weights: Tensor | None
-) -> None:
-    for name, rows in (("targets", targets), ("token_weights", weights)):
+def _check(hidden: Tensor, targets: Tensor, chunks: Any, options: LossOptions) -> None:
+    reduction, smoothing = options.reduction, options.label_smoothing
+    for name, rows in (("targets", targets), ("token_weights", options.token_weights)):
         if rows is not None and (rows.shape != hidden.shape[:-1] or rows.dim() < 1):
             raise ValueError(
                 f"{name} must have the shape of hidden without its last dimension, got {tuple(rows.shape)} and "
@@ -174,14 +181,15 @@ def _check(
         raise ValueError(f"label_smoothing must be between 0 and 1, got {smoothing}")
 
 
-class _Options(NamedTuple):
-    """How a chunk is computed.
+class _ChunkOptions(NamedTuple):
+    """Options of the computation of a chunk.
 
     Attributes:
-        rows: of a chunk.
-        product, softmax: dtypes.
-        reduced: the result is the weighted sum of the losses.
-        early: gradients are made in the forward pass.
+        rows: number of rows in a chunk.
+        product, softmax: dtypes of the matrix product and of the softmax.
+        smoothing: label smoothing.
+        reduced: whether the result is the weighted sum of the losses.
+        early: whether gradients are computed in the forward pass.
     """
 
     rows: int
@@ -193,7 +201,7 @@ class _Options(NamedTuple):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Losses of rows, and the gradients of rows, weight and bias, each of which accumulates once."""
+    """Losses of rows, with gradients for rows, weight and bias, each of which accumulates once."""
 
     @staticmethod
     def forward(
@@ -203,7 +211,7 @@ class _CrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         factors: Tensor,
-        options: _Options,
+        options: _ChunkOptions,
     ) -> Tensor:
         ctx.options = options
         wanted = ctx.needs_input_grad[:3] if options.early else (False, False, False)
@@ -221,9 +229,10 @@ class _CrossEntropy(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
-            for one in gradients:
-                if one is not None:  # nobody else holds it, so autograd may take its memory for the gradient
-                    one.mul_(gradient)
+            for made in gradients:
+                if made is not None:
+                    # In place: nobody else holds the tensor, so autograd can take its memory for the gradient.
+                    made.mul_(gradient)
         else:
             hidden, weight, bias, targets, factors = ctx.saved_tensors
             _, *gradients = _chunk_by_chunk(
@@ -238,14 +247,20 @@ def _chunk_by_chunk(
     bias: Tensor | None,
     targets: Tensor,
     factors: Tensor,
-    options: _Options,
+    options: _ChunkOptions,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Losses of the rows, and the wanted gradients of their sum, weighted by ``factors``."""
+    """The losses of the rows, and the wanted gradients of their sum weighted by ``factors``."""
+    # For a row with factor f, p = softmax(logits), smoothing s and c classes:
+    #
+    #     loss   = -(1 - s) * log p[target] - s * mean(log p)
+    #     slope  = f * (p - s / c), and at the target less f * (1 - s): the gradient of f * loss by the logits
+    #
+    # Summed over rows, the gradients are slope @ weight by hidden, slope.T @ hidden by weight, and slope by bias.
     classes = len(weight)
     losses = torch.empty(len(targets), dtype=options.softmax, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
-    # Summed over chunks in float32, and not there before the first chunk's logits are gone.
+    # Sums over the chunks, at least in float32. They are allocated once the logits of the first chunk have become its slope.
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None
     sums = torch.promote_types(weight.dtype, torch.float32)
@@ -264,7 +279,7 @@ def _chunk_by_chunk(
             losses[rows] = loss[:, 0]
             if not any(wanted):
                 continue
-            slope = scores.exp_()  # in the same memory: of the loss with respect to the logits
+            slope = scores.exp_()  # derivative of the loss by the logits, in the memory of the scores
             if options.smoothing:
                 slope.sub_(options.smoothing / classes)
             slope.mul_(factor).scatter_add_(1, target, (options.smoothing - 1) * factor)

@@ -1,9 +1,9 @@
-"""Logits that wait for the cross entropy: how a head is computed in chunks in a model whose code stays as it is.
+"""Deferred logits: a head that is computed in chunks, in a model whose code stays as it is.
 
-A linear layer that a plan gives a number of chunks returns :class:`DeferredLogits`: a tensor with the shape, dtype and device of
-its result, and no memory. ``functional.cross_entropy`` of it, also behind a view, a slice of its rows or ``float()``, is computed
-chunk by chunk (:mod:`hvd_ckpt.recompute.cross_entropy`), and so is ``argmax`` over the vocabulary. Everything else gets the result
-itself, which is computed then, as the layer would have done.
+A linear layer to which a plan gives a number of chunks returns :class:`DeferredLogits`: a tensor with the shape, dtype and device
+of its result, and without memory. ``functional.cross_entropy`` of it is computed chunk by chunk
+(:mod:`hvd_ckpt.recompute.cross_entropy`), also behind a view, a slice of its rows or ``float()``, and so is ``argmax`` over the
+vocabulary. Any other function gets the logits themselves, which are then computed as the layer would have done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvd_ckpt.recompute.calls import map_tensors
-from hvd_ckpt.recompute.cross_entropy import REDUCTIONS, Product, cross_entropy_of
+from hvd_ckpt.recompute.cross_entropy import REDUCTIONS, LossOptions, Product, cross_entropy_of
 from hvd_ckpt.torch_private import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
@@ -41,7 +41,7 @@ _FACTS = {
 _SIZES = {
     "__len__", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "nelement", "numel", "size",
 }  # fmt: skip
-_VIEWS = {"contiguous", "flatten", "reshape", "view", "view_as"}  # elements keep their order
+_VIEWS = {"contiguous", "flatten", "reshape", "view", "view_as"}  # these keep the order of the elements
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class DeferredCall:
 
     Attributes:
         head: the layer.
-        product: what it was given, with its parameters at that time.
-        chunks: in which cross entropy is computed.
-        grad: whether gradients were recorded.
-        versions: of ``product``'s tensors, which nobody may change meanwhile.
+        product: its input and its parameters.
+        chunks: number of chunks of the cross entropy.
+        grad: whether gradients were enabled.
+        versions: versions of the tensors in ``product``, which must not be changed before the loss.
     """
 
     head: nn.Linear
@@ -63,10 +63,10 @@ class DeferredCall:
     versions: tuple[int, ...]
 
     def checked(self) -> Product:
-        """The product.
+        """The product, whose tensors are unchanged.
 
         Raises:
-            RuntimeError: an input was changed in place.
+            RuntimeError: one of them was changed in place.
         """
         if self.versions != _versions(self.product):
             raise RuntimeError(
@@ -76,21 +76,21 @@ class DeferredCall:
         return self.product
 
     def with_hidden(self, hidden: Tensor) -> DeferredCall:
-        """The same call of other rows, which are views or selections of its own."""
+        """The same call for other rows, which are a view or a selection of its own."""
         product = self.checked()._replace(hidden=hidden)
         return DeferredCall(
             self.head, product, self.chunks, self.grad and torch.is_grad_enabled(), _versions(product)
         )
 
     def compute(self, product: Product, dtype: torch.dtype) -> Tensor:
-        """The logits of a product, all of them."""
+        """All logits of a product."""
         with torch.autocast(product.hidden.device.type, enabled=False):
             return product.rows(product.hidden).to(dtype)
 
 
 @dataclass(frozen=True)
 class Consumed:
-    """A cross entropy of deferred logits: the call, the dtype of the logits, targets and options."""
+    """A cross entropy of deferred logits: their call and dtype, the targets and the options."""
 
     call: DeferredCall
     dtype: torch.dtype
@@ -100,11 +100,11 @@ class Consumed:
 
 @dataclass(frozen=True)
 class Heard:
-    """What became of deferred logits.
+    """Uses of deferred logits, as :func:`listening` collects them.
 
     Attributes:
-        consumed: each cross entropy.
-        computed: the layers of those that something else needed.
+        consumed: the cross entropies.
+        computed: the layers whose logits another function needed.
     """
 
     consumed: list[Consumed]
@@ -116,7 +116,7 @@ _listeners: list[Heard] = []
 
 @contextlib.contextmanager
 def listening() -> Iterator[Heard]:
-    """Collects what becomes of deferred logits inside."""
+    """A context that collects the uses of deferred logits."""
     _listeners.append(Heard([], []))
     try:
         yield _listeners[-1]
@@ -131,12 +131,12 @@ def defer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """``forward(head, *args, **kwargs)``, deferred where its loss can be computed in chunks.
-
-    It is not inside a checkpointed region, where the loss, outside, would keep what the region recomputes; in compiled code; in a
-    training forward pass without gradients, such as that of a reentrant region; or in evaluation where parameters are split over
-    the ranks (stage 3), which free them as the model has run.
-    """
+    """Runs ``forward(head, *args, **kwargs)``, deferred if its loss can be computed in chunks."""
+    # Not deferred:
+    #   inside a checkpointed region, since the loss outside of it would keep what the region recomputes;
+    #   in compiled code;
+    #   in a training forward pass without gradients, such as the first pass of a reentrant region;
+    #   in evaluation with parameters that are split over the ranks (stage 3), since these are freed before the loss.
     hidden = args[0] if len(args) == 1 and not kwargs else None
     grad = torch.is_grad_enabled()
     if (
@@ -144,7 +144,7 @@ def defer(
         or not (grad or not (head.training or is_split(head.weight)))
         or torch.compiler.is_compiling()
         or torch.is_inference_mode_enabled()
-        or hidden.is_inference()  # neither has a version
+        or hidden.is_inference()  # inference tensors have no version
         or head.weight.is_inference()
         or is_checkpointing()
         or is_recomputing()
@@ -158,10 +158,10 @@ def defer(
 
 
 class _NoValues(torch.autograd.Function):
-    """A tensor of nan in place of the logits.
+    """A tensor of nan in place of the logits, with the gradient of the layer.
 
-    A gradient comes back where they are given to somebody else's ``autograd.Function``, which takes them as they are and computes
-    them only inside; it goes on as through the layer.
+    A gradient arrives here if the logits are given to another ``autograd.Function``, which takes the tensor as it is and computes
+    the logits only inside.
     """
 
     @staticmethod
@@ -176,25 +176,43 @@ class _NoValues(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         given = ctx.call.checked()[:3]
         inputs = [
-            None if one is None else one.detach().requires_grad_(need)
-            for one, need in zip(given, ctx.needs_input_grad)
+            None if operand is None else operand.detach().requires_grad_(need)
+            for operand, need in zip(given, ctx.needs_input_grad)
         ]
-        wanted = [one for one in inputs if one is not None and one.requires_grad]
+        wanted = [operand for operand in inputs if operand is not None and operand.requires_grad]
         with torch.enable_grad():
             product = ctx.call.product._replace(**dict(zip(("hidden", "weight", "bias"), inputs)))
             logits = ctx.call.compute(product, ctx.dtype)
-        found = iter(torch.autograd.grad(logits, wanted, gradient))
-        return (*(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None)
+        gradients = iter(torch.autograd.grad(logits, wanted, gradient))
+        return (*(next(gradients) if need else None for need in ctx.needs_input_grad[:3]), None, None)
+
+
+@dataclass(eq=False)
+class _State:
+    """State of deferred logits.
+
+    Attributes:
+        call: the call that computes them.
+        like: a tensor without memory, with the strides that the logits will have.
+        view: the logits that these are a view of, and the function that takes the view; None for those of the layer itself.
+        result: the logits, once they are computed.
+    """
+
+    call: DeferredCall
+    like: Tensor
+    view: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
+    result: Tensor | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether neither these logits nor those that they are a view of have been computed."""
+        return self.result is None and (self.view is None or self.view[0].state.is_deferred)
 
 
 class DeferredLogits(Tensor):
-    """The result of a :class:`DeferredCall` that is computed when it is used."""
+    """The result of a :class:`DeferredCall`, which is computed when it is used."""
 
-    _call: DeferredCall
-    _result: Tensor | None
-    _like: Tensor  # without memory, with the strides that the result will have
-    # The logits that it is a view of, and how: who changes one changes the other.
-    _view: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
+    state: _State
 
     @staticmethod
     def of(
@@ -203,54 +221,58 @@ class DeferredLogits(Tensor):
         like: Tensor | None = None,
         view: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None,
     ) -> DeferredLogits:
-        """The result of a call, converted to ``dtype``."""
+        """The result of a call, converted to ``dtype``; the other arguments are those of its state."""
         untraceable(DeferredLogits)
         with torch.set_grad_enabled(call.grad):
-            made: Any = _NoValues.apply(*call.product[:3], call, dtype).as_subclass(DeferredLogits)  # type: ignore[no-untyped-call]
-        made._call, made._result, made._view = call, None, view
-        made._like = torch.empty(made.shape, dtype=dtype, device="meta") if like is None else like
+            values: Tensor = _NoValues.apply(*call.product[:3], call, dtype)  # type: ignore[no-untyped-call]
+            made: Any = values.as_subclass(DeferredLogits)
+        if like is None:
+            like = torch.empty(values.shape, dtype=dtype, device="meta")
+        made.state = _State(call, like, view)
         return made  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], DeferredLogits) and args[0]._is_deferred():
+        if args and isinstance(args[0], DeferredLogits) and args[0].state.is_deferred:
             if name in _SIZES or (name == "__get__" and getattr(func.__self__, "__name__", "") in _FACTS):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            result = args[0]._deferred(func, name, args, kwargs)
+            result = args[0].without_logits(func, name, args, kwargs)
             if result is not None:
                 return result
-        args, kwargs = map_tensors(lambda one: one.result(), DeferredLogits, (tuple(args), kwargs))
+        args, kwargs = map_tensors(lambda logits: logits.result(), DeferredLogits, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     def result(self) -> Tensor:
-        """The logits, as the layer computes them; from now on they are in memory."""
-        if self._result is None:
+        """The logits as the layer computes them, which stay in memory from then on."""
+        state, call = self.state, self.state.call
+        if state.result is None:
             with DisableTorchFunctionSubclass():
                 dtype = self.dtype
-            with torch.set_grad_enabled(self._call.grad):
-                if self._view is None:
+            with torch.set_grad_enabled(call.grad):
+                if state.view is None:
                     for heard in _listeners:
-                        heard.computed.append(self._call.head)
-                    self._result = self._call.compute(self._call.checked(), dtype)
+                        heard.computed.append(call.head)
+                    state.result = call.compute(call.checked(), dtype)
                 else:
-                    source, view = self._view
-                    self._result = view(source.result())
-        return self._result
-
-    def _is_deferred(self) -> bool:
-        return self._result is None and (self._view is None or self._view[0]._is_deferred())
+                    source, view = state.view
+                    state.result = view(source.result())
+        return state.result
 
     @property
     def hidden(self) -> Tensor:
-        """What the logits are computed from, (..., width)."""
-        return self._call.product.hidden
+        """The hidden states that the logits are computed from, (..., width)."""
+        return self.state.call.product.hidden
 
     @disable_dynamo
-    def _deferred(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """The result of a function that needs no logits, or those of a chunk; None for any other."""
+    def without_logits(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """The result of a function that needs no logits, or those of one chunk at a time; None for any other function."""
+        state, call = self.state, self.state.call
+        # Three kinds of functions: those that end the chain (cross entropy, argmax), which run chunk by chunk; conversions to the
+        # same dtype or to float32; and views and selections of rows, which apply to the hidden states as well. ``like`` follows the
+        # views, so that shapes and strides come from PyTorch itself.
         with DisableTorchFunctionSubclass():
             shape, dtype = self.shape, self.dtype
         if func is functional.cross_entropy:
@@ -261,38 +283,39 @@ class DeferredLogits(Tensor):
             same = name == "to" and args[1] == dtype
             if same or dtype == torch.float32:
                 return self
-            return DeferredLogits.of(self._call.with_hidden(self._call.product.hidden), torch.float32)
-        hidden, like = self._call.product.hidden, None
+            return DeferredLogits.of(call.with_hidden(call.product.hidden), torch.float32)
+        hidden, like = call.product.hidden, None
         if name in _VIEWS:
-            like = func(self._like, *args[1:], **kwargs)
+            like = func(state.like, *args[1:], **kwargs)
             if like.shape[-1:] != shape[-1:] or like.dtype != dtype:
                 return None
             hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
         elif name == "__getitem__" and hidden.shape[-1] != shape[-1] and self._of_rows(args[1], shape):
             hidden = hidden[args[1]]
-            like = None if isinstance(args[1], Tensor) else self._like[args[1]]
+            like = None if isinstance(args[1], Tensor) else state.like[args[1]]
         else:
             return None
-        shares = like is not None and like.untyped_storage()._cdata == self._like.untyped_storage()._cdata
+        # A view of the logits stays one: whoever changes the one in place changes the other.
+        shares = like is not None and like.untyped_storage()._cdata == state.like.untyped_storage()._cdata
         view = (self, lambda result: func(result, *args[1:], **kwargs)) if shares else None
-        return DeferredLogits.of(self._call.with_hidden(hidden), dtype, like, view)
+        return DeferredLogits.of(call.with_hidden(hidden), dtype, like, view)
 
     def _of_rows(self, index: Any, shape: torch.Size) -> bool:
-        """Whether an index leaves the last dimension as it is."""
+        """Whether an index keeps the last dimension whole."""
         if isinstance(index, Tensor):
             return (index.dim() if index.dtype == torch.bool else 1) < len(shape)
-        if any(isinstance(one, (Tensor, list)) for one in (index if isinstance(index, tuple) else [index])):
+        if any(isinstance(part, (Tensor, list)) for part in (index if isinstance(index, tuple) else [index])):
             return False
-        left = self._like[index].shape
+        left = self.state.like[index].shape
         return left[-1:] == shape[-1:] and len(left) > 1
 
     def _cross_entropy(
         self, shape: torch.Size, dtype: torch.dtype, targets: Any, options: dict[str, Any]
     ) -> Tensor | None:
-        options = dict(options)
+        options, call = dict(options), self.state.call
         unusual = [options.pop(name, None) for name in ("weight", "size_average", "reduce")]
         if (
-            any(one is not None for one in unusual)
+            any(option is not None for option in unusual)
             or len(shape) != 2
             or not isinstance(targets, Tensor)
             or targets.dtype != torch.int64
@@ -301,19 +324,19 @@ class DeferredLogits(Tensor):
         ):
             return None
         for heard in _listeners:
-            heard.consumed.append(Consumed(self._call, dtype, targets, options))
-        product = self._call.checked()
+            heard.consumed.append(Consumed(call, dtype, targets, options))
+        product = call.checked()
         if torch.is_autocast_enabled(product.hidden.device.type):
             dtype = torch.float32
-        with torch.set_grad_enabled(self._call.grad and torch.is_grad_enabled()):
-            return cross_entropy_of(product, targets, self._call.chunks, dtype, **options)
+        with torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
+            return cross_entropy_of(product, targets, call.chunks, dtype, LossOptions(**options))
 
     def _argmax(self, shape: torch.Size) -> Tensor:
-        product = self._call.checked()
+        product = self.state.call.checked()
         with torch.no_grad(), torch.autocast(product.hidden.device.type, enabled=False):
-            parts = product.hidden.flatten(0, -2).tensor_split(self._call.chunks)
+            parts = product.hidden.flatten(0, -2).tensor_split(self.state.call.chunks)
             return torch.cat([product.rows(part).argmax(-1) for part in parts if len(part)]).view(shape[:-1])
 
 
 def _versions(product: Product) -> tuple[int, ...]:
-    return tuple(one._version for one in product[:3] if one is not None)
+    return tuple(operand._version for operand in product[:3] if operand is not None)

@@ -1,9 +1,9 @@
-"""``CheckpointFunction``: recomputation as one autograd node, which has the parameters among its inputs.
+"""``CheckpointFunction``: recomputation as one autograd node that has the parameters among its inputs.
 
-In PyTorch's reentrant variant each region adds to the gradients of its parameters by itself, so a parameter
-that several regions use is accumulated once per region. ``CheckpointFunction`` returns the gradients of its parameters like
-those of any other input; autograd adds them up and every parameter's gradient is final when it is first touched. The idea,
-the name and the call are those of the pytorch-checkpoint project (csrhddlam).
+In PyTorch's reentrant variant, each region adds to the gradients of its parameters by itself, so a parameter that several regions
+use accumulates once for each region. ``CheckpointFunction`` returns the gradients of its parameters like those of any other input.
+Autograd adds them up, and each parameter's gradient is final when it accumulates. The idea, the name and the call are those of the
+pytorch-checkpoint project (csrhddlam).
 """
 
 from __future__ import annotations
@@ -24,30 +24,27 @@ from hvd_ckpt.utils.frames import keeps_everything
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """``CheckpointFunction.apply(function, n, *args)`` is ``function(*args[:n])``, recomputed in the backward
-    pass.
+    """``CheckpointFunction.apply(function, n, *args)`` runs ``function(*args[:n])`` and recomputes it in the backward pass.
 
     Args:
-        function: takes the first n arguments, gives a tensor or a tuple of tensors. What it uses besides, its
-            parameters, it has by itself (a bound method, a closure).
-        n: how many of ``args`` are inputs; they may be anything.
-        args: the inputs, then every parameter that the function uses.
+        function: takes the first n arguments and returns a tensor or a tuple of tensors. It reaches its parameters by itself (as a
+            bound method or a closure).
+        n: number of ``args`` that are inputs. Inputs may be any values.
+        args: the inputs, followed by every parameter that the function uses.
 
-    Random state, autocast state and devices in the recomputation are those of the first pass, and side
-    effects happen once, as in :func:`hvd_ckpt.checkpoint`. ``retain_graph`` works; gradients of gradients do
-    not.
+    The recomputation runs with the random state, autocast state and devices of the first pass. Side effects happen once, as in
+    :func:`hvd_ckpt.checkpoint`. ``retain_graph`` is supported; gradients of gradients are not.
 
     Raises:
-        TypeError: ``function`` cannot be called, ``n`` is not an int, or an argument after the first n is not
-            a tensor.
+        TypeError: ``function`` cannot be called, ``n`` is not an int, or an argument after the first n is not a tensor.
         ValueError: ``n`` is negative or larger than the number of arguments.
-        RuntimeError (in the backward pass): the function uses a parameter that is not among ``args``, whose
-            gradient would be lost, or none of its outputs needs gradients.
+        RuntimeError (in the backward pass): the function uses a parameter that is not among ``args``, so its gradient would be
+            lost, or none of its outputs requires a gradient.
     """
 
     @classmethod
     def apply(cls, function: Any, n: int, *args: Any) -> Any:
-        """``function(*args[:n])``; see the class."""
+        """Runs ``function(*args[:n])``; see the class."""
         if not keeps_everything():
             return super().apply(function, n, *args)  # type: ignore[no-untyped-call]
         _check(function, n, args)
@@ -75,6 +72,9 @@ class CheckpointFunction(torch.autograd.Function):
                 "CheckpointFunction gives no gradients of gradients (create_graph=True): use checkpoint(function, "
                 "*args, use_reentrant=False), which does."
             )
+        # Detached inputs and the parameters themselves are the ends of the recomputed graph. autograd.grad() returns their
+        # gradients and accumulates nothing. The outer graph adds the contributions of all regions, and then accumulates each sum
+        # once.
         args = ctx.with_tensors(ctx.saved_tensors)
         needed = ctx.needs_input_grad[2:]
         inputs = [
@@ -106,19 +106,19 @@ class CheckpointFunction(torch.autograd.Function):
             _check_all_listed([output for output, _ in pairs], ends)
             ctx.checked = True
         with _without_hooks(ends):
-            found = torch.autograd.grad(
+            computed = torch.autograd.grad(
                 [output for output, _ in pairs],
                 targets,
                 [gradient for _, gradient in pairs],
                 allow_unused=True,
             )
-        for index, gradient in zip(wanted, found):
+        for index, gradient in zip(wanted, computed):
             result[2 + index] = gradient
         return tuple(result)
 
 
 class _Nested:
-    """An input that is no tensor: containers, made anew for each recomputation, and what they hold."""
+    """An input that is not a tensor: its containers, which are made anew for each recomputation, and their values."""
 
     def __init__(self, value: Any) -> None:
         self._leaves, self._structure = flatten(None if isinstance(value, torch.Tensor) else value)
@@ -132,7 +132,7 @@ class _Nested:
 
 
 def _environment(inputs: Sequence[Any]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A context in which random numbers and autocast are as they are now."""
+    """A context that restores the current random state and autocast state."""
     device_type: str = infer_device_type(*inputs)  # type: ignore[no-untyped-call]
     autocast, cpu_autocast = get_autocast_kwargs(device_type)  # type: ignore[no-untyped-call]
     random = RandomState(*inputs)
@@ -151,9 +151,11 @@ def _environment(inputs: Sequence[Any]) -> Callable[[], contextlib.AbstractConte
 
 @contextlib.contextmanager
 def _without_hooks(ends: Iterable[Node]) -> Iterator[None]:
-    """Keeps the hooks on the leaves among ``ends`` from running on gradients that are not theirs yet: autograd
-    calls them when the sum of all contributions arrives, and a hook that changes the gradient must not do so
-    twice."""
+    """A context in which the hooks on the leaves among ``ends`` do not run.
+
+    Autograd calls a hook with the sum of all contributions to a gradient. Here only one contribution is known, and a hook that
+    changes the gradient must not change it twice.
+    """
     with contextlib.ExitStack() as restore:
         for end in ends:
             leaf = _leaf(end)
@@ -165,7 +167,7 @@ def _without_hooks(ends: Iterable[Node]) -> Iterator[None]:
 
 
 def _leaf(node: Node) -> torch.Tensor | None:
-    """The tensor that a node accumulates into; None for a node that computes something."""
+    """The leaf that a node accumulates into; None for other nodes."""
     variable = getattr(node, "variable", None)
     return variable if isinstance(variable, torch.Tensor) and not node.next_functions else None
 
@@ -188,8 +190,7 @@ def _check(function: Any, n: Any, args: Sequence[Any]) -> None:
 
 
 def _check_all_listed(outputs: Sequence[torch.Tensor], ends: set[Node]) -> None:
-    """Every leaf that the recomputed graph leads to must be among ``ends``: the gradient of any other would be
-    lost."""
+    """Raises RuntimeError if the recomputed graph leads to a leaf that is not among ``ends``, whose gradient would be lost."""
     seen = set(ends)
     pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while pending:

@@ -1,8 +1,8 @@
-"""Saved tensors in host memory: copied there beside the forward pass, and back when the backward pass comes to their block.
+"""Saved tensors in host memory: copied to the host during the forward pass, and back when the backward pass reaches their block.
 
 The idea is that of vDNN (Rhu et al., "vDNN: Virtualized deep neural networks for scalable, memory-efficient neural network design",
-MICRO 2016). Host memory is pinned, and copies of each direction have a stream of their own, so that neither the host nor
-computation waits for them, unless the backward pass needs a tensor that is not back yet.
+MICRO 2016). Host memory is pinned, and copies of each direction have a stream of their own. So neither the host nor the computation
+waits for them, unless the backward pass needs a tensor that has not arrived yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}  
 
 
 def may_leave(tensor: Tensor) -> bool:
-    """Whether a tensor can be kept in host memory, and is large enough for that."""
+    """Whether a tensor can be kept in host memory and is large enough to be worth it."""
     return tensor.is_cuda and tensor.layout is torch.strided and tensor.nbytes >= LEAST_BYTES
 
 
@@ -29,19 +29,19 @@ def _streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Str
 
 
 class HostTensors:
-    """The tensors of one forward pass of a block that are in host memory."""
+    """The tensors of one forward pass of a block in host memory. The first one that is needed brings all of them back."""
 
     def __init__(self) -> None:
         self._all: list[weakref.ref[HostTensor]] = []
 
     def take(self, tensor: Tensor) -> HostTensor:
-        """Copies a tensor to host memory. It may be freed at once, and must not change."""
+        """Starts the copy of a tensor to host memory. The tensor may be freed at once, and must not be changed."""
         taken = HostTensor(self, tensor)
         self._all.append(weakref.ref(taken))
         return taken
 
     def bring_back(self) -> None:
-        """Begins to copy all of them back, those that the backward pass needs first before others."""
+        """Starts to copy all of them back, in reverse order, which is the order in which the backward pass needs them."""
         for reference in reversed(self._all):
             tensor = reference()
             if tensor is not None:
@@ -50,7 +50,7 @@ class HostTensors:
 
 
 class HostTensor:
-    """A tensor of a device, in host memory."""
+    """A device tensor in host memory."""
 
     __slots__ = ("__weakref__", "_back", "_copied", "_device", "_host", "_others")
 
@@ -58,6 +58,8 @@ class HostTensor:
         self._others, self._device = others, tensor.device
         self._back: tuple[Tensor, torch.cuda.Event] | None = None
         to_host, _ = _streams_of(tensor.device)
+        # The copy waits for the kernel that computes the tensor. record_stream() below keeps the allocator from reusing its memory
+        # before the copy has ended.
         to_host.wait_event(torch.cuda.current_stream(tensor.device).record_event())
         with torch.no_grad(), torch.cuda.stream(to_host):
             self._host = torch.empty_strided(
@@ -68,7 +70,7 @@ class HostTensor:
         tensor.record_stream(to_host)
 
     def bring_back(self) -> None:
-        """Begins to copy it back."""
+        """Starts to copy the tensor back."""
         if self._back is not None:
             return
         _, from_host = _streams_of(self._device)
@@ -80,9 +82,10 @@ class HostTensor:
             self._back = tensor, from_host.record_event()
 
     def get(self) -> Tensor:
-        """The tensor as it was, for the current stream."""
+        """The tensor, which the current stream may use."""
         self._others.bring_back()
         self.bring_back()
+        # The tensor is handed out once. A second backward pass through the graph copies it again.
         assert self._back is not None
         (tensor, ready), self._back = self._back, None
         current = torch.cuda.current_stream(self._device)

@@ -1,4 +1,4 @@
-"""Tensors that the tape keeps until the backward pass, and the state around a torch function that its result depends on."""
+"""Tensors that the tape keeps until the backward pass, and the global state that the result of a torch function depends on."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from hvd_ckpt.recompute.saved import Compressed
-from hvd_ckpt.torch_private import infer_device_type, top_saved_tensors_default_hooks
+from hvd_ckpt.recompute.host import HostTensors, may_leave
+from hvd_ckpt.recompute.saved import Compressed, compress
+from hvd_ckpt.torch_private import DisableTorchFunction, infer_device_type, top_saved_tensors_default_hooks
 from hvd_ckpt.utils.unmaterialized import present
 
 
 class Keeper:
-    """Where kept tensors are until the backward pass.
+    """Keeper of tensors between the forward and the backward pass.
 
-    Usually nowhere: autograd and the calls hold them. But where saved-tensor hooks of somebody else are active (an outer
-    region that is recomputed as a whole, ``save_on_cpu``), kept tensors must go through those hooks; then they are collected
-    and, at the end of the forward pass, saved, each by a node of its own, so that each can go after its last use.
+    Usually it holds nothing: autograd and the recorded calls hold the tensors. If other saved-tensor hooks are active (of an outer
+    region that is recomputed as a whole, or ``save_on_cpu``), kept tensors must pass through those hooks. The keeper then collects
+    them and saves them with autograd at the end of the forward pass.
     """
 
     def __init__(self) -> None:
@@ -33,24 +34,30 @@ class Keeper:
         self._slots: dict[tuple[Any, ...], _Slot] = {}
 
     def keep(self, tensor: Tensor, user: str) -> Plain | Kept:
-        """The object to hold in place of ``tensor``: itself without its graph (which would be a cycle), or where it will be.
+        """The object to hold in place of ``tensor``: the tensor without its graph, or a promise of it.
 
         Args:
-            user: who needs it, for the error if it is changed in place meanwhile.
+            user: the function that needs the tensor, for the error if it is changed in place before the backward pass.
         """
         version = version_of(tensor)
         if not self.collecting:
+            # Without its graph: the graph holds what this method returns, so the graph of the tensor would close a cycle.
             return Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version, user)
         key: tuple[Any, ...] = (len(self._slots),)
         if memory_of(tensor) is not None:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version)
+        # Tensors that are the same view of the same memory at the same version share a slot, and are saved once.
         slot = self._slots.get(key)
         if slot is None or slot.elsewhere(tensor):
             slot = self._slots[key] = _Slot(tensor.detach(), version, tensor.stride() if key[1:] else None)
         return Kept(slot, user)
 
     def close(self) -> None:
-        """The forward pass is over, and the outer hooks are the active ones again."""
+        """Saves what was collected; called after the tape's own hooks have been left, so that the outer hooks get it.
+
+        Each tensor is saved by a node of its own: a node frees all its tensors at a time, and each tensor must be freed after its
+        last use.
+        """
         if self._slots:
             with torch.enable_grad():
                 root = torch.empty(0, dtype=torch.float32, requires_grad=True)
@@ -60,7 +67,7 @@ class Keeper:
 
 
 class _Slot:
-    """One collected tensor. It goes when the last one who was promised it goes."""
+    """A collected tensor, shared by all promises of it and freed with the last of them."""
 
     __slots__ = ("changed", "saved", "stride", "tensor", "version")
 
@@ -69,16 +76,16 @@ class _Slot:
         self.version = version
         self.changed = version
         self.stride = stride
-        self.saved: Any = None  # an output whose graph holds the tensor
+        self.saved: Any = None  # output of _Save, whose node holds the tensor
 
     def elsewhere(self, tensor: Tensor) -> bool:
-        """Whether the memory is that of another tensor by now, because a split parameter has left it."""
+        """Whether the memory belongs to another tensor now, because a split parameter has been freed and its memory reused."""
         return self.tensor is not None and memory_of(self.tensor) != memory_of(tensor)
 
     def save(self, root: Tensor) -> None:
         assert self.tensor is not None
         self.changed = version_of(self.tensor)
-        # The output is kept beside its node: PyTorch before 2.13 frees what a node has saved together with its output.
+        # Keep the output and not only its node: PyTorch before 2.13 frees what a node has saved when the output is freed.
         self.saved = _Save.apply(root, self.tensor)  # type: ignore[no-untyped-call]
         self.tensor = None
 
@@ -90,9 +97,10 @@ class _Slot:
 
 
 def in_layout(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """The tensor with those strides, which decide on what a call saves; hooks may have given back others."""
+    """The tensor with these strides. Hooks may return others, and the strides decide which tensors a call saves."""
     if stride is None or tensor.stride() == stride:
         return tensor
+    # An expanded dimension has the stride 0 and one element in memory: lay out one of its elements, and expand again.
     once = tensor[tuple(slice(None) if step else slice(1) for step in stride)]
     laid_out = torch.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return laid_out.copy_(once).expand(tensor.shape)
@@ -112,7 +120,7 @@ class _Save(torch.autograd.Function):
 
 
 class Packed:
-    """A compressed tensor whose payload a keeper collected."""
+    """A compressed tensor whose payload was collected by a keeper."""
 
     __slots__ = ("_compressed", "_payload")
 
@@ -126,7 +134,10 @@ class Packed:
 
 
 class Later:
-    """A tensor that is kept in fewer bytes once the call that saves it has returned: until then it may be filled."""
+    """A tensor that is kept in another form once the call that saves it has returned.
+
+    Until then, the call may still fill it: a kernel can save a tensor before it writes the values.
+    """
 
     __slots__ = ("packed",)
 
@@ -139,8 +150,53 @@ class Later:
         return restored
 
 
+class Forms:
+    """The forms in which tensors that the code computes are kept: in fewer bytes, in host memory, or as they are.
+
+    Args:
+        keeper: keeps the tensors to which no other form applies.
+        compress, lossy, offload: as in :class:`.tape.Policy`.
+
+    Attributes:
+        of_results: whether results of calls may be kept in another form, in addition to masks and other inner tensors.
+    """
+
+    def __init__(self, keeper: Keeper, compress: bool, lossy: str | None, offload: bool) -> None:
+        self.of_results = lossy is not None or offload
+        self._keeper = keeper
+        self._lossy: torch.dtype | None = getattr(torch, lossy) if lossy else None
+        self._compresses = compress or lossy is not None
+        self._host = HostTensors() if offload else None
+
+    def keep(self, tensor: Tensor, user: str, after: list[Callable[[], object]]) -> Any:
+        """The object to hold in place of ``tensor``.
+
+        Args:
+            user: the function that saves the tensor.
+            after: callbacks for the time when the running call has returned, which is when the form is chosen.
+        """
+        if not self._compresses and self._host is None:
+            return self._keeper.keep(tensor, user)
+        later = Later(tensor, user)
+        after.append(lambda: setattr(later, "packed", self._choose(tensor, user)))
+        return later
+
+    def _choose(self, tensor: Tensor, user: str) -> Any:
+        packed = None
+        if self._compresses:
+            with DisableTorchFunction(), torch.no_grad():
+                packed = compress(tensor, self._lossy)
+        elif self._host is not None and not self._keeper.collecting and may_leave(tensor):
+            return self._host.take(tensor)
+        if packed is None:
+            return self._keeper.keep(tensor, user)
+        if self._keeper.collecting:
+            return Packed(packed, self._keeper.keep(packed.payload, user))
+        return packed
+
+
 class Kept(NamedTuple):
-    """A tensor that a keeper collected."""
+    """A promise of a tensor that a keeper has collected."""
 
     slot: _Slot
     user: str
@@ -150,14 +206,14 @@ class Kept(NamedTuple):
         return self.slot.get()
 
     def get(self) -> Tensor:
-        """The tensor; an error if it was changed in place before the end of the forward pass."""
+        """The tensor; raises RuntimeError if it was changed in place before the end of the forward pass."""
         if self.slot.changed != self.slot.version:
             raise changed_in_place(self.slot.version, self.slot.changed, self.user)
         return present(self.slot.get())
 
 
 class Plain(NamedTuple):
-    """A tensor that is kept as it is. (Where there are saved-tensor hooks, autograd leaves the check to them.)"""
+    """A tensor that is kept as it is. Autograd does not check the versions of tensors that hooks have packed, so this does."""
 
     tensor: Tensor
     version: int
@@ -168,14 +224,14 @@ class Plain(NamedTuple):
         return self.tensor
 
     def get(self) -> Tensor:
-        """The tensor; an error if it was changed in place meanwhile."""
+        """The tensor; raises RuntimeError if it was changed in place since it was kept."""
         if version_of(self.tensor) != self.version:
             raise changed_in_place(self.version, version_of(self.tensor), self.user)
         return present(self.tensor)
 
 
 def saving_nothing(note: Callable[[Tensor], None] = lambda tensor: None) -> AbstractContextManager[Any]:
-    """A context in which autograd saves nothing, so no backward pass can follow; ``note`` gets each tensor that it would save."""
+    """A context in which autograd saves nothing, so no backward pass can follow. ``note`` gets each tensor that it would save."""
     return torch.autograd.graph.saved_tensors_hooks(note, _never)
 
 
@@ -191,7 +247,7 @@ def changed_in_place(expected: int, version: int, user: str) -> RuntimeError:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """A key that tensors in the same memory share; None for those without memory of their own (sparse ones, wrappers)."""
+    """The address of a tensor's memory; None for tensors without memory of their own (sparse tensors, wrapper subclasses)."""
     if tensor.layout is not torch.strided:
         return None
     try:
@@ -201,12 +257,12 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes of the elements of a dense tensor; 0 for others, which have no such number."""
+    """Bytes of the elements of a dense tensor; 0 for other layouts."""
     return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; inference tensors do not count."""
+    """Number of changes in place of a tensor; 0 for inference tensors, which do not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -222,7 +278,7 @@ def autocast_state(device: str) -> AutocastState:
 
 
 def autocast_context(state: AutocastState) -> Callable[[], AbstractContextManager[Any]]:
-    """A context in which autocast is as it was; it remembers no casts."""
+    """A context that restores a state of autocast, without its cache of casts."""
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
@@ -246,8 +302,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def attention_kernels() -> tuple[SDPBackend, ...]:
-    """The kernels that attention may use now: each saves other tensors."""
-    switches: Any = torch.backends.cuda  # they count on every device
+    """The kernels that attention may use now. Each kernel saves different tensors."""
+    switches: Any = torch.backends.cuda  # they are valid on every device
     enabled = (
         (SDPBackend.FLASH_ATTENTION, switches.flash_sdp_enabled()),
         (SDPBackend.EFFICIENT_ATTENTION, switches.mem_efficient_sdp_enabled()),
@@ -258,10 +314,10 @@ def attention_kernels() -> tuple[SDPBackend, ...]:
 
 
 class RandomState:
-    """The present random state of the CPU and of the inputs' devices.
+    """The current random state of the CPU and of the devices of the inputs.
 
     Args:
-        python: that of Python's and NumPy's generators as well.
+        python: whether to include the states of Python's and NumPy's generators.
     """
 
     def __init__(self, *inputs: Any, python: bool = False) -> None:
@@ -274,7 +330,7 @@ class RandomState:
         self._python = _python_state() if python else None
 
     def moved(self) -> bool:
-        """Whether random numbers have been drawn since."""
+        """Whether random numbers have been drawn since this state was taken."""
         if not torch.equal(self._cpu, torch.get_rng_state()):
             return True
         module: Any = getattr(torch, self._kind, None)
@@ -287,7 +343,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """A context in which random numbers are drawn from this state on."""
+        """A context in which random numbers are drawn from this state."""
         outside = None if self._python is None else _python_state()
         with torch.random.fork_rng(self._devices, device_type=self._kind):
             torch.set_rng_state(self._cpu)

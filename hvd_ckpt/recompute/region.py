@@ -1,8 +1,8 @@
-"""A region: a checkpointed function, the modules and tensors that it can reach, and which of its calls is a recomputation.
+"""A region: a checkpointed function with the modules and tensors that it can reach, and its first pass and recomputations.
 
-A checkpointed function is often not a module but something around one: a bound method, a lambda, a
-``partial``, a list of layers. What a recomputation must put back (:mod:`.state`: training modes, buffers, generators) and
-what needs gradients (the parameters) is found by looking into those, without running them.
+A checkpointed function is often not a module but something around modules: a bound method, a lambda, a ``partial``, a list of
+layers. :func:`reach` looks into such objects, without running them, for the modules whose state a recomputation must restore
+(:mod:`.state`) and for the parameters that need gradients.
 """
 
 from __future__ import annotations
@@ -35,24 +35,28 @@ from hvd_ckpt.torch_private import StopRecomputationError, top_saved_tensors_def
 from hvd_ckpt.utils.frames import Frame, aside
 from hvd_ckpt.utils.spans import span
 
-# How many functions and containers may lie between the callable and a module: enough for a lambda around a
-# partial of a bound method over a list of modules. Containers longer than the second limit hold data, not
-# layers.
+# Limit of the functions and containers between the callable and a module: enough for a lambda around a partial of a bound method
+# over a list of modules. Containers longer than the second limit hold data and not layers.
 _MAX_DEPTH = 6
 _MAX_ITEMS = 2000
 
 
 @dataclass
 class Reach:
-    """What was found: modules with their submodules, each once and in a fixed order, tensors that are held
-    directly, and generators of random numbers that no module has."""
+    """Objects that a function can reach.
+
+    Attributes:
+        modules: modules and their submodules, each once, in a fixed order.
+        tensors: tensors that no module has.
+        generators: generators of random numbers that no module has.
+    """
 
     modules: list[nn.Module] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
 
     def requires_grad(self) -> bool:
-        """Whether any parameter or tensor found here wants a gradient."""
+        """Whether any of the parameters and tensors requires a gradient."""
         return any(tensor.requires_grad for tensor in self.tensors) or any(
             parameter is not None and parameter.requires_grad
             for module in self.modules
@@ -61,32 +65,32 @@ class Reach:
 
 
 def reach(*roots: Any) -> Reach:
-    """Modules and tensors that ``roots`` hold: as themselves, in containers, closures, partials, bound
-    methods, default arguments, attributes of plain objects, and globals that a function's own code names.
+    """Modules, tensors and generators that ``roots`` are or hold: in containers, closures, partials, bound methods, default
+    arguments, attributes of plain objects, and the globals that a function's own code names.
 
-    A plain object met inside another plain object is not opened: a method of a trainer leads to the trainer's
-    model, not through its optimizer and its loggers into the rest of the program.
+    A plain object inside another plain object is not opened. So a method of a trainer leads to the trainer's model, and not through
+    its optimizer and loggers into the rest of the program.
     """
-    found = Reach()
+    reached = Reach()
     seen: set[int] = set()
     for root in roots:
-        _visit(root, found, seen, _MAX_DEPTH, open_objects=True)
-    return found
+        _visit(root, reached, seen, _MAX_DEPTH, open_objects=True)
+    return reached
 
 
-def _visit(value: Any, found: Reach, seen: set[int], depth: int, open_objects: bool) -> None:
+def _visit(value: Any, reached: Reach, seen: set[int], depth: int, open_objects: bool) -> None:
     if value is None or isinstance(value, (str, bytes, int, float, complex)) or id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
         seen.add(id(value))
-        found.tensors.append(value)
+        reached.tensors.append(value)
         return
     if isinstance(value, nn.Module):
-        _add_module(value, found, seen)
+        _add_module(value, reached, seen)
         return
     if isinstance(value, GENERATORS):
         seen.add(id(value))
-        found.generators.append(value)
+        reached.generators.append(value)
         return
     if depth == 0:
         return
@@ -98,17 +102,17 @@ def _visit(value: Any, found: Reach, seen: set[int], depth: int, open_objects: b
         open_objects = False
     seen.add(id(value))
     for item in held:
-        _visit(item, found, seen, depth - 1, open_objects)
+        _visit(item, reached, seen, depth - 1, open_objects)
 
 
-def _add_module(root: nn.Module, found: Reach, seen: set[int]) -> None:
+def _add_module(root: nn.Module, reached: Reach, seen: set[int]) -> None:
     pending = [root]
     while pending:
         module = pending.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        found.modules.append(module)
+        reached.modules.append(module)
         pending.extend(child for child in reversed(list(module._modules.values())) if child is not None)
 
 
@@ -139,7 +143,7 @@ def _held_by_function(function: FunctionType) -> list[Any]:
             continue
     for name in sorted(_names(function.__code__)):
         value = function.__globals__.get(name)
-        # Functions of other files are not followed: they lead into the libraries that the program imports.
+        # Functions of other files are not followed, as they lead into the libraries that the program imports.
         if not isinstance(value, FunctionType) or value.__globals__ is function.__globals__:
             held.append(value)
     return held
@@ -160,28 +164,39 @@ _UNFILLED = (
 
 
 class Region:
-    """One checkpointed call of ``function``, which can reach what ``found`` lists.
+    """One checkpointed call of ``function``, which can reach what ``reached`` lists.
 
-    PyTorch's checkpoint variants and :class:`CheckpointFunction` call a function once in the forward pass and again for
-    the backward pass, so wrapping it is enough to know which run is which: the first call is the first pass.
+    PyTorch's checkpoint variants and :class:`CheckpointFunction` call a function once in the forward pass and again for each
+    backward pass. So the first call of a region is its first pass, and all later calls are recomputations.
 
     Args:
-        preserve_random: recompute with the random state of the first pass; else results may differ, and are not verified.
-        saves: verify recomputations by the tensors that autograd saves; else by what the function returns.
+        preserve_random: whether to recompute with the random state of the first pass. If not, results may differ, and are not
+            verified.
+        saves: whether to verify the tensors that autograd saves. If not, the results of the function are verified.
     """
 
+    # The contexts of both kinds of runs nest in this order, from the outside in:
+    #
+    #     frame         tells the modules on this thread whether this run is the first pass or a recomputation
+    #     state         first pass: notes state; recomputation: restores it for the time of the run
+    #     synchronized  Horovod's own SyncBatchNorm reads the statistics of the first pass from the frame
+    #     watched       in a verified pass: sees the tensors that autograd saves, to observe or to compare them
+    #
+    # A recomputation usually ends by PyTorch's StopRecomputationError as soon as everything that was saved has been recomputed,
+    # so all of them must restore their state when an exception passes.
+
     def __init__(
-        self, function: Callable[..., Any], found: Reach, preserve_random: bool = True, saves: bool = False
+        self, function: Callable[..., Any], reached: Reach, preserve_random: bool = True, saves: bool = False
     ) -> None:
         self.function = function
         self.started = False
         self._frame = Frame()
-        self._synchronized = [module for module in found.modules if isinstance(module, hvd.SyncBatchNorm)]
-        owner: Any = found.modules[0] if found.modules else _code_of(function)
-        key = (id(_code_of(function)), *((id(module), module.training) for module in found.modules))
+        self._synchronized = [module for module in reached.modules if isinstance(module, hvd.SyncBatchNorm)]
+        owner: Any = reached.modules[0] if reached.modules else _code_of(function)
+        key = (id(_code_of(function)), *((id(module), module.training) for module in reached.modules))
         self._pass = begin_pass(owner, key, functools.partial(title_of, function), may_verify=preserve_random)
         self._state = ForwardState(
-            found.modules, found.generators, found.tensors, preserve_random, learn=self._pass.is_new
+            reached.modules, reached.generators, reached.tensors, preserve_random, learn=self._pass.is_new
         )
         self._verification = self._pass.verification
         self._saves = saves
@@ -190,8 +205,8 @@ class Region:
         self._filled_late: list[torch.Tensor] = []  # for what the last operation saves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Even a first pass that is still running counts as started: a function that computes gradients inside
-        # itself is recomputed in the middle of it.
+        # A first pass that is still running counts as started: a function that computes gradients inside itself is recomputed in
+        # the middle of its first pass.
         if self.started:
             return self._recompute(args, kwargs)
         self.started = True
@@ -210,6 +225,8 @@ class Region:
         return result
 
     def _recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # In the middle of the first pass (a function that computes gradients inside itself), the tensors watched so far are handed
+        # on, and what is recomputed is compared with the beginning of the first pass. That proves nothing about its rest.
         is_middle = self._state.note_written()
         if self._watched is not None:
             self._watched.finish()
@@ -251,8 +268,13 @@ class Region:
 
     @contextlib.contextmanager
     def _watch(self, note: Callable[..., None], is_first: bool) -> Iterator[Callable[[Any], None]]:
-        """Calls ``note`` with the tensors that a run of the function saves, or with those in what is handed to the function that
-        this yields."""
+        """Calls ``note`` with the tensors that autograd saves in the body, or with the tensors in the function's result.
+
+        Yields:
+            A function that takes the result.
+        """
+        # With saves, the checkpoint's own hooks are the innermost ones here: the watch wraps them, so that it sees each tensor
+        # before they do. The reentrant variant has none, and is verified by its results.
         hooks = top_saved_tensors_default_hooks(False) if self._saves else None
         if hooks is None:
             yield functools.partial(self._note_results, note)
@@ -265,6 +287,8 @@ class Region:
                 yield lambda result: None
             self._filled_late = watch.filled_late()
         except StopRecomputationError:
+            # PyTorch stops a recomputation when the last tensor has been saved. If the last operation fills a saved tensor
+            # afterwards (its noise, say), the recomputed tensor is left without its values.
             with aside():
                 unfilled = any(self._filled_late)
             if unfilled:
@@ -282,7 +306,7 @@ class Region:
 
 
 def title_of(function: Any) -> str:
-    """What is recomputed: a segment's own words, or the name of the function or module's class."""
+    """Name of what is recomputed: the description of a segment, or the name of a function or of the class of a module."""
     if isinstance(function, functools.partial) and isinstance(function.func, FunctionType) and function.args:
         first = function.args[0]  # a module whose forward pass it is, or modules by name
         if isinstance(first, nn.Module) and function.func.__name__ == "forward":
@@ -298,7 +322,7 @@ def title_of(function: Any) -> str:
 
 
 def _code_of(function: Any) -> Any:
-    """What is the same in each step of calls that a loop makes anew: the code of a function, the class of an object."""
+    """An object that is the same in each step, although a loop makes the function anew: its code, or the class of the object."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)

@@ -1,15 +1,11 @@
-"""Dropped results, and how they come back.
+"""Dropped results and their replay.
 
-A :class:`Call` is a torch function that ran in the forward pass, with arguments that are either kept or results of
-other such calls. Calls that are connected form a :class:`Group`. Autograd holds :class:`Holder` objects in place of
-tensors; the first one it unpacks lets its group be replayed: those calls run again, in the order in which they ran, whose
-results or saved tensors are wanted. What the others of the group will ask for is cached until they have asked.
+A :class:`Call` is a torch function that ran in the forward pass. Each of its arguments is a kept tensor or the result of another
+such call. Calls that are connected form a :class:`Group`. Autograd holds a :class:`Holder` in place of each dropped tensor. The
+first holder that it unpacks replays the group: all calls of the group whose results or saved tensors are wanted run again, in
+their old order. Results for holders that have not been unpacked yet are cached until they are.
 
-In place of a tensor that is kept, autograd holds what a :class:`.keeper.Keeper` returns (``Plain``, ``Kept``), or fewer bytes of
-it (``Compressed``, or ``Packed`` where a keeper collects). A tensor among a call's arguments is ``Stored``, ``Scratch`` or a
-``Reference``.
-
-References point one way only (holder, group, call, argument), so that everything is freed with the graph.
+In place of a kept tensor, autograd holds what :class:`.keeper.Keeper` and :class:`.keeper.Forms` return.
 """
 
 from __future__ import annotations
@@ -45,6 +41,16 @@ from hvd_ckpt.recompute.saved import Compressed
 from hvd_ckpt.recompute.verify import Observation, Verification
 from hvd_ckpt.utils.spans import span
 
+# Who holds whom. All references point one way, so reference counting frees everything with the graph, and no cycle waits for
+# Python's garbage collector:
+#
+#     node of the graph -> Holder -> Group -> Call -> Stored -> Plain or Kept -> a tensor without its graph
+#                            |                 |
+#                            +-> Call          +-> Reference -> an earlier Call
+#
+# During the forward pass, a dropped result also holds its group, through its tag (tape._Tag), and the tape holds the calls.
+# Tape.close() removes both.
+
 
 @dataclass(eq=False)
 class Stored:
@@ -56,7 +62,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Scratch:
-    """An argument that the call changes without reading it: running statistics in training mode."""
+    """An argument that the call writes and does not read: running statistics in training mode."""
 
     tensor: Tensor
 
@@ -76,17 +82,17 @@ class Call:
     Attributes:
         func, args, kwargs: with Stored, Scratch and Reference in the place of tensors.
         number: calls are replayed in this order.
-        inner: how many tensors it saved besides its arguments (results, or something like a mask).
-        wanted: how many holders there are for each result (0, 1, ...) and each of those inner tensors (-1, -2, ...).
+        inner: number of its inner tensors: new tensors that autograd saved while it ran, such as a mask or a result.
+        wanted: number of holders for each result (keys 0, 1, ...) and each inner tensor (keys -1, -2, ...).
         grad: whether gradients were enabled.
         autocast: whether autocast was on, and for what.
         dtype: the default dtype.
         random: the random state that it started from, if it has drawn random numbers.
-        attention: the kernels that were allowed for attention, if it may be one.
+        attention: the kernels that attention was allowed to use, if the call may be an attention.
         in_place: it changes its first argument.
         alias: its results lie in the memory of kept arguments.
         read: a later dropped call reads one of its results.
-        cache: for keys in ``wanted``, the tensor, how many holders have not asked yet, and the tensor's version.
+        cache: for keys of ``wanted``: the tensor, the number of holders that have not unpacked it yet, and its version.
     """
 
     __slots__ = (
@@ -115,55 +121,59 @@ class Call:
         self.cache: dict[int, list[Any]] = {}
 
     def ran(self) -> None:
-        """The call has run in the forward pass: forgets the random state if nothing was drawn from it."""
+        """Called when the call has run in the forward pass: drops the random state if nothing was drawn from it."""
         if self.random is not None and not self.random.moved():
             self.random = None
 
     def keep(self, inner: Sequence[Tensor]) -> None:
-        """The call cannot be repeated, so the tensors that it saved besides its arguments are kept."""
+        """Keeps the inner tensors of a call that turned out not to be repeatable."""
         for number, tensor in enumerate(inner, start=1):
             self.cache[-number] = [tensor.detach(), math.inf, version_of(tensor)]
         self.inner = 0
 
     def references(self) -> Iterator[Reference]:
-        found: list[Reference] = []
-        map_tensors(found.append, Reference, (self.args, self.kwargs))
-        return iter(found)
+        references: list[Reference] = []
+        map_tensors(references.append, Reference, (self.args, self.kwargs))
+        return iter(references)
 
 
 class Group:
     """Calls that are connected through dropped results.
 
-    At a break (``Policy.breaks``) the first argument of a group is a result of another group. That result is recomputed for this
-    group alone and not cached: less memory, more time.
+    At a break (``Policy.breaks``), an argument of a group is a result of another group. That result is recomputed for this group
+    and not cached, which takes less memory and more time.
+
+    A new call makes a new group and merges the groups of its arguments into it. Holders keep the group that they were made with
+    and find the current one by :meth:`root`.
     """
 
-    __slots__ = ("_calls", "_lock", "_merged_into")
+    __slots__ = ("_lock", "calls", "merged_into")
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
-        self._merged_into: Group | None = None
+        self.calls: list[Call] = []
+        self.merged_into: Group | None = None
         self._lock = threading.RLock()
 
     def root(self) -> Group:
         group = self
-        while group._merged_into is not None:
-            group = group._merged_into
+        while group.merged_into is not None:
+            group = group.merged_into
         return group
 
     def add(self, call: Call) -> None:
-        self._calls.append(call)
+        self.calls.append(call)
 
     def merge(self, other: Group) -> None:
         if other is self:
             return
-        self._calls += other._calls
-        other._calls = []
-        other._merged_into = self
+        self.calls += other.calls
+        other.calls = []
+        other.merged_into = self
 
     def take(self, call: Call, key: int) -> Tensor:
-        """The tensor that a holder stands for; replays the group if it is not there."""
+        """The tensor that a holder stands for; replays the group unless the tensor is cached."""
         with self._lock:
+            # Autograd unpacks on one thread for each device: the lock lets one of them replay and the others read its cache.
             if key not in call.cache:
                 with span("recompute", self._title):
                     self._replay()
@@ -175,13 +185,13 @@ class Group:
             return tensor
 
     def _title(self) -> str:
-        """The calls, for a trace."""
-        names = [call_name(call.func) for call in self._calls]
+        """Names of the calls, for a trace."""
+        names = [call_name(call.func) for call in self.calls]
         return f"recompute {', '.join(names if len(names) <= 4 else [*names[:3], '...', names[-1]])}"
 
     def _replay(self) -> None:
-        """Runs all calls again whose results or inner tensors are wanted, and caches those."""
-        members = set(self._calls)
+        """Runs the calls again whose results or inner tensors are wanted, and caches these tensors."""
+        members = set(self.calls)
         for call, results, inner in _run_again({call for call in members if call.wanted}, members):
             for key, count in call.wanted.items():
                 tensor = results[key] if key >= 0 else inner[-1 - key]
@@ -190,7 +200,7 @@ class Group:
 
 
 def _cached(call: Call, key: int) -> Tensor:
-    """The contents of a call's cache. A later call that was replayed too may have changed them in place, as in the forward pass."""
+    """A cached tensor of a call; raises RuntimeError if a call that was replayed after it has changed the tensor in place."""
     tensor: Tensor = call.cache[key][0]
     if version_of(tensor) != call.cache[key][2]:
         raise changed_in_place(call.cache[key][2], version_of(tensor), call_name(call.func))
@@ -198,33 +208,35 @@ def _cached(call: Call, key: int) -> Tensor:
 
 
 def _compute(reference: Reference) -> Tensor:
-    """One result, for a group that begins with it; nothing is cached."""
+    """One result for another group that begins with it; nothing is cached."""
     if reference.output in reference.call.cache:
         return _cached(reference.call, reference.output)
-    found: Tensor | None = None
+    result: Tensor | None = None
     for call, results, _ in _run_again({reference.call}, None):
         if call is reference.call:
-            found = results[reference.output]
-    assert found is not None
-    return found
+            result = results[reference.output]
+    assert result is not None
+    return result
 
 
 def _run_again(
     wanted: set[Call], members: Container[Call] | None
 ) -> Iterator[tuple[Call, list[Tensor], list[Tensor | None]]]:
-    """Runs the wanted calls and those they depend on, in order.
+    """Runs the wanted calls and the calls they depend on, in order.
 
     Args:
-        members: the calls of the group that is replayed; what it reads of others is computed. None: results alone, without
-            what the calls saved, of whatever group.
+        members: the calls of the group that is replayed; results of other groups come from :func:`_compute`. None to compute
+            results only, without inner tensors, across groups.
     """
+    # First backward through the references, to find the calls that are needed and to count the readers of each result; then
+    # forward. A result is freed when its last reader has run.
     readers: dict[tuple[Call, int], int] = defaultdict(int)
     read: set[Call] = set()
     needed, open_calls = set(wanted), list(wanted)
     while open_calls:
         for reference in open_calls.pop().references():
             readers[reference.call, reference.output] += 1
-            # Cached, or of another group: :func:`_compute` returns it.
+            # _compute() returns a result that is cached or belongs to another group.
             if reference.output in reference.call.cache if members is None else reference.call not in members:
                 continue
             read.add(reference.call)
@@ -251,22 +263,26 @@ def _run_again(
 
 
 class _Enough(Exception):
-    """Everything that was wanted of a call has been saved."""
+    """Ends a call early: all tensors that were wanted of it have been saved."""
 
 
 def _run(
     call: Call, values: dict[tuple[Call, int], Tensor], result_needed: bool, inner_needed: bool
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Runs a call again; returns its results and, if needed, the inner tensors that it saved and are wanted.
+    """Runs a call again; returns its results and, if needed, those of its inner tensors that are wanted.
 
-    It runs with gradients where it did so in the forward pass, needed or not: kernels are chosen by that too.
+    Gradients are enabled as they were in the forward pass, since PyTorch also chooses kernels by that.
     """
+    # Everything that PyTorch chooses a kernel or an algorithm by is as it was: gradients, autocast, random state, attention
+    # kernels, default dtype, and which arguments are the same tensor. Autograd saves nothing here: pack() sees what it would save,
+    # skips the arguments, numbers the rest as Tape.pack() did, and ends the call once the last wanted tensor has appeared, so that
+    # a matrix product that is the last step of a call need not run.
     name = call_name(call.func)
     storages: list[tuple[int | None, Tensor, int]] = []
     arguments: dict[int, Tensor] = {}
 
     def argument(spec: Any) -> Tensor:
-        # The same tensor twice must be the same tensor again: attention asks whether its key is its query.
+        # Arguments that were the same tensor are the same tensor again: attention tests whether its key is its query.
         if id(spec) not in arguments:
             tensor = arguments[id(spec)] = build(spec)
             storages.append((memory_of(tensor), tensor, version_of(tensor)))
@@ -294,7 +310,7 @@ def _run(
         ):
             return
         inner.append(tensor.detach() if inner_needed and -1 - len(inner) in call.wanted else None)
-        # A kernel that draws random numbers may fill what has been saved before it runs (rrelu does).
+        # A kernel that draws random numbers may fill a tensor after it was saved (rrelu does), so such a call runs to its end.
         if not result_needed and len(inner) > last and call.random is None:
             raise _Enough
 
@@ -302,7 +318,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(call.grad))
         args, kwargs = map_tensors(argument, (Stored, Scratch, Reference), (call.args, call.kwargs))
-        # Entered even where it is on: a cast of an argument must not stay in autocast's own cache.
+        # Entered even if autocast is on already: its own cache must not hold a cast of a replayed argument.
         if any(state[1] for state in (*call.autocast, *autocast_state(call.autocast[-1][0]))):
             stack.enter_context(autocast_context(call.autocast)())
         if call.random is not None:
@@ -312,7 +328,8 @@ def _run(
         if call.dtype != torch.get_default_dtype():
             stack.enter_context(default_dtype(call.dtype))
         stack.enter_context(saving_nothing(pack))
-        # The hooks keep ``pack`` alive, and a change in place makes an argument its own result, which keeps the hooks alive.
+        # A cycle otherwise: the hooks hold ``pack``, which holds the arguments; after a change in place, an argument is a result,
+        # and its graph holds the hooks.
         stack.callback(storages.clear)
         stack.callback(arguments.clear)
         with contextlib.suppress(_Enough):
@@ -320,13 +337,13 @@ def _run(
     if len(inner) <= last:
         raise RuntimeError(
             f"'{name}' saved {len(inner)} tensor(s) of its own when it was computed again, and more in the forward pass: it must "
-            "do the same each time."
+            "save the same tensors each time."
         )
     return results, inner
 
 
 class _NonLeaf(torch.autograd.Function):
-    """The same memory as a non-leaf tensor, so that it may be changed in place."""
+    """Identity that makes a leaf a non-leaf in the same memory, so that it may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -339,7 +356,7 @@ class _NonLeaf(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class View:
-    """Where a view lies in the memory of another tensor."""
+    """Place of a view in the memory of another tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -352,16 +369,16 @@ class View:
         return cls(tuple(tensor.shape), tensor.stride(), offset)
 
     def apply(self, source: Tensor) -> Tensor:
-        """The view of that other tensor, come back."""
+        """The view of the replayed tensor."""
         return source.as_strided(self.shape, self.stride, int(source.storage_offset()) + self.offset)
 
 
 @dataclass(eq=False)
 class Holder:
-    """Stand-in that autograd holds for a dropped tensor: a result or inner tensor of a call, or a view of it.
+    """Stand-in that autograd holds for a dropped tensor: for a result or an inner tensor of a call, or for a view of one.
 
     Attributes:
-        seen: the tensor as it was, and what compares it when it is back; None in a pass that is not verified.
+        seen: the verification of this pass and how the tensor looked; None in a pass that is not verified.
     """
 
     group: Group
@@ -371,7 +388,7 @@ class Holder:
     seen: tuple[Verification, Observation] | None = None
 
     def get(self) -> Tensor:
-        """The tensor, computed again if it is not there."""
+        """The tensor, which is computed again unless it is cached."""
         tensor = self.group.root().take(self.call, self.key)
         if self.view is not None:
             tensor = self.view.apply(tensor)
@@ -384,5 +401,5 @@ class Holder:
 
 
 def unpack(packed: Holder | Plain | Kept | Packed | Compressed) -> Tensor:
-    """The tensor for what was packed."""
+    """The tensor that was packed; the inverse of :meth:`.tape.Tape.pack`."""
     return packed.restore() if isinstance(packed, Compressed) else packed.get()

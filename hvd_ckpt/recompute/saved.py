@@ -1,13 +1,12 @@
-"""Saved tensors in fewer bytes, exactly: what a backward pass needs often holds far less than its bits.
+"""Exact compression of saved tensors, which often hold far less information than their bits could.
 
-The idea is that of Gist (Jain et al., ISCA 2018): a dropout mask is one bit per element whatever its dtype, and
-an index is rarely as wide as an int64. :func:`compress` looks at the values, not at where they came from, and
-gives back None where nothing is won. All encodings but the lossy one, which is used only if asked for, restore
-every bit, signs of zero and payloads of nan included.
+The idea is that of Gist (Jain et al., ISCA 2018): a dropout mask needs one bit per element whatever its dtype, and an index rarely
+needs the width of an int64. :func:`compress` decides by the values of a tensor and not by its origin, and returns None if
+compression saves nothing. All encodings restore every bit, including signs of zero and payloads of nan. The only exception is the
+lossy encoding, which is used on request.
 
-On the CPU, packing goes through NumPy over the tensor's own memory, a cache-sized piece at a time: several
-times faster than the same in tensor operations, which write each intermediate result to memory. On other
-devices it is tensor operations.
+On the CPU, packing uses NumPy on the memory of the tensor, one piece that fits into the cache at a time. This is several times
+faster than tensor operations, which write each intermediate result to memory. Other devices use tensor operations.
 """
 
 from __future__ import annotations
@@ -21,29 +20,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Elements looked at before all of them are: enough that a tensor of ordinary values is refused at once.
+# Elements that are read before all are: enough to refuse a tensor of ordinary values at once.
 _SAMPLE = 256
 
-# Elements per piece on the CPU: a piece and its intermediate results stay in the second-level cache.
+# Elements of a piece on the CPU: a piece and its intermediate results stay in the second-level cache.
 _PIECE = 1 << 15
 
-# Integer dtypes that have the same bits as an element of so many bytes, and the ones to narrow to.
+# Integer dtypes by the number of bytes of an element, and the dtypes that integers are narrowed to.
 _SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
 _NARROWED = (torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
-    """How the elements lie in memory: a tensor that is dense in some order of its dimensions (channels-last, a
-    transpose) is restored in that order, so that what runs next takes the same code path; others contiguous."""
+class _ElementOrder:
+    """Order of the elements in memory.
+
+    A tensor that is dense in some order of its dimensions (channels-last, a transpose) is restored in that order, so that the next
+    operation takes the same code path. Other tensors are restored contiguous.
+    """
 
     shape: torch.Size  # in order of memory
     order: tuple[int, ...]  # of the original dimensions, by memory
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, _Layout]:
-        """The elements in one dimension, without a copy where they are dense, and their layout."""
+    def of(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, _ElementOrder]:
+        """The elements in one dimension and their layout. Dense elements are not copied."""
         strides = tensor.stride()
         order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
         by_memory = tensor.permute(order)
@@ -59,27 +61,26 @@ class _Layout:
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """A tensor in fewer bytes, as :func:`compress` made it.
+    """A tensor in fewer bytes, as :func:`compress` returns it.
 
     Attributes:
-        payload: what is held, one-dimensional, on the tensor's own device.
-        dtype: of the tensor.
+        payload: the compressed elements, one-dimensional, on the device of the tensor.
+        dtype: dtype of the tensor.
     """
 
     payload: torch.Tensor
     dtype: torch.dtype
-    _layout: _Layout
-    _pattern: int | None = None  # of the elements that are not zero, where each is one bit of the payload
+    _layout: _ElementOrder
+    _pattern: int | None = None  # of the elements other than zero, if each element is one bit of the payload
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the payload."""
         return self.payload.nbytes
 
     @torch.no_grad()
     def restore(self) -> torch.Tensor:
-        """The tensor again, in memory of its own: the same dtype, shape and values, and the same strides where
-        the original was dense in memory, else contiguous. May be called more than once."""
+        """The tensor with its dtype, shape and values, in new memory; with its strides if it was dense, else contiguous."""
         if self._pattern is None:
             flat = self.payload.to(self.dtype)
         else:
@@ -89,23 +90,23 @@ class Compressed:
 
 @torch.no_grad()
 def compress(tensor: torch.Tensor, lossy: torch.dtype | None = None) -> Compressed | None:
-    """``tensor`` in fewer bytes, or None where that would not save any.
+    """Compresses ``tensor``; returns None if that saves no bytes.
 
-    - Elements that hold zero and at most one other bit pattern, in any dtype, become one bit each: bool masks,
-      masks of ones, the scaled masks that ``F.dropout`` saves on the CPU.
-    - Other integers become the narrowest of int8, uint8, int16 and int32 that holds the least and the greatest.
-    - Only if ``lossy`` is given, other float32 and float64 tensors become that dtype, unless a finite value is
-      too large for it.
+    - Elements that are zero or one other bit pattern, in any dtype, become one bit each: bool masks, masks of ones, the scaled
+    masks
+      that ``F.dropout`` saves on the CPU.
+    - Other integers become the narrowest of int8, uint8, int16 and int32 that holds the least and the greatest of them.
+    - If ``lossy`` is given, other float32 and float64 tensors become that dtype, unless a finite value is too large for it.
 
-    A few elements are looked at first, so a tensor that will not shrink costs next to nothing. Sparse, quantized,
-    complex and meta tensors and subclasses of tensors are left alone.
+    A few elements are read first, so a tensor that cannot be compressed costs little. Sparse, quantized, complex and meta tensors
+    and subclasses of tensors are not compressed.
 
     Args:
-        tensor: any tensor, a view and one of no elements included. It is not changed and not referred to.
+        tensor: any tensor, including views and empty tensors. It is neither changed nor referenced.
         lossy: ``torch.float16`` or ``torch.bfloat16``.
 
     Raises:
-        ValueError: for another ``lossy`` dtype.
+        ValueError: ``lossy`` is another dtype.
     """
     if lossy not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"lossy is {lossy}: choose torch.float16, torch.bfloat16 or None")
@@ -114,7 +115,7 @@ def compress(tensor: torch.Tensor, lossy: torch.dtype | None = None) -> Compress
     held = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride()):
         held *= size if stride else 1  # an expanded dimension takes no memory
-    flat, layout = _Layout.of(tensor.detach())
+    flat, layout = _ElementOrder.of(tensor.detach())
     packed = _pack(flat, held)
     if packed is not None:
         return Compressed(packed[0], tensor.dtype, layout, packed[1])
@@ -140,8 +141,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
-    """One bit per element, and the pattern that a set bit stands for, as an integer; None if there are other
-    patterns, or if ``held`` bytes are no more."""
+    """One bit per element, and the bit pattern of a set bit as an integer; None for other patterns, or if this saves nothing of
+    ``held`` bytes."""
+    # Elements are compared as integers of their size, so that signs of zero and payloads of nan count. A sample of the elements
+    # refuses most tensors: two patterns other than zero are one too many.
     if -(-flat.numel() // 8) >= held:
         return None
     if flat.dtype is torch.bool:
@@ -162,7 +165,7 @@ def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
 
 
 def _bounds(values: torch.Tensor) -> list[Any]:
-    """The least and the greatest, for which the host waits once."""
+    """The least and the greatest value; the host waits for the device once."""
     bounds: list[Any] = torch.stack(values.aminmax()).tolist()
     return bounds
 
@@ -174,7 +177,7 @@ def _pack_exactly(elements: NDArray[Any], pattern: int) -> torch.Tensor | None:
         piece = elements[start : start + _PIECE]
         np.not_equal(piece, 0, out=is_set[: len(piece)])
         np.equal(piece, pattern, out=fits[: len(piece)])
-        # The pattern is not zero, so what fits is set; equally many means that all that is set fits.
+        # The pattern is not zero, so an element that fits is set. If equally many fit and are set, all set elements fit.
         if np.count_nonzero(is_set[: len(piece)]) != np.count_nonzero(fits[: len(piece)]):
             return None
         bits = np.packbits(is_set[: len(piece)], bitorder="little")
@@ -188,12 +191,12 @@ def _pack_on_device(same_bits: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     least, greatest = same_bits.aminmax()
     pattern = torch.where(least != 0, least, greatest)  # zero only if all elements are
     fits = (is_set == (same_bits == pattern)).all() | (pattern == 0)
-    found, all_fit = torch.stack((pattern.long(), fits.long())).tolist()
-    return (_to_bits(is_set.view(torch.uint8)), found or 1) if all_fit else None
+    bits, all_fit = torch.stack((pattern.long(), fits.long())).tolist()
+    return (_to_bits(is_set.view(torch.uint8)), bits or 1) if all_fit else None
 
 
 def _to_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Zeros and ones in bytes, eight to a byte, the first in the lowest bit."""
+    """Packs bytes that are 0 or 1 into bits, the first into the lowest bit."""
     whole = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
     packed = whole[:, 0].clone()
     for place in range(1, 8):
@@ -206,7 +209,7 @@ def _unpack(packed: torch.Tensor, count: int, pattern: int, dtype: torch.dtype) 
     same_bits = _SAME_BITS[dtype.itemsize]
     if packed.device.type == "cpu":
         whole = torch.empty(len(packed), 8, dtype=same_bits)
-        # Each byte stands for one of 256 rows of eight elements; "clip" spares a check, and is never needed.
+        # A byte selects one of 256 rows of eight elements. mode="clip" avoids a check; no index is out of range.
         np.take(_rows(pattern, dtype.itemsize), packed.numpy(), axis=0, out=whole.numpy(), mode="clip")
     else:
         places = torch.arange(8, dtype=torch.uint8, device=packed.device)
@@ -224,12 +227,14 @@ def _rows(pattern: int, itemsize: int) -> NDArray[Any]:
 
 
 def _narrow(flat: torch.Tensor) -> torch.Tensor | None:
-    """The integers in the narrowest dtype that holds them all; None if that is no narrower than their own."""
+    """The integers in the narrowest dtype that holds all of them; None if that is not narrower than their own."""
     sample = flat[:: max(flat.numel() // _SAMPLE, 1)]
     for values in (sample, flat):
         least, greatest = _bounds(values)
         fitting = [
-            one for one in _NARROW if torch.iinfo(one).min <= least and greatest <= torch.iinfo(one).max
+            dtype
+            for dtype in _NARROW
+            if torch.iinfo(dtype).min <= least and greatest <= torch.iinfo(dtype).max
         ]
         if not fitting or fitting[0].itemsize >= flat.element_size():
             return None
@@ -239,7 +244,7 @@ def _narrow(flat: torch.Tensor) -> torch.Tensor | None:
 def _shorten(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The floats in a shorter dtype; None if a finite one becomes infinite."""
     short = flat.to(dtype)
-    # One pass without intermediate results tells the usual case; infinities and nans show in the bounds.
+    # The usual case takes one pass without intermediate results: infinities and nans would show in the bounds.
     if all(map(math.isfinite, _bounds(short))):
         return short
     return short if torch.equal(short.isfinite(), flat.isfinite()) else None

@@ -1,8 +1,7 @@
-"""Chains of layers, recomputed segment by segment.
+"""Chains of layers that are recomputed segment by segment.
 
-A chain of n layers cut into about sqrt(n) segments needs memory for the inputs of the segments and the
-activations of one of them (Chen, Xu, Zhang, Guestrin, 2016). The last segment is kept rather than recomputed:
-its activations are needed the moment the backward pass begins.
+A chain of n layers in about sqrt(n) segments needs memory for the inputs of the segments and for the activations of one segment
+(Chen, Xu, Zhang, Guestrin, 2016). The last segment is kept and not recomputed, since the backward pass begins with it.
 """
 
 from __future__ import annotations
@@ -31,38 +30,35 @@ def checkpoint_sequential(
     keep_last: bool = True,
     **shared: Any,
 ) -> Any:
-    """Runs ``functions`` one after the other on ``inputs``, recomputing all segments but the last in the
-    backward pass.
+    """Runs ``functions`` one after the other on ``inputs``, and recomputes all segments but the last in the backward pass.
 
     Args:
-        functions: an ``nn.Sequential`` or several callables. A plain tuple that a layer returns becomes the
-            positional arguments of the next layer; a layer after the first that cannot take that many but can
-            take one gets the tuple as it is.
-        segments: how many segments of equal length (as in PyTorch, the last one takes the rest where it does not
-            divide), or the number of layers in each.
-        inputs: what the first layer takes; tensors with or without gradients, or anything else.
+        functions: an ``nn.Sequential`` or an iterable of callables. A plain tuple that a layer returns becomes the positional
+            arguments of the next layer. A layer that takes one argument and not that many gets the tuple as it is.
+        segments: the number of segments of equal length (as in PyTorch, the last one also gets the remainder), or the number of
+            layers in each segment.
+        inputs: the arguments of the first layer: tensors with or without gradients, or any other values.
         use_reentrant, preserve_rng_state: as in :func:`hvd_ckpt.checkpoint`.
-        keep_last: keep the activations of the last segment instead of recomputing them.
-        shared: keyword arguments given to each layer that accepts one of that name.
+        keep_last: whether to keep the activations of the last segment instead of recomputing them.
+        shared: keyword arguments; each layer gets those that it accepts.
 
     Raises:
-        TypeError: ``segments`` is neither an int nor a sequence of ints; ``functions`` are not callables; a
-            layer cannot take the number of arguments it is given; no layer accepts a shared keyword argument.
-        ValueError: ``segments`` is less than 1 or more than there are layers, or lengths do not sum to that
-            number.
+        TypeError: ``segments`` is neither an int nor a sequence of ints, ``functions`` are not callables, a layer cannot take the
+            number of its arguments, or no layer accepts a shared keyword argument.
+        ValueError: ``segments`` is less than 1 or larger than the number of layers, or the lengths do not sum to that number.
 
-    An error that the first layer of a segment raises in a first pass is raised again with a message that names
-    the segment and its layers.
+    If the first layer of a segment raises an error in the first pass, the error is raised again with the segment and its layers in
+    the message.
     """
     options = Options(use_reentrant, preserve_rng_state)
     return _run(_layers(functions), segments, keep_last, options, inputs, shared)
 
 
 def split(layers: int, segments: int | Sequence[int]) -> list[int]:
-    """The number of layers in each segment; an int is split as PyTorch does, the last segment taking the rest.
+    """The number of layers in each segment. An int is split as in PyTorch: the last segment gets the remainder.
 
     Raises:
-        TypeError, ValueError: as :func:`checkpoint_sequential`.
+        TypeError, ValueError: as in :func:`checkpoint_sequential`.
     """
     if isinstance(segments, int) and not isinstance(segments, bool):
         if segments < 1:
@@ -93,13 +89,11 @@ def split(layers: int, segments: int | Sequence[int]) -> list[int]:
 class CheckpointSequential(nn.Sequential):
     """An ``nn.Sequential`` whose forward pass is :func:`checkpoint_sequential`.
 
-    It holds the same modules under the same names as the one it is made from, so a ``state_dict`` of either
-    loads into the other. Under :class:`torch.no_grad` it simply runs. It can be called
-    with several inputs and with keyword arguments shared by the layers.
+    It holds the same modules under the same names as ``model``, so a ``state_dict`` of either loads into the other. Under
+    :class:`torch.no_grad`, it runs without recomputation. It takes several inputs, and keyword arguments that the layers share.
 
     Args:
-        model: an ``nn.Sequential`` (a subclass with a ``forward`` of its own is refused), or a sequence of
-            modules.
+        model: an ``nn.Sequential`` whose class has no ``forward`` of its own, or an iterable of modules.
         segments, use_reentrant, preserve_rng_state, keep_last: as in :func:`checkpoint_sequential`.
     """
 
@@ -126,7 +120,7 @@ class CheckpointSequential(nn.Sequential):
         return _run(list(self), self.segments, self.keep_last, options, inputs, shared)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):  # a part of the chain has other segments, so it is a plain one
+        if isinstance(index, slice):  # a part of the chain has other segments, so it is a plain nn.Sequential
             return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
         return super().__getitem__(index)
 
@@ -154,8 +148,15 @@ def _run(
     return result
 
 
-class Segment:
-    """Some layers in a row, called like one function."""
+class LayerSegment:
+    """Consecutive layers of a chain as one function.
+
+    Args:
+        layers: the layers.
+        accepted: for each layer the names of the shared keyword arguments that it accepts.
+        number, count: number of this segment, from 1, and of all segments.
+        first: index of its first layer in the chain.
+    """
 
     def __init__(
         self, layers: Sequence[Layer], accepted: Sequence[frozenset[str]], number: int, count: int, first: int
@@ -187,7 +188,7 @@ class Segment:
         return result
 
     def _arguments(self, offset: int, values: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-        """The values as the layer takes them: each for itself, or the tuple they came in as one argument."""
+        """The arguments of a layer: each value for itself, or, if the layer does not take that many, all of them as one tuple."""
         if len(values) == 1:
             return values
         layer = self.layers[offset]
@@ -214,8 +215,11 @@ class Segment:
 
 
 def _is_misfit(error: Exception) -> bool:
-    """Whether an error may come from inputs that do not fit. Subclasses have a meaning of their own for those
-    who catch them (out of memory, a lost rank, the end of a recomputation), and so they pass as they are."""
+    """Whether an error may come from inputs that do not fit the layer.
+
+    Subclasses of the four classes have a meaning for whoever catches them (out of memory, a lost rank, the end of a recomputation).
+    They are raised unchanged.
+    """
     if type(error) not in (TypeError, ValueError, IndexError, RuntimeError):
         return False
     message = str(error).lower()
@@ -260,14 +264,16 @@ def _named_modules(model: nn.Sequential | Iterable[nn.Module]) -> OrderedDict[st
     return named
 
 
-def _cut(layers: Sequence[Layer], lengths: Sequence[int], shared: dict[str, Any]) -> list[Segment]:
+def _cut(layers: Sequence[Layer], lengths: Sequence[int], shared: dict[str, Any]) -> list[LayerSegment]:
     accepted = [accepted_names(layer, shared) if shared else frozenset[str]() for layer in layers]
     for name in shared:
         if not any(name in names for names in accepted):
             raise TypeError(f"None of the {len(layers)} layers accepts the keyword argument {name!r}.")
     ends = list(itertools.accumulate(lengths))
     return [
-        Segment(layers[end - length : end], accepted[end - length : end], number, len(lengths), end - length)
+        LayerSegment(
+            layers[end - length : end], accepted[end - length : end], number, len(lengths), end - length
+        )
         for number, (length, end) in enumerate(zip(lengths, ends), start=1)
     ]
 
@@ -303,8 +309,8 @@ def _binds(signature: inspect.Signature, values: tuple[Any, ...], keywords: dict
 
 
 def as_arguments(result: Any) -> tuple[Any, ...]:
-    """The positional arguments that a layer's result is to the next layer."""
-    # Subclasses of tuple have named parts: they are one structured value.
+    """The result of a layer as the positional arguments of the next layer."""
+    # A subclass of tuple has named parts and is one structured value.
     return result if type(result) is tuple else (result,)
 
 

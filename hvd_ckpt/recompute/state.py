@@ -1,10 +1,10 @@
-"""State that a forward pass depends on besides its arguments, and how each recomputation gets it back.
+"""State that a forward pass depends on besides its arguments, noted in the first pass and restored for each recomputation.
 
-A recomputation must compute what the first pass computed, and leave no trace. What may have changed since, or changes when code
-runs twice, is noted around the first pass, and put back for each recomputation:
+A recomputation must compute what the first pass computed, and leave no trace. The state may have changed in between, and some of it
+changes each time the code runs:
 
-- the random state of Python, NumPy and of generators within reach (that of PyTorch itself is up to the variant of checkpoint);
-- the default dtype and device, the kernels that attention may use, deterministic algorithms;
+- the random state of Python, of NumPy and of generators within reach (the variant of checkpoint restores that of PyTorch);
+- the default dtype and device, the kernels that attention may use, and whether algorithms are deterministic;
 - the training flags of the modules;
 - tensors that the first pass has written: buffers, attributes of modules, parameters (:mod:`.written`).
 """
@@ -29,15 +29,25 @@ from hvd_ckpt.utils.frames import aside
 
 
 class ForwardState:
-    """What one first pass found and left, for its recomputations.
+    """The state around one first pass, for its recomputations.
 
     Args:
-        modules: all that the pass can reach.
-        generators: objects that draw random numbers, which it can reach.
-        tensors: others that it can reach; small ones that it writes get their values from before back.
-        preserve_random: put random states back.
-        learn: copy and compare all buffers, to learn which ones this pass writes.
+        modules: all modules that the pass can reach.
+        generators: objects that draw random numbers and that the pass can reach.
+        tensors: tensors that the pass can reach and no module has. Small ones that it writes are restored.
+        preserve_random: whether to restore random states.
+        learn: whether to copy and compare all buffers, to learn which of them this pass writes.
     """
+
+    # Over time:
+    #
+    #     ForwardState()   notes training flags and settings
+    #     first_pass()     notes random states, and copies tensors that may be written
+    #       note_written()   compares: which tensors are written, and what their values were before
+    #     recomputation()  gives modules scratch copies of those values, runs, and gives the tensors back; any number of times
+    #
+    # note_written() also runs before a recomputation that comes in the middle of the first pass (a function may ask for gradients
+    # of its own), since what the pass has written so far is what that recomputation must not see.
 
     def __init__(
         self,
@@ -57,17 +67,19 @@ class ForwardState:
         self._spaces: list[Namespace] | None = None  # while the pass is running
         self._written: list[Written] = []
         self.lost: list[str] = []
-        """Names of written tensors whose values from before the pass are not known."""
+        """Names of written tensors whose earlier values are unknown."""
         self.initialized = False
-        """The pass has given lazy tensors their values, so that no later pass will be like it."""
+        """Whether the pass has initialized lazy tensors, so that no later pass will be like it."""
 
     @contextlib.contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Around the first run of the function."""
+        """A context for the first run of the function."""
         with DisableTorchFunction():
             self._spaces = namespaces_of(self._modules, self._tensors, self._learn)
-        generators = {id(one): one for one in self._generators}
-        generators.update((id(one), one) for space in self._spaces for one in space.generators)
+        generators = {id(generator): generator for generator in self._generators}
+        generators.update(
+            (id(generator), generator) for space in self._spaces for generator in space.generators
+        )
         if self._preserve_random:
             self._random = [*_global_sources(), *map(_source, generators.values())]
         try:
@@ -78,8 +90,7 @@ class ForwardState:
             self._random = [source for source in self._random if source.moved()]
 
     def note_written(self) -> bool:
-        """Finds what the pass has written so far. To be called before each recomputation: one may come in the middle of the pass,
-        for gradients that the function asks for.
+        """Finds the tensors that the pass has written so far. Must be called before each recomputation.
 
         Returns:
             Whether the pass is still running.
@@ -87,14 +98,14 @@ class ForwardState:
         if self._spaces is None:
             return False
         with DisableTorchFunction():
-            self._written = [one for space in self._spaces for one in space.written()]
-        self.lost = [one.name for one in self._written if one.lost]
-        self.initialized = any(one.initialized for one in self._written)
+            self._written = [written for space in self._spaces for written in space.written()]
+        self.lost = [written.name for written in self._written if written.lost]
+        self.initialized = any(written.initialized for written in self._written)
         return True
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
-        """Around every later run."""
+        """A context for each later run of the function."""
         with contextlib.ExitStack() as restore:
             for module, training in self._modes:
                 if module.training != training:
@@ -109,8 +120,8 @@ class ForwardState:
             if self._written:
                 scratch: dict[int, Tensor] = {}
                 with aside():
-                    for one in self._written:
-                        restore.callback(one.give(scratch))
+                    for written in self._written:
+                        restore.callback(written.give(scratch))
             yield
 
 
@@ -118,7 +129,7 @@ class ForwardState:
 
 
 class _Source(NamedTuple):
-    """Something that draws random numbers, and its state."""
+    """A source of random numbers and its noted state."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -150,7 +161,7 @@ def _source(generator: Any) -> _Source:
 
 
 class _NumpyState:
-    """State of NumPy's global generator. To read it takes 30 us, and to see that it is where it was less than one."""
+    """State of NumPy's global generator. Reading it takes 30 us; comparing its memory with the last reading takes less than one."""
 
     def __init__(self) -> None:
         self._known: tuple[bytes, Any] | None = None
@@ -160,7 +171,7 @@ class _NumpyState:
         words = self._words()
         if self._known is None or words is None or self._known[0] != words or self._known[1][3]:
             state = np.random.get_state()
-            # With a normal number in reserve, draws may leave the words as they are.
+            # The generator may hold a second normal number in reserve: drawing that one leaves the words as they are.
             self._known = (words, state) if words is not None else None
             return state
         return self._known[1]

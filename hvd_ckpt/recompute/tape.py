@@ -1,20 +1,18 @@
-"""Selective recomputation of single torch functions, in code that knows nothing of it.
+"""Selective recomputation of single torch functions, in code that stays as it is.
 
-A region that is recomputed as a whole (:func:`hvd_ckpt.checkpoint`) gives up cheap and expensive results alike. Here
-a call runs once, as it is, under a *tape*. For the torch functions that a :class:`Policy` names, the tape notes
-function and arguments, and their results are *dropped*: wherever autograd would save one, it gets a holder in its
-place. The first holder that the backward pass opens lets the functions behind it be *replayed*, and those connected
-with them, from what was kept (:mod:`hvd_ckpt.recompute.replay`). So what is kept is chosen tensor by tensor: a gelu is
-cheap to have again, a matrix product is not, and one whose result nobody saved is never done again.
+A region that is recomputed as a whole (:func:`hvd_ckpt.checkpoint`) drops cheap and expensive results alike. Here a function runs
+once, unchanged, under a *tape*: a torch function mode that sees each torch function that the code calls. A :class:`Policy` names
+some of these calls by their numbers. Their results are *dropped*: where autograd would save such a result, it saves a small
+:class:`.replay.Holder` instead. The first holder that the backward pass opens *replays* its group: the dropped calls that are
+connected with it run again, from kept tensors. So a policy can drop the result of a gelu, which is cheap to compute again, and
+keep the result of a matrix product.
 
-Nothing but torch functions is run again: no module code, no hooks, no side effects. A batch norm counts its batch
-once because its module runs once. The graph is the one that autograd built in the forward pass, so every
-parameter's gradient is accumulated once.
+A replay runs torch functions only: no module code, no hooks, no side effects. A batch norm counts its batch once, because its
+module runs once. The graph is the one that autograd built in the forward pass, so each parameter's gradient accumulates once.
 
-What the tape does not see is kept: results of custom autograd functions and of compiled ones, and of anything that
-changes a tensor in place in a way that cannot be repeated. To keep some and recompute other tensors of one block is
-the idea of Checkmate (Jain et al., 2020) and Rockmate (Zhao et al., 2023), which trace a model into a graph and run
-that in its place.
+Some results cannot be dropped: those of custom autograd functions and of compiled functions, which the tape does not see, and
+those of calls that change a tensor in place and cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate (Zhao et al., 2023)
+also keep some tensors of a block and recompute others. They trace the model into a graph and run the graph in its place.
 """
 
 from __future__ import annotations
@@ -40,14 +38,12 @@ from hvd_ckpt.recompute.calls import (
     statistics_of,
     tensors_in,
 )
-from hvd_ckpt.recompute.host import HostTensors, may_leave
-from hvd_ckpt.recompute.keeper import Keeper, Later, Packed, memory_of, version_of
+from hvd_ckpt.recompute.keeper import Forms, Keeper, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
-from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.recompute.verify import Verification, begin_pass, observe, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
-from hvd_ckpt.torch_private import DisableTorchFunction, disable_dynamo, function_mode_stack, in_functorch
+from hvd_ckpt.torch_private import disable_dynamo, function_mode_stack, in_functorch
 from hvd_ckpt.utils.frames import depth, keeps_everything
 from hvd_ckpt.utils.measure import is_undisturbed
 
@@ -57,17 +53,17 @@ _MADE = "_hvd_ckpt_made"
 
 @dataclass(frozen=True)
 class Policy:
-    """Which calls of a piece of code are dropped.
+    """Which calls of a function are dropped, and how the tensors of the others are kept.
 
     Attributes:
-        calls: names of the torch functions it calls that return tensors, in order. Code that sometimes calls others
-            (in evaluation mode, with another mask) keeps everything from the first difference on.
+        calls: names of the torch functions that the code calls and that return tensors, in order. If a pass calls other functions
+            (in evaluation mode, with another mask), everything from the first difference on is kept.
         dropped: numbers of the calls whose results are dropped.
-        breaks: those dropped calls behind which a new group begins: what depends on their results is replayed apart from
-            what they depend on.
+        breaks: dropped calls that end a group. The calls that depend on their results are replayed apart from the calls that they
+            depend on, which takes less memory and more time.
         compress: keep masks and integers in fewer bytes (:mod:`hvd_ckpt.recompute.saved`).
-        lossy: keep floating point numbers that are made here as ``"float16"`` or ``"bfloat16"``: results change.
-        offload: keep large tensors of a CUDA device that are made here in host memory (:mod:`hvd_ckpt.recompute.host`).
+        lossy: keep floating point numbers that the code computes as ``"float16"`` or ``"bfloat16"``. Results change.
+        offload: keep large CUDA tensors that the code computes in host memory (:mod:`hvd_ckpt.recompute.host`).
     """
 
     calls: tuple[str, ...]
@@ -83,45 +79,45 @@ class Policy:
 
     @property
     def acts(self) -> bool:
-        """Whether it does anything."""
+        """Whether the policy changes what is kept."""
         return bool(self.dropped) or self.compress or self.lossy is not None or self.offload
 
 
 class _Tag(NamedTuple):
-    """Written on a tensor that is a dropped result; it counts for one tape, and until the tensor is changed."""
+    """Mark on a tensor that is a dropped result. It is valid for one tape and until the tensor is changed in place."""
 
     tape: object
     group: Group
     call: Call
     output: int
     version: int
-    fresh: bool  # lies in memory that dropped calls have made
+    fresh: bool  # the result lies in memory that dropped calls have allocated
 
 
 _Inputs = list[tuple[Tensor, int, _Tag | None]]  # each tensor, its version before the call, and its tag
 
 
 class _Running(NamedTuple):
-    """The torch function that is running now."""
+    """The torch function that is running."""
 
     func: Callable[..., Any]
     inputs: _Inputs
     call: Call | None  # None: its results are not dropped
     group: Group | None
-    inner: list[Tensor]  # what it has saved of its own, where that may have to be kept after all
+    inner: list[Tensor]  # new tensors that it has saved, if they may have to be kept after all
     after: list[
         Callable[[], object]
-    ]  # to be called when it has returned: until then it may fill what it saves
+    ]  # called when it has returned: until then, it may still fill what it has saved
 
 
 @disable_dynamo
 def run_selectively(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
 ) -> Any:
-    """``function(*args, **kwargs)``, whose graph keeps what the policy does not drop.
+    """Runs ``function(*args, **kwargs)`` so that its graph keeps only what the policy does not drop.
 
-    Without gradients, inside another selective run, and where everything is kept
-    (:func:`hvd_ckpt.without_recomputation`), the function simply runs.
+    The function runs as it is without gradients, inside another selective run, and under
+    :func:`hvd_ckpt.without_recomputation`.
     """
     if (
         not policy.acts
@@ -144,27 +140,26 @@ def run_selectively(
 
 
 def _verification(function: Callable[..., Any], policy: Policy) -> Verification | None:
-    """What compares dropped results with those that come back, in a pass through the function that is to be verified."""
+    """Verification that compares dropped results with replayed ones; None if this pass through the function is not verified."""
     owner: Any = function
     while isinstance(
         owner, functools.partial
-    ):  # a method of a module, or modules that are called one after the other
+    ):  # a method of a module, or modules that run one after the other
         owner = owner.args[0] if owner.args else owner.func
         owner = owner[0] if isinstance(owner, list) else owner
     owner = getattr(owner, "__self__", owner)
-    # Planning looks at copies of inputs: training is verified again.
+    # Planning runs the function on copies of inputs, which does not count as the first pass of training.
     key = (id(policy), getattr(owner, "training", None), is_undisturbed())
     title = getattr(owner, "__qualname__", type(owner).__name__)
     return begin_pass(owner, key, lambda: title, may_verify=policy.lossy is None).verification
 
 
 class Tape(TorchFunctionMode):
-    """One forward pass of one piece of code. While it is active on a thread, :meth:`call` runs every torch function that the
-    thread's code calls.
+    """Tape of one forward pass of a function. While it is active, :meth:`call` runs each torch function that this thread calls.
 
-    Not within a region that is checkpointed as a whole: what that keeps is already decided.
+    The tape is inactive inside a region that is checkpointed as a whole, since that region decides what it keeps.
 
-    Calls that return tensors are numbered: what is done to one of them must be done to the same one in the next step.
+    Calls that return tensors are numbered, and a policy names a call by its number in each step.
     """
 
     def __init__(self, policy: Policy, verification: Verification | None = None) -> None:
@@ -172,19 +167,16 @@ class Tape(TorchFunctionMode):
         self._verification = verification
         self.depth = depth()
         self.keeper = Keeper()
-        self._lossy: torch.dtype | None = getattr(torch, policy.lossy) if policy.lossy else None
         self._policy = policy
-        self._compresses = policy.compress or policy.lossy is not None
-        self._host = HostTensors() if policy.offload else None
+        self._forms = Forms(self.keeper, policy.compress, policy.lossy, policy.offload)
         self._dropped = policy.dropped
         self._count = 0
         self._running: _Running | None = None
         self._tagged: list[TensorWeakRef] = []
         self._stored: dict[int, list[tuple[weakref.ref[Stored], Call]]] = {}  # by memory
-        self._written: set[int] = (
-            set()
-        )  # memory of small tensors that calls change: the next forward pass may change them again
-        self._token = object()
+        # Memory of small tensors that calls change: the next forward pass may change them again before this backward pass.
+        self._written: set[int] = set()
+        self._token = object()  # tells this tape's marks on tensors from those of earlier tapes
 
     def __torch_function__(
         self,
@@ -193,27 +185,30 @@ class Tape(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # What torch.compile compiles is one piece: it would look into this method otherwise. And a transform of torch.func
-        # works at a level of its own, which a replay is not at.
+        # Three kinds of calls are not recorded: those that torch.compile is tracing (it would trace into this method), those of a
+        # checkpointed region inside, and those of a torch.func transform, whose level has ended when a replay runs.
         if torch.compiler.is_compiling() or depth() != self.depth or in_functorch():
             return func(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
 
     def close(self) -> None:
-        """The forward pass is over."""
+        """Ends the forward pass: removes all marks, and hands collected tensors to the outer hooks."""
         for memory in self._written:
             self._copy_stored(memory)
         self.keeper.close()
         self._stored.clear()
         for reference in self._tagged:
             tensor = reference()
-            if tensor is not None:  # whoever keeps a result must not keep what it was computed from
+            if tensor is not None:
+                # A mark holds its group and so the group's kept arguments. A result that outlives the graph must not hold them.
                 tensor.__dict__.pop(_TAG, None)
                 tensor.__dict__.pop(_MADE, None)
         self._tagged.clear()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs ``func(*args, **kwargs)`` and returns what it returns."""
+        """Runs ``func(*args, **kwargs)``, records the call if its results are dropped, and returns what it returns."""
+        # Read before the call: a version that has grown afterwards shows a change in place, which may also have made a tensor
+        # require a gradient.
         number = self._count
         inputs = [(tensor, version_of(tensor), self._tag(tensor)) for tensor in tensors_in(args, kwargs)]
         needs_grad = [tensor.requires_grad for tensor, _, _ in inputs]
@@ -241,13 +236,14 @@ class Tape(TorchFunctionMode):
             if call is not None and group is not None:
                 self._record(call, group, args, kwargs, running, needs_grad, outputs)
             elif self._dropped and not self._expected(number, func):
+                # The code calls other functions than those that the policy was made for, so later numbers mean other calls.
                 self._dropped = frozenset()
-            if self._lossy is not None or self._host is not None:
+            if self._forms.of_results:
                 self._mark(inputs, outputs)
         return result
 
     def _mark(self, inputs: _Inputs, outputs: tuple[Tensor, ...]) -> None:
-        """Marks results in memory of their own: those may be kept in another form when another call saves them."""
+        """Marks results in memory of their own, which may be kept in another form when a later call saves them."""
         sources = {memory_of(tensor) for tensor, _, _ in inputs}
         for tensor in outputs:
             if memory_of(tensor) not in sources:
@@ -255,11 +251,11 @@ class Tape(TorchFunctionMode):
                 self._tagged.append(TensorWeakRef(tensor))
 
     def _may_keep(self, func: Callable[..., Any]) -> bool:
-        """Whether what a call saves may have to be kept, because it changes its arguments without saying so."""
+        """Whether the saved tensors of a call may have to be kept, because it may change its arguments past its schema."""
         return not depends_on_arguments_alone(func)
 
     def _begin(self, call: Call) -> None:
-        """Called before a call runs whose results may be dropped; for subclasses (``planning.trace``)."""
+        """Called before a droppable call runs; for subclasses (``planning.trace``)."""
 
     def _drops(self, number: int, func: Callable[..., Any]) -> bool:
         return number in self._dropped and self._expected(number, func)
@@ -275,9 +271,10 @@ class Tape(TorchFunctionMode):
         kwargs: dict[str, Any],
         inputs: _Inputs,
     ) -> bool:
-        """Whether the call does the same when it is run again with the same arguments.
+        """Whether the call gives the same results when it runs again with the same arguments.
 
-        A change in place of the first argument does if that comes back as it was: in memory that dropped calls have made.
+        A call that changes its first argument in place is repeatable if a replay allocates that argument anew: if the argument lies
+        in memory that dropped calls have allocated.
         """
         if func in UNREPEATABLE or any(
             isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
@@ -290,14 +287,14 @@ class Tape(TorchFunctionMode):
         return all(tensor is first for tensor in changed) and tag is not None and tag.fresh
 
     def _tag(self, tensor: Tensor) -> _Tag | None:
-        """The tensor's tag, if it is what this tape has dropped."""
+        """The tag of a tensor that is a dropped result of this tape and has not changed since; else None."""
         tag: _Tag | None = tensor.__dict__.get(_TAG)
         if tag is None or tag.tape is not self._token or tag.version != version_of(tensor):
             return None
         return tag
 
     def _protect(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before a call runs: if it changes kept arguments of dropped calls in place, those get copies."""
+        """Copies kept arguments of dropped calls that the next call is going to change in place."""
         if func in UNTRACKED:
             for tensor in tensors_in(args):
                 tensor.__dict__.pop(_TAG, None)
@@ -308,14 +305,15 @@ class Tape(TorchFunctionMode):
                 self._written.add(memory)
 
     def _copy_stored(self, memory: int) -> None:
-        """Gives copies to dropped calls whose kept arguments lie in this memory."""
+        """Replaces kept arguments of dropped calls that lie in this memory by copies."""
         for reference, call in self._stored.pop(memory, ()):
             stored = reference()
             if (
                 stored is None or (memory_of(stored.kept.peek()) or 0) != memory
             ):  # a split parameter has left it
                 continue
-            # A view that nobody has used yet has changed too, and will not be asked for.
+            # No copy for a call whose result lies in the changed memory and was neither read nor saved: the change makes that
+            # result invalid, so nobody can ask for its old values.
             if call.read or call.wanted or not call.alias:
                 with torch.no_grad():
                     copy = stored.kept.peek().clone()
@@ -332,6 +330,8 @@ class Tape(TorchFunctionMode):
         outputs: tuple[Tensor, ...],
     ) -> None:
         """Notes what is needed to run the call again, and marks its results as dropped."""
+        # A call that has run changes nothing, or running statistics (which a replay updates in scratch copies), or its first
+        # argument, if it returns that and it is a dropped result itself. Whatever else it has changed, its results are kept.
         inputs = running.inputs
         changed = [entry for entry in inputs if version_of(entry[0]) != entry[1]]
         new = [
@@ -343,7 +343,7 @@ class Tape(TorchFunctionMode):
             return
         name = call_name(call.func)
         scratch = statistics_of(call.func, args, kwargs)
-        changed = [entry for entry in changed if not any(entry[0] is one for one in scratch)]
+        changed = [entry for entry in changed if not any(entry[0] is statistic for statistic in scratch)]
         if changed:
             if (
                 len(changed) == 1
@@ -362,12 +362,13 @@ class Tape(TorchFunctionMode):
                 foreign.add(memory_of(tensor))
             if id(tensor) in specified:
                 continue
-            if any(tensor is one for one in scratch):
+            if any(tensor is statistic for statistic in scratch):
                 specified[id(tensor)] = Scratch(tensor)
             elif tag is None:
                 specified[id(tensor)] = stored = Stored(self.keeper.keep(tensor, name), requires_grad)
                 self._stored.setdefault(memory_of(tensor) or 0, []).append((weakref.ref(stored), call))
             else:
+                # The argument is a dropped result: the two calls are replayed together, except across a break.
                 tag.call.read = True
                 if tag.call.number not in self._policy.breaks:
                     group.merge(tag.group.root())
@@ -382,6 +383,13 @@ class Tape(TorchFunctionMode):
 
     def pack(self, tensor: Tensor) -> Any:
         """The object that autograd holds in place of ``tensor``."""
+        # What autograd saves is one of three things, told apart by identity, memory and version:
+        #
+        #   a dropped result                          a holder
+        #   an argument of the running call, or       kept; if the argument is a dropped result, a holder with the place
+        #   a view of one                             of the view
+        #   a new tensor of the running call, such    if the call is dropped, a holder for its inner tensor -1, -2, ...;
+        #   as a mask                                 else kept, perhaps in another form
         tag = self._tag(tensor)
         if tag is not None:
             return self._see(_hold(tag.group, tag.call, tag.output), tensor)
@@ -395,8 +403,8 @@ class Tape(TorchFunctionMode):
         for source, version, tag in running.inputs:
             same = source is tensor or (memory is not None and memory_of(source) == memory)
             if same and version_of(source) == version:
-                # An argument, or a view of it: kept, unless it is a dropped result that a replay gives back in the same memory
-                # layout (what comes back through hooks of others may lie in less memory than it did).
+                # The place of a view is only valid if a replay returns the result in the same memory layout. A result that is a
+                # view of a kept tensor may not, if that tensor passes through other hooks, which may return it in less memory.
                 can_be_viewed = tag is not None and (tag.fresh or not self.keeper.collecting)
                 if (
                     tag is None
@@ -406,13 +414,13 @@ class Tape(TorchFunctionMode):
                     or tensor.is_neg()
                 ):
                     made_here = source is tensor and tensor.__dict__.get(_MADE) is self._token
-                    if made_here and self._moves:
-                        return self._keep_inner(tensor, running)
+                    if made_here:
+                        return self._forms.keep(tensor, name, running.after)
                     return self.keeper.keep(tensor, name)
                 return self._see(_hold(tag.group, tag.call, tag.output, View.of(tensor, source)), tensor)
         if running.call is None or running.group is None:
-            return self._keep_inner(tensor, running)
-        running.call.inner += 1  # a new tensor of the running call, its inner tensor number -inner
+            return self._forms.keep(tensor, name, running.after)
+        running.call.inner += 1
         if self._may_keep(running.func):
             running.inner.append(tensor)
         holder = _hold(running.group, running.call, -running.call.inner)
@@ -421,38 +429,10 @@ class Tape(TorchFunctionMode):
         return holder
 
     def _see(self, holder: Holder, tensor: Tensor) -> Holder:
-        """The holder of a tensor, which observes it in a pass that is verified."""
+        """Returns the holder; in a verified pass, first notes how the tensor looks."""
         if self._verification is not None:
             holder.seen = (self._verification, observe(tensor, running_module()))
         return holder
-
-    def _keep_inner(self, tensor: Tensor, running: _Running) -> Any:
-        """Keeps a new tensor of the running call, perhaps in fewer bytes or in host memory."""
-        name = call_name(running.func)
-        if not self._moves:
-            return self.keeper.keep(tensor, name)
-        later = Later(tensor, name)
-        running.after.append(lambda: setattr(later, "packed", self._moved(tensor, name)))
-        return later
-
-    @property
-    def _moves(self) -> bool:
-        """Whether tensors that are made here may be kept in another form than their own."""
-        return self._compresses or self._host is not None
-
-    def _moved(self, tensor: Tensor, name: str) -> Any:
-        """What is kept of a tensor that is complete."""
-        packed = None
-        if self._compresses:
-            with DisableTorchFunction(), torch.no_grad():
-                packed = compress(tensor, self._lossy)
-        elif self._host is not None and not self.keeper.collecting and may_leave(tensor):
-            return self._host.take(tensor)
-        if packed is None:
-            return self.keeper.keep(tensor, name)
-        if self.keeper.collecting:
-            return Packed(packed, self.keeper.keep(packed.payload, name))
-        return packed
 
 
 def _hold(group: Group, call: Call, key: int, view: View | None = None) -> Holder:

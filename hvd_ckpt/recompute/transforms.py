@@ -1,6 +1,6 @@
-"""Transforms that recomputation cannot be inside of: forward-mode derivatives, and those of :mod:`torch.func`.
+"""Check for transforms that do not work with recomputation: forward-mode derivatives and the transforms of :mod:`torch.func`.
 
-What they save belongs to their level, which has ended when the backward pass recomputes.
+Their tensors belong to the level of the transform, which has ended when the backward pass recomputes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def is_transformed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         return True
     if dual_level() < 0:
         return False
-    found = reach(function, args, kwargs)
-    parameters = (one for module in found.modules for one in module._parameters.values())
-    return any(_has_tangent(tensor) for tensor in (*found.tensors, *parameters) if tensor is not None)
+    reached = reach(function, args, kwargs)
+    parameters = (parameter for module in reached.modules for parameter in module._parameters.values())
+    return any(_has_tangent(tensor) for tensor in (*reached.tensors, *parameters) if tensor is not None)
 
 
 def refuse_transforms(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises RuntimeError where :func:`is_transformed`; called in the forward pass of what would be recomputed."""
+    """Raises RuntimeError if :func:`is_transformed`; called in a forward pass that would be recomputed."""
     if is_transformed(function, args, kwargs):
         raise RuntimeError(
             "Forward-mode derivatives and the transforms of torch.func (jvp, vmap, grad, ...) cannot pass through a block that is "

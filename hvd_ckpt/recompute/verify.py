@@ -1,13 +1,12 @@
-"""Verification of recomputation: are the recomputed tensors those of the first pass, bit for bit?
+"""Verification of recomputation: whether the recomputed tensors equal those of the first pass, bit for bit.
 
-A recomputation that computes something else gives gradients of another function, and nothing fails. So the first training pass
-through each region (and each planned block) observes what the backward pass will ask for, and its recomputation is compared with
-that: by a fingerprint of the bits (:mod:`hvd_ckpt.utils.fingerprint`), and, where these differ, by 64 sampled elements, which tell
-a rounding from another result. Nothing waits for a GPU before the end of the backward pass, where all comparisons are read at
-once.
+A recomputation that computes something else gives the gradients of another function, and nothing fails. So the first training pass
+through each region (and each planned block) observes the tensors that the backward pass will need, and the recomputation is
+compared with it. Two observations are compared by a fingerprint of the bits (:mod:`hvd_ckpt.utils.fingerprint`). If the
+fingerprints differ, 64 sampled elements tell a rounding from another result.
 
-Only kernels that are not deterministic may differ by a rounding: that is a warning, unless deterministic algorithms are in use.
-Every other difference is a :class:`RecomputationMismatch`.
+A difference by a rounding is a warning where kernels may be nondeterministic, unless deterministic algorithms are in use. Any other
+difference is a :class:`RecomputationMismatch`.
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ from hvd_ckpt.utils.unmaterialized import absent_storages, is_absent
 
 VARIABLE = "HVD_CKPT_VERIFY_RECOMPUTATION"
 _SAMPLE = 64
-_ROUNDING = 1e4  # in units of the dtype's epsilon, above the largest sampled element: what sums in another order may differ by
+_ROUNDING = 1e4  # most that sums in another order may differ by, in units of the dtype's epsilon times the largest element
 _SHOWN = 3  # mismatches named in an error
 
 
 class RecomputationMismatch(CheckpointError):
-    """A recomputation gave other values than its first pass, so that gradients would be those of another function."""
+    """A recomputation gave other values than its first pass, so the gradients would be those of another function."""
 
 
 # ---------------------------------------------------------------------------------------- when
 
 
 def verify_recomputation(when: str | int) -> None:
-    """Sets when recomputation is verified: when its results are compared, bit for bit, with those of the first pass.
+    """Sets which passes verify recomputation: compare its tensors, bit for bit, with those of the first pass.
 
     Verification covers :func:`hvd_ckpt.checkpoint` in both variants, ``CheckpointFunction``, segments, pipeline stages and plans. A
-    verified pass reads each tensor that autograd saves twice more than others do.
+    verified pass reads each saved tensor two more times than other passes do.
 
     Args:
         when: ``"first"`` (the default): the first training pass through each region in this process, and again for other modules
-            or another training mode. ``"always"``: every pass. ``"never"``. A number n: every n-th pass. The environment variable
-            ``HVD_CKPT_VERIFY_RECOMPUTATION`` sets the same.
+            or another training mode. ``"always"``: every pass. ``"never"``: no pass. A number n: every n-th pass. The environment
+            variable ``HVD_CKPT_VERIFY_RECOMPUTATION`` sets the default.
 
     Raises:
-        ValueError: ``when`` is something else.
+        ValueError: ``when`` has another value.
     """
     global _when
     _when = read_when(when, "when")
@@ -67,7 +66,7 @@ def verify_recomputation(when: str | int) -> None:
 
 @contextlib.contextmanager
 def verifying(when: str | int) -> Iterator[None]:
-    """A context with another setting."""
+    """A context in which :func:`verify_recomputation` is set to ``when``."""
     global _when
     before, _when = _when, when
     try:
@@ -80,15 +79,20 @@ _when: str | int = read_when(os.environ.get(VARIABLE) or "first", VARIABLE)
 
 
 @dataclass
-class _Passes:
-    """The passes through one region so far."""
+class _Counts:
+    """The passes through one region so far.
+
+    Attributes:
+        begun: number of passes.
+        verified: whether a recomputation has been compared and was right.
+    """
 
     begun: int = 0
-    verified: bool = False  # a recomputation has been
+    verified: bool = False
 
 
-_passes: weakref.WeakKeyDictionary[Any, dict[Hashable, _Passes]] = weakref.WeakKeyDictionary()
-"""By something that lives as long as the region, such as a module."""
+_passes: weakref.WeakKeyDictionary[Any, dict[Hashable, _Counts]] = weakref.WeakKeyDictionary()
+"""By an object that lives as long as the region, such as a module, and by what else the region depends on."""
 
 
 @dataclass(eq=False)
@@ -96,13 +100,13 @@ class Pass:
     """One pass through a region: a first pass and its recomputations.
 
     Attributes:
-        is_new: no pass through this region has been recomputed yet.
-        verification: observes and compares; None in a pass that is not verified.
+        is_new: whether no pass through this region has been recomputed yet.
+        verification: observes and compares tensors; None in a pass that is not verified.
     """
 
     is_new: bool
     verification: Verification | None
-    _counts: _Passes
+    _counts: _Counts
 
     def recomputed(self) -> None:
         """Called after a recomputation that is not verified, and not in the middle of the first pass."""
@@ -115,10 +119,10 @@ def begin_pass(owner: Any, key: Hashable, title: Callable[[], str], may_verify: 
     Args:
         owner: a module or another object that lives as long as the region.
         key: what else the region depends on, such as the training modes of modules.
-        title: the region in words, for errors.
-        may_verify: False for a region whose results may differ.
+        title: returns a description of the region, for errors.
+        may_verify: False for a region whose recomputation may differ by design.
     """
-    counts = _passes.setdefault(owner, {}).setdefault(key, _Passes())
+    counts = _passes.setdefault(owner, {}).setdefault(key, _Counts())
     counts.begun += 1
     if isinstance(_when, int):
         due = (counts.begun - 1) % _when == 0
@@ -132,14 +136,15 @@ def begin_pass(owner: Any, key: Hashable, title: Callable[[], str], may_verify: 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """A tensor as it was.
+    """Facts of a tensor at one time, by which it can be compared later.
 
     Attributes:
         facts: shape, dtype and device.
-        strides: those of its elements.
-        bits: its fingerprint, and ``sample`` some elements; None for a tensor without memory of its own.
-        module: the innermost one whose code was running when it was computed, if known.
-        only_sample: the fingerprint is that of the sample.
+        strides: of its elements.
+        bits: the fingerprint; None for a tensor without values.
+        sample: at most 64 elements; None for a tensor without values.
+        module: the innermost module whose code was running when the tensor was saved, if known.
+        only_sample: whether the fingerprint is that of the sample.
     """
 
     facts: tuple[torch.Size, torch.dtype, torch.device]
@@ -155,29 +160,34 @@ class Observation:
 
     @property
     def where(self) -> str:
-        """Where it was computed, in words."""
+        """The module that has computed the tensor, in words."""
         return "in" if self.module is None else f"in {type(self.module).__name__},"
 
 
 def observe(tensor: Tensor, module: nn.Module | None = None) -> Observation:
-    """A tensor as it is now; ``module`` is the one that has computed it."""
+    """The observation of a tensor; ``module`` is the module that has computed it."""
     return observe_all([(tensor, module, None)])[0]
 
 
 def observe_all(
     tensors: Iterable[tuple[Tensor, nn.Module | None, Observation | None]],
 ) -> list[Observation]:
-    """Some tensors as they are now, each with the module that has computed it and with what it will be compared with.
+    """The observations of some tensors.
 
-    Of a parameter only the sample counts: an optimizer changes all of its elements.
+    Args:
+        tensors: each tensor with the module that has computed it and with the observation that it will be compared with.
+
+    A parameter is compared by its sample only, as an optimizer changes all of its elements.
     """
-    found: list[tuple[Any, ...]] = []
+    # Nothing here waits for a GPU: fingerprints and samples are tensors on the device of what they are taken of. aside() hides the
+    # kernels from modes that count operations and from autograd.
+    observed: list[tuple[Any, ...]] = []
     rows: list[Tensor] = []
     with aside():
         for tensor, module, like in tensors:
             facts = (tensor.shape, tensor.dtype, tensor.device)
             if not _has_values(tensor):
-                found.append((facts, (), None, None, module, False))
+                observed.append((facts, (), None, None, module, False))
                 continue
             is_parameter = type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter
             only_sample = is_parameter if like is None else like.only_sample
@@ -187,17 +197,17 @@ def observe_all(
                 tensor = in_layout(tensor, like.strides)
             row = _row(tensor)
             few = _sample(row)
-            found.append((facts, strides, len(rows), few, module, only_sample))
+            observed.append((facts, strides, len(rows), few, module, only_sample))
             rows.append(few if only_sample else row if strides else tensor)
         bits = fingerprints(rows)
     return [
         Observation(facts, strides, None if index is None else bits[index], *rest)
-        for facts, strides, index, *rest in found
+        for facts, strides, index, *rest in observed
     ]
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether the elements can be read: not of wrappers, nor of parameters that are split over the ranks."""
+    """Whether the elements can be read. Wrapper subclasses and parameters that are split over the ranks have none."""
     if is_absent(tensor) or tensor.device.type == "meta":
         return False
     if tensor.layout is not torch.strided:
@@ -212,7 +222,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """The elements of a tensor in the order in which they lie in memory, each once; a view if nothing lies between them."""
+    """The elements of a tensor in the order in which they lie in memory, each once; a view if the tensor is contiguous."""
     if tensor.layout is not torch.strided:
         return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).reshape(-1)
     if tensor.is_contiguous():
@@ -227,7 +237,7 @@ def _sample(row: Tensor) -> Tensor:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Some elements of a tensor as they are now; none of one that has no values, is sparse or is not contiguous."""
+    """A copy of at most 64 elements of a tensor; empty for a tensor that has no values, is sparse or is not contiguous."""
     if tensor.layout is not torch.strided or not _has_values(tensor) or not tensor.is_contiguous():
         return torch.empty(0, dtype=torch.uint8)
     return _sample(tensor.view(-1))
@@ -235,6 +245,8 @@ def sample(tensor: Tensor) -> Tensor:
 
 def running_module() -> nn.Module | None:
     """The innermost module whose code is running on this thread."""
+    # Read from the stack, since hooks on all modules would cost more, and a verified pass is rare. A method's first argument is the
+    # module, whatever calls lie between it and the operation.
     frame: Any = sys._getframe(1)
     while frame is not None:
         if "self" in frame.f_code.co_varnames[:1] and isinstance(module := frame.f_locals["self"], nn.Module):
@@ -245,19 +257,22 @@ def running_module() -> nn.Module | None:
 
 @dataclass(eq=False)
 class Verification:
-    """Compares what the recomputations of one pass compute with what its first pass did."""
+    """Comparison of the recomputations of one pass with its first pass."""
 
     _title: Callable[[], str]
-    _counts: _Passes
-    is_over: bool = True  # the first pass; a recomputation in the middle of it proves nothing about the rest
+    _counts: _Counts
+    is_over: bool = (
+        True  # whether the first pass is: a recomputation in the middle of it proves nothing about the rest
+    )
     _pairs: list[tuple[Observation, Observation, str]] = field(default_factory=list)
 
     def compare(self, tensors: Iterable[tuple[Observation, Tensor]], what: str) -> None:
-        """Compares tensors with what they were; a difference is an error at the end of the backward pass that is running, or, where
-        its gradients are reduced, on every rank in the synchronization that follows.
+        """Notes tensors for the comparison with their observations, which is read at the end of the backward pass that is running.
+
+        A difference is an error then, or, if the gradients are reduced, on every rank in the synchronization that follows.
 
         Args:
-            what: one of them in words, such as "an output".
+            what: the kind of tensor in words, such as "an output".
         """
         pairs = list(tensors)
         observed = observe_all((tensor, None, first) for first, tensor in pairs)
@@ -267,14 +282,16 @@ class Verification:
             _finish_later(self)
 
     def differences(self) -> list[str]:
-        """What differs by more than a rounding, in words; warns of roundings."""
+        """Descriptions of tensors that differ by more than a rounding; warns of roundings."""
+        # The only place that waits for a GPU: once for each device, for the mask of all its fingerprints. Elements are compared
+        # only where the mask is set.
         pairs, self._pairs = self._pairs, []
         by_device: dict[Any, list[tuple[Observation, Observation, str]]] = {}
-        found: list[str] = []
+        mismatches: list[str] = []
         roundings: list[str] = []
         for first, again, what in pairs:
             if first.facts != again.facts:
-                found.append(f"{first.where} {what} was {first} and is {again}")
+                mismatches.append(f"{first.where} {what} was {first} and is {again}")
             elif first.bits is not None and again.bits is not None and not _is_workspace(first):
                 by_device.setdefault(first.bits.device, []).append((first, again, what))
         for same_device in by_device.values():
@@ -284,7 +301,7 @@ class Verification:
                 first, again, what = same_device[index]
                 difference, is_rounding = _difference(first, again)
                 text = f"{first.where} {what} ({first}) {difference}"
-                (roundings if is_rounding else found).append(text)
+                (roundings if is_rounding else mismatches).append(text)
         if roundings:
             warnings.warn(
                 f"Recomputing {self._title()} rounds in another way than its first pass: {_listed(roundings)}. If kernels that are "
@@ -292,14 +309,14 @@ class Verification:
                 "chooses others.",
                 stacklevel=2,
             )
-        self._counts.verified = self._counts.verified or (self.is_over and not found)
-        return found
+        self._counts.verified = self._counts.verified or (self.is_over and not mismatches)
+        return mismatches
 
     def error(self, differences: list[str]) -> RecomputationMismatch:
-        """The error for some differences."""
+        """The error that names some differences."""
         return RecomputationMismatch(
             f"Recomputing {self._title()} gave other values than its first pass, so its gradients would be wrong: "
-            f"{_listed(differences)}. It depends on something that changes between the two and is not put back, such as a Python "
+            f"{_listed(differences)}. It depends on something that changes between the two and is not restored, such as a Python "
             "number or a generator that no module holds: change it only if not hc.is_recomputing(), make a generator an "
             "attribute of a module, or run it within hc.without_recomputation()."
         )
@@ -311,16 +328,19 @@ def _listed(texts: list[str]) -> str:
 
 
 def _is_workspace(observation: Observation) -> bool:
-    """Whether a tensor is likely the workspace of a kernel: bytes that mean something to it alone, and may not all be written."""
+    """Whether a tensor is likely the workspace of a kernel: bytes for that kernel alone, some of which may never be written."""
     shape, dtype, _ = observation.facts
     return dtype is torch.uint8 and len(shape) == 1
 
 
 def _difference(first: Observation, again: Observation) -> tuple[str, bool]:
-    """How much two tensors differ, in words, and whether a rounding may be the reason."""
+    """A description of how much two tensors differ, and whether a rounding may be the reason."""
     assert first.sample is not None and again.sample is not None
     dtype, device = first.facts[1:]
     strict = torch.are_deterministic_algorithms_enabled() or not (dtype.is_floating_point or dtype.is_complex)
+    # A rounding may explain a difference of floating point numbers, relative to the largest sampled element: sums in another order
+    # differ by their terms, not by their result. Equal samples with different fingerprints mean few different elements, which
+    # nondeterministic kernels of a GPU (atomic additions) leave.
     ours, theirs = first.sample.cpu(), again.sample.cpu()
     different = int((ours != theirs).sum())
     if not different:
@@ -342,7 +362,9 @@ _lock = threading.Lock()
 
 
 def _finish_later(verification: Verification) -> None:
-    """Reads the comparisons at the end of the backward pass that is running, or at once if none is."""
+    """Reads the comparisons at the end of the backward pass that is running, or at once outside of a backward pass."""
+    # One callback for each backward pass. The engine runs it after the last node and before backward() returns, so backward()
+    # raises its errors. A nested backward pass has a number and a callback of its own.
     task = current_graph_task_id()
     if task == -1:
         _finish([verification])

@@ -1,4 +1,4 @@
-"""The tensors that autograd saves while a region runs, handed on once they are complete."""
+"""Watch of the tensors that autograd saves while a region runs; hands them on once they have their values."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from hvd_ckpt.torch_private import disable_dynamo, sequence_number
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.frames import aside
 
-# Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm), so tensors are
-# handed on that many later than they are saved.
+# Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm). So a tensor is
+# handed on only when this many more have been saved.
 _RECENT = 8
-_MANY, _BYTES = 64, 1 << 20  # tensors that are waiting are handed on together, which is quicker
+_MANY, _BYTES = (
+    64,
+    1 << 20,
+)  # limits of the tensors that wait; tensors are handed on together, which is faster
 
 
 class Watch:
     """Watches one run of a region.
 
     Args:
-        note: called with some saved tensors, each with the module that has computed it (in a first pass).
-        is_first: the run is a first pass.
+        note: called with saved tensors, each with the module that has computed it (in a first pass; else None).
+        is_first: whether the run is a first pass.
     """
 
     def __init__(self, note: Callable[[list[tuple[Tensor, nn.Module | None]]], None], is_first: bool) -> None:
@@ -34,19 +37,19 @@ class Watch:
         self._recent: list[tuple[Tensor, nn.Module | None]] = []
         self._bytes = 0  # of the recent ones
         self._operation = -1
-        # What the last operation saves, as far as it needs no gradients: noise, statistics, masks. And samples of that, from when
-        # the latest was saved.
+        # The tensors without gradients that the last operation has saved (noise, statistics, masks), and samples of them from the
+        # time when it saved its latest tensor. In the end they tell whether the operation has filled them afterwards.
         self._last: list[Tensor] = []
         self._samples: list[Tensor] = []
 
     def hooks(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
-        """A context that watches, around the hooks that are in use."""
+        """A context with saved-tensor hooks that watch and then call ``pack`` and ``unpack``, the hooks in use."""
         return torch.autograd.graph.saved_tensors_hooks(
             functools.partial(_watch_and_pack, self, pack), unpack
         )
 
     def saved(self, tensor: Tensor) -> None:
-        """Called where autograd saves a tensor."""
+        """Called when autograd saves a tensor."""
         if self._is_first:
             self._sample_last(tensor)
         self._recent.append((tensor, running_module() if self._is_first else None))
@@ -63,7 +66,7 @@ class Watch:
             self._last.append(tensor.detach())
         if self._last:
             with aside():
-                self._samples = [sample(one) for one in self._last]
+                self._samples = [sample(saved) for saved in self._last]
 
     def finish(self) -> None:
         """Hands on the last tensors."""
@@ -76,9 +79,9 @@ class Watch:
         self._bytes = sum(bytes_of(tensor) for tensor, _ in self._recent)
 
     def filled_late(self) -> list[Tensor]:
-        """Of each tensor that the last operation saves: whether it was filled after all of them were saved."""
+        """For each tensor of the last operation: a 0-d bool that tells whether it was filled after all of them were saved."""
         with aside():
-            pairs = [(sample(one), before) for one, before in zip(self._last, self._samples)]
+            pairs = [(sample(tensor), before) for tensor, before in zip(self._last, self._samples)]
             return [
                 fingerprint(now) != fingerprint(before) for now, before in pairs if len(now) == len(before)
             ]

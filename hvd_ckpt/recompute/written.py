@@ -1,13 +1,15 @@
-"""Tensors that a first pass has written, and their values from before it, for its recomputations.
+"""Tensors that a first pass has written, and their earlier values, for its recomputations.
 
-Writes in place show in version counters, and replaced tensors in their identity. The values from before must have been copied
-before: small tensors always are, others once it is known that they are written. Passes that *learn*, the first ones of a region,
-copy all buffers to find that out. For as long as a recomputation runs, modules then have scratch copies of the values from before
-the first pass. The tensors themselves come back whatever the recomputation raises, so nothing is written twice, and what other
-graphs have saved stays as it is. Parameters are leaves that gradients are accumulated for, so only their values are exchanged.
+A write in place shows in a version counter, and a replaced tensor in its identity. The earlier values must have been copied before
+the pass: small tensors are always copied, others once a pass is known to write them. Passes that *learn*, the first ones of a
+region, copy all buffers to find out.
 
-A batch norm is written without a word to the version counters: its count of batches tells
-(:func:`hvd_ckpt.batchnorm.deferred.statistics_version`). Passes that learn compare values, and so find others that do the same.
+During a recomputation, modules have scratch copies of the values from before the first pass. The tensors themselves come back
+afterwards, whatever the recomputation raises. So nothing is written twice, and what other graphs have saved stays as it is.
+Parameters are leaves whose gradients are accumulated, so only their values are exchanged.
+
+Batch norms write their statistics past the version counters; their count of batches tells
+(:func:`hvd_ckpt.batchnorm.deferred.statistics_version`). Passes that learn compare values, and so find other writes of this kind.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 """Objects that draw random numbers from a state of their own."""
 
 SMALL_BYTES = 1 << 16
-"""Buffers and attributes of modules up to this size are copied before each first pass, if they have changed since the last."""
+"""Buffers and attributes of modules up to this size are copied before each first pass, unless the last copy is still valid."""
 
 _ABSENT = object()
 
 _known: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""Tensors that some first pass has written, by their module: copied before each pass from then on."""
+"""Names of tensors that some first pass has written, by their module. They are copied before each later pass."""
 
 _unseen: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""Those among them that were written without a word to the version counters."""
+"""Those of them that were written past their version counters."""
 
 _copies: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Tensor, Any, Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
-"""The last copies, each with what it is a copy of and its stamp. A region that is given as a lambda reaches the whole model though
-it runs one block: without this, each of n regions would copy the buffers of all n blocks."""
+"""The last copy of each small tensor, with the tensor and its stamp. A region that is a lambda reaches the whole model although it
+runs one block, so without this each of n regions would copy the buffers of all n blocks."""
 
 
 @dataclass
@@ -56,14 +58,14 @@ class Written:
     """A tensor that a first pass has written, in place or by putting another one in its place.
 
     Attributes:
-        name: for an error.
-        space: the namespace that it is in.
-        key: its name there.
-        old: what was there before: the tensor, something else, or nothing.
-        copy: the values from before; None where they are not known, or if the tensor was replaced and not changed.
-        in_place: of a parameter or a tensor without a namespace: its values are exchanged, not the object.
-        lost: the values from before are needed, and not known.
-        initialized: it had none before; any do.
+        name: its name, for errors.
+        space: the namespace that has it.
+        key: its name in the namespace.
+        old: the earlier value: the tensor, another object, or none.
+        copy: the earlier values of the elements; None if they are unknown, or if the tensor was replaced and not changed.
+        in_place: whether recomputation exchanges the values and not the object: for parameters, and tensors that no module has.
+        lost: whether the earlier values are needed and unknown.
+        initialized: whether the tensor was lazy and had no values before, so that any values will do.
     """
 
     name: str
@@ -76,10 +78,11 @@ class Written:
     initialized: bool = False
 
     def give(self, scratch: dict[int, Tensor]) -> Callable[[], None]:
-        """Puts back what was there before the first pass; returns a function that undoes it.
+        """Restores the value from before the first pass; returns a function that undoes this.
 
         Args:
-            scratch: the copies that are in use already, by the identity of what they are copies of.
+            scratch: the copies in use, by the identity of the tensors that they are copies of. A tensor with two names gets one
+                copy.
         """
         if self.in_place:
             return self._exchange_values()
@@ -94,8 +97,9 @@ class Written:
 
     def _exchange_values(self) -> Callable[[], None]:
         tensor = self.old
-        if is_absent(tensor):  # stage 3: its unit brings the values
+        if is_absent(tensor):  # stage 3: the unit gathers the values
             return lambda: None
+        # The version counter must not move: graphs that have saved the parameter would refuse to go backward.
         now = tensor.detach().clone()
         if self.copy is not None:
             with unsafe_preserve_version_counter(tensor):
@@ -116,33 +120,44 @@ def _put(space: dict[str, Any], key: str, value: Any) -> None:
 
 
 def namespaces_of(modules: Sequence[nn.Module], tensors: Sequence[Tensor], learn: bool) -> list[Namespace]:
-    """The namespaces of some modules, and one of the tensors that no module has, before a first pass."""
-    found = [Namespace(None, "tensors", dict(enumerate(tensors)), False)] if tensors else []
+    """The namespaces of some modules, and one for tensors that no module has, before a first pass."""
+    namespaces = [Namespace(None, "tensors", dict(enumerate(tensors)), False)] if tensors else []
     for module in modules:
         attributes = vars(module)
-        found.append(Namespace(module, "attributes", attributes, learn))
+        namespaces.append(Namespace(module, "attributes", attributes, learn))
         used = (
             kind for kind in ("_buffers", "_parameters") if attributes[kind]
         )  # most modules have no buffers
-        found.extend(Namespace(module, kind, attributes[kind], learn) for kind in used)
-    return found
+        namespaces.extend(Namespace(module, kind, attributes[kind], learn) for kind in used)
+    return namespaces
 
 
-_LAZY = object()  # in place of a stamp: the tensor has no values yet
-_NEITHER = {type(None), bool, int, float, str, dict, OrderedDict, set, list, tuple}  # most attributes
+_LAZY = object()  # the stamp of a tensor that has no values yet
+_NEITHER = {
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    dict,
+    OrderedDict,
+    set,
+    list,
+    tuple,
+}  # types of most attributes, which are skipped
 
 
 class Namespace:
-    """One namespace of a module before a first pass: its attributes, buffers or parameters; or tensors that no module has.
+    """A namespace before a first pass: the attributes, buffers or parameters of a module, or tensors that no module has.
 
     Args:
         module: the module, or None.
         kind: "attributes", "_buffers", "_parameters", or "tensors".
         space: the namespace.
-        learn: copy all buffers and attributes, and compare values.
+        learn: whether to copy all buffers and attributes, and to compare values.
 
     Attributes:
-        generators: objects in it that draw random numbers.
+        generators: its objects that draw random numbers.
     """
 
     __slots__ = ("before", "copies", "generators", "kind", "learn", "module", "space", "tensors")
@@ -172,7 +187,9 @@ class Namespace:
                 self.copies[key] = _copy(module, key, value, stamp)
 
     def _stamp(self, key: str, value: Tensor) -> Any:
-        """What differs before and after a write."""
+        """A value that differs before and after a write: usually the version of the tensor."""
+        # Three tensors have another stamp: lazy ones; those that were seen to be written past their version counter, which count as
+        # written in each pass; and running statistics, by the count of batches.
         if self.kind == "_buffers" or self.kind == "attributes":
             if type(value) is not Tensor and is_lazy(value):
                 return _LAZY
@@ -193,7 +210,7 @@ class Namespace:
         return self.kind != "_parameters" and (self.learn or bytes_of(value) <= SMALL_BYTES)
 
     def written(self) -> Iterator[Written]:
-        """What has been written since."""
+        """The tensors that have been written since the namespace was noted."""
         for key, tensor, stamp in self.tensors:
             if type(tensor) is nn.Parameter:
                 changed = version_of(tensor) != stamp
@@ -210,7 +227,7 @@ class Namespace:
                 yield Written(self._name(key), self.space, key, old)
 
     def _changed(self, key: str, tensor: Tensor, stamp: Any) -> bool:
-        """Whether a tensor was changed in place."""
+        """Whether a tensor was changed in place since it was noted."""
         if stamp != self._stamp(key, tensor):
             return True
         if self.learn and key in self.copies and not _same_bits(self.copies[key], tensor):
@@ -231,7 +248,7 @@ class Namespace:
         old = tensor
         if tensor.grad_fn is not None and not stays:
             with aside():
-                old = tensor.detach().requires_grad_()  # without the graph of an earlier pass
+                old = tensor.detach().requires_grad_()  # must not hold the graph of an earlier pass
         lost = changed and copy is None and not in_place
         return Written(
             self._name(key), self.space, key, old, copy, in_place, lost, changed and stamp is _LAZY
@@ -242,7 +259,7 @@ class Namespace:
 
 
 def _same_objects(ours: dict[Any, Any], theirs: dict[Any, Any]) -> bool:
-    """Whether two namespaces have the same values: quick where they do, as the comparison of dicts begins with identity."""
+    """Whether two namespaces hold the same objects. Fast if they do, as dicts compare values by identity first."""
     try:
         return bool(ours == theirs)
     except Exception:  # of other values, tensors among them
@@ -250,7 +267,7 @@ def _same_objects(ours: dict[Any, Any], theirs: dict[Any, Any]) -> bool:
 
 
 def _copy(module: nn.Module | None, key: str, value: Tensor, stamp: Any) -> Tensor:
-    """A copy of a tensor; of a module's small one, made anew only if it has changed since the last time."""
+    """A copy of a tensor; the last copy of a small tensor of a module, if it is still valid."""
     if module is None or bytes_of(value) > SMALL_BYTES:
         with aside():
             return value.detach().clone()

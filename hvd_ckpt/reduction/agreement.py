@@ -90,12 +90,12 @@ class ParameterFacts:
     @classmethod
     def of(cls, name: str, parameter: torch.Tensor) -> ParameterFacts:
         return cls(
-            name,
-            tuple(parameter.shape),
-            tuple(parameter.stride()),
-            parameter.dtype,
-            parameter.device.type,
-            parameter.requires_grad,
+            name=name,
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()),
+            dtype=parameter.dtype,
+            device_type=parameter.device.type,
+            requires_grad=parameter.requires_grad,
         )
 
 

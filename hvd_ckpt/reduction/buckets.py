@@ -92,7 +92,7 @@ class Bucket:
     def add(self, index: int, parameter: torch.Tensor) -> None:
         shape, stride = parameter.shape, parameter.stride()
         dense = parameter.numel() > 0 and is_dense(shape, stride)
-        self.entries.append(GradientEntry(index, parameter, self.numel, shape, stride, dense))
+        self.entries.append(GradientEntry(index, parameter, self.numel, shape, stride, dense=dense))
         self.indices.append(index)
         self.numel += parameter.numel()
 

@@ -59,6 +59,11 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
         return result
 
 
+def forget_handle(handle: int) -> None:
+    """Drops what Horovod keeps for an asynchronous operation that nobody waits for."""
+    mpi_ops._handle_map.pop(handle, None)
+
+
 def pauses() -> Iterator[None]:
     """Pauses of a loop that waits, longer and longer: first none, then 50 us, at last 5 ms."""
     seconds = POLL_SECONDS
@@ -131,7 +136,7 @@ class Work:
     def forget(self) -> None:
         """Drops what is not waited for; it completes by itself."""
         for _, handle in self._pending:
-            mpi_ops._handle_map.pop(handle, None)
+            forget_handle(handle)
         self._pending, self._finish = (), None
 
 

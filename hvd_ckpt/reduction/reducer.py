@@ -62,7 +62,15 @@ class Reducer(OwningReducer):
         sparse_as_dense: bool,
         keep_buckets: bool,
     ) -> None:
-        # Parameters whose bucket has left; with op=Sum all of them, except on the leader.
+        # Sets of parameters, by index. A parameter moves through them in one step:
+        #
+        #   set                  what holds for its gradient                                emptied
+        #   _watched             its bucket has left, so the next accumulation is late      at the end of the step
+        #   _modified.diverted   it is late: ``grad`` is a new tensor, the bucket's hidden  at the end of the step
+        #   _modified.late       the late part has arrived, and is reduced after the flags  at the end of the step
+        #   _shared              another optimizer has had it, so its bucket waits          by become_exclusive()
+        #
+        # With op=Sum _watched has all parameters, except on the leader: what is a sum already must be kept apart.
         self._watched: set[int] = set()
         super().__init__(assignment.parameters, self._watched)
         self.assignment = assignment
@@ -135,6 +143,7 @@ class Reducer(OwningReducer):
         """All gradients of the bucket have arrived: launch what can leave, and keep it in its storage if it cannot."""
         buckets = self.assignment.buckets
         may_leave = self._counts.learned and self._communicator.linear
+        # The last bucket never leaves here: it carries the flags, which are known in synchronize() only.
         while may_leave and self._next < len(buckets) - 1 and buckets[self._next].waiting == 0:
             if not buckets[self._next].may_leave(self._counts.arrived):
                 break
@@ -192,6 +201,8 @@ class Reducer(OwningReducer):
         """
         assignment = self.assignment
         self.hook_parameters()
+        # Everything that this rank alone knows must be in the flags before the last bucket leaves: after them the ranks
+        # take the same way, and nothing more can be asked.
         replaced = self._modified.find_replaced(assignment)
         error = self._report.error = self._mismatch or self._modified.error
         self._report.wanted |= bool(replaced or error) or len(assignment.parameters) != self._known
@@ -203,7 +214,9 @@ class Reducer(OwningReducer):
         late = [index for index, ranks in enumerate(flags.late) if ranks > 0]
         again: set[int] = set()
         if flags.resynchronize > 0:
+            # The flags were of parameters that all ranks knew; these are of all that any rank has.
             used, again = self._resynchronize(replaced)
+        # Late parts are taken aside first, since assigning the arrived gradients overwrites ``grad``.
         parts = {index: part.detach() for index, (part, _) in self._modified.late.items()}
         self._assign_gradients(set(used), keep=again)
         self._unbucketed.add_late_parts([index for index in late if index not in again], parts)
@@ -212,7 +225,9 @@ class Reducer(OwningReducer):
             self._unbucketed.reduce_again(sorted(again), {*replaced, *self._report.void}, set(used), parts)
             self._make_buckets()
         else:
+            # Without a resynchronization the flags carry a fingerprint of weights that every rank has laid out alike.
             self.weights.check(values, scale, self._sum)
+        # Last, since it communicates only for parameters that all ranks have just found in use.
         fresh = [index for index in used if not assignment.has(index)]
         self._assign_buckets(fresh)
         self._communicator.remember_sums(assignment.parameters[index] for index in used)
@@ -229,6 +244,7 @@ class Reducer(OwningReducer):
             if self._counts.learned and self._communicator.linear and self._shared.isdisjoint(bucket.indices):
                 bucket.keeps_sources = True  # other ranks may have sent it in the backward pass
             self._launch()
+        # The flags ride in the last bucket where its dtype can carry them: no message of their own.
         riding = bool(buckets) and buckets[-1].flags > 0
         if buckets:
             self._launch(with_flags=riding)
@@ -270,6 +286,8 @@ class Reducer(OwningReducer):
             with torch.no_grad():
                 tail = flat[bucket.numel :]
                 tail.copy_(self._all_flags(tail.device)) if with_flags else tail.zero_()
+        # From here until it arrives the buffer belongs to Horovod: accumulations go elsewhere (``_watched``), and a change by
+        # hand is found by the version that is noted below.
         with span(None, f"send bucket {bucket.position}"):
             self._in_flight.append((bucket, self._communicator.send(bucket, flat)))
         bucket.launched = True
@@ -408,7 +426,7 @@ class Reducer(OwningReducer):
         """
         for bucket, work in self._in_flight:
             work.forget()
-            bucket.free()
+            bucket.free()  # Horovod may still write to this memory, so the next step must not use it
         for parameter in self.assignment.parameters:
             parameter.grad = None
         self._left.clear()
@@ -437,7 +455,7 @@ class Reducer(OwningReducer):
         Raises:
             ValueError: the state names a parameter that is not here, or is of another version.
         """
-        self.assignment.load_state_dict(state)
+        self.assignment.load_state_dict(state)  # raises before anything of this reducer has changed
         self.abandon()
         self._known = len(self.assignment.parameters)
         self._counts = AccumulationCounts(self._known)

@@ -56,7 +56,13 @@ def reducescatter(
         This rank's rows: the first dimension is divided over the ranks, earlier ranks have one more where it does not divide.
     """
     return grouped_reducescatter(
-        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
+        [tensor],
+        name,
+        compression,
+        op,
+        process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
     )[0]
 
 

@@ -22,7 +22,7 @@ from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
-from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, sum_dtype, wait
+from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, forget_handle, sum_dtype, wait
 from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
 from hvd_ckpt.reduction.reducer import Reducer
 
@@ -59,6 +59,11 @@ class Leaves:
     def indices(self) -> set[int]:
         """The parameters that have a gradient."""
         return {index for _, gradients in self._sums for index in gradients}
+
+    def sum(self) -> dict[int, torch.Tensor]:
+        """The gradients of all replicas so far, a power of two."""
+        ((_, gradients),) = self._sums
+        return gradients
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -133,7 +138,7 @@ class TreeSum(Work):
 
     def forget(self) -> None:
         if self._handle is not None:
-            mpi_ops._handle_map.pop(self._handle, None)
+            forget_handle(self._handle)
 
 
 def add_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -157,7 +162,15 @@ class TreeCommunicator(Communicator):
     @classmethod
     def of(cls, replicas: int, process_set: Any) -> TreeCommunicator:
         """The communicator of ``replicas`` leaves over the ranks of a process set."""
-        return cls("", Average, 1.0, 1.0, Compression.none, process_set, replicas)
+        return cls(
+            name="",
+            op=Average,
+            prescale_factor=1.0,
+            postscale_factor=1.0,
+            compression=Compression.none,
+            process_set=process_set,
+            replicas=replicas,
+        )
 
     @property
     def flag_scale(self) -> float:
@@ -191,8 +204,7 @@ class TreeCommunicator(Communicator):
         leaves = Leaves()
         for value in values:
             leaves.add({0: value.detach().clone()})
-        ((_, gradients),) = leaves._sums
-        return self._tree_sum(gradients[0], what)
+        return self._tree_sum(leaves.sum()[0], what)
 
     def _tree_sum(self, total: torch.Tensor, what: str, keep: bool = False) -> TreeSum:
         name = f"{self.name}.{what}.{total.numel()}"

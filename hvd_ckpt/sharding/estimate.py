@@ -97,7 +97,16 @@ def estimate_memory(
     if averages is not None and within is not None:
         raise ValueError(f"within={within!r}: groups of local SGD are given in local, as its 'within'")
     estimator = Estimator(
-        model, plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device
+        model,
+        plan,
+        optimizer,
+        precision,
+        sample,
+        kwargs=kwargs,
+        loss=loss,
+        bucket_cap_mb=bucket_cap_mb,
+        units=units,
+        device=device,
     )
     if averages is None:
         return estimator.estimate(np, shard, offload, wire, within)
@@ -212,7 +221,7 @@ class Estimator:
         )
         if offload == "parameters":
             offloaded, reduced = offloaded + reduced, 0
-        moments = self._passes(stage, np, trained, units, reduced, gradients, weights)
+        moments = self._passes(stage, np, trained, units, reduced, wire=gradients, weights=weights)
         moments += self._step(stage, trained, weights, offload, reduced)
         highest = max(moments, key=lambda moment: moment.total)
         at_peak = {

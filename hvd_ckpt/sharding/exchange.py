@@ -77,10 +77,10 @@ class Exchange:
         within: the exchange of this rank's group of ranks, where such groups keep a second copy; it shares the traffic.
     """
 
-    def __init__(self, process_set: Any, prefix: str) -> None:
+    def __init__(self, process_set: Any, prefix: str, gathers: Kind = "all_gather") -> None:
         self.prefix = prefix
         self.within: Exchange | None = None
-        self._gathers: Kind = "all_gather"
+        self._gathers: Kind = gathers
         self.ranks: int = process_set.size()
         self.rank: int = process_set.rank()
         self.traffic = Traffic()
@@ -94,8 +94,8 @@ class Exchange:
 
     def divide(self, process_set: Any) -> None:
         """Makes the exchange of this rank's group, whose process set this is."""
-        self.within = Exchange(process_set, f"{self.prefix}.within")
-        self.within.traffic, self.within._gathers = self.traffic, "gather_within"
+        self.within = Exchange(process_set, f"{self.prefix}.within", "gather_within")
+        self.within.traffic = self.traffic
 
     def reduce_scatter(
         self, flat: torch.Tensor, what: str, scale: float = 1.0, format: WireFormat = FP32

@@ -129,6 +129,7 @@ class InFlight:
             if sum(launch.nbytes for launch in self._launches) + nbytes <= SMALL_BYTES:
                 break
             oldest = self._launches[0]
+            # Beyond ``before`` another rank may not launch in this backward pass at all: waiting for it would never end.
             if oldest.position >= before:
                 break
             if patience is not None and not _arrives(oldest.work, patience):
@@ -166,6 +167,7 @@ class InFlight:
         result = launch.work.wait(GRADIENTS)
         position = launch.group.position
         with torch.no_grad():
+            # Dropped by hand after it had left: the other ranks' parts are dropped with it, as they have all been told.
             for index in launch.without:
                 self._clear_part(launch.group, index, result)
             if position in self.shards:

@@ -90,7 +90,14 @@ class Options:
     def communicator(self) -> Communicator:
         """How buckets are allreduced."""
         postscale = self.gradient_predivide_factor if self.op == Average else 1.0
-        return Communicator("", self.op, self.prescale, postscale, self.compression, self.process_set)
+        return Communicator(
+            name="",
+            op=self.op,
+            prescale_factor=self.prescale,
+            postscale_factor=postscale,
+            compression=self.compression,
+            process_set=self.process_set,
+        )
 
     def described(self) -> dict[str, Any]:
         """What must be equal on all ranks, but for ``groups``, as plain data."""

@@ -115,6 +115,16 @@ class ShardedUnit:
     lasting: bool = False
 
 
+# One training step of units A and B, and the root R with what they share, with ``unshard`` as + and ``reshard`` as -:
+#
+#   forward    +R  +A (B begins)  A runs  -A   +B  B runs  -B    R stays whole: the backward pass needs it first
+#   backward       +B (A begins)  B's gradients  -B   +A  A's gradients  -A   -R at the end
+#
+# + comes from a pre-forward hook, or from a hook on an output's gradient; - from a post-forward hook, or from the node that
+# ``register_post_backward`` puts before a unit's inputs. "Begins" is the all-gather of the unit that came next in the last
+# pass. A recomputed unit runs its modules inside the backward pass: its hooks find it whole, and free nothing.
+
+
 class Passes:
     """The forward and backward passes of a model whose parameters are split.
 
@@ -152,11 +162,15 @@ class Passes:
             if not in_backward and self._backward is not None:  # that pass has failed
                 self.reset()
             unit.running += 1
+            # Within a backward pass this call is a recomputation. That pass may begin here, where no gradient has come back to
+            # an output of a unit yet.
             if in_backward:
                 self._begin_backward()
             if unit is self.root and number == 0 and self._forward is None and not _in_backward():
                 self._forward = Pass("training" if torch.is_grad_enabled() else "evaluation")
             self._unshard(unit)
+        # The root has no call of its own: it stays whole until the pass is over. A later module of a call that is under way is
+        # not the beginning of another one.
         if unit is self.root or (unit.call is not None and number in unit.call.left):
             return None
         unit.call = UnitCall(unit.number, unit.modules)
@@ -168,7 +182,7 @@ class Passes:
 
     def post_forward(self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has run, or failed, and then has no output; returns its output."""
-        unit.running = max(unit.running - 1, 0)
+        unit.running = max(unit.running - 1, 0)  # reset() may have set it to 0 meanwhile
         call = unit.call
         if call is not None:
             adopt_changes(call)
@@ -239,6 +253,7 @@ class Passes:
         if not self.summoned:
             self.reset()
             with _quietly():
+                # All are on their way before the first is waited for.
                 for unit in self.units:
                     unit.parameters.unshard(exactly=True)
                 for unit in self.units:
@@ -383,6 +398,7 @@ class Passes:
             return
         self._order.end(finished)
         with _quietly():
+            # A unit whose inputs need no gradient has no node before them, so nothing has freed it: it is freed here.
             for unit in self.units:
                 unit.in_backward.clear()
                 if not unit.running:
@@ -399,6 +415,8 @@ class Passes:
             parameters.unshard()
         current = self._backward if _in_backward() else self._forward
         following = [] if current is None else self._order.next(current, unit.number)
+        # One unit ahead travels beside the computation of this one. Two would hold the memory of three; of the second only
+        # offloaded shards are read.
         for ahead, number in enumerate(following):
             later = self.units[number].parameters
             if later.sharded:
@@ -415,6 +433,7 @@ class Passes:
         """Frees the unit unless somebody needs it."""
         if self.summoned or unit.running or unit.in_backward or unit.lasting or not unit.parameters.whole:
             return
+        # A pass with create_graph=True is differentiated itself: its graph refers to the whole parameters.
         if self._backward is not None and self._backward.differentiated:
             return
         unit.parameters.reshard()

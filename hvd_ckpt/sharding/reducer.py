@@ -147,7 +147,9 @@ class ShardReducer(OwningReducer):
         offload: Offload | None,
         store: ShardedParameters | None = None,
     ) -> None:
-        super().__init__(layout.parameters, range(sys.maxsize))
+        super().__init__(
+            layout.parameters, range(sys.maxsize)
+        )  # every gradient is watched: its shard may have left
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
@@ -288,6 +290,8 @@ class ShardReducer(OwningReducer):
             RecomputationMismatch: a rank has recomputed other values; the same on every rank.
             RuntimeError: a parameter was converted after it was laid out; the same on every rank.
         """
+        # 1. up to _agreed, where every rank comes without being told   2. the flags: what all need, and how far each has come
+        # 3. up to the furthest rank   4. further rounds of the groups that need them   5. wait for everything
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
         pending = any(has_values(parameter.grad) for parameter in parameters)
@@ -305,6 +309,7 @@ class ShardReducer(OwningReducer):
             if flags.written != -flags.unwritten:
                 self._store.check_written()
             self._store.written.forget()
+        # A rank that has launched further did so in its backward pass; the others must follow before anything else is sent.
         self._launch_up_to(round(flags.position))
         self._send_rest(flags.needs)
         self.weights.prepare()
@@ -312,6 +317,7 @@ class ShardReducer(OwningReducer):
         used = [state > 0 for state in flags.states]
         late = [name for name, state in zip(self._layout.names, flags.states) if state == LATE]
         self._step.late_gradients = late
+        # Ranks may wait in the next backward pass only for rounds that each of them makes there: those of this step.
         whole_rounds = max(1, schedule.position // max(1, len(schedule.order)))
         self.weights.check(values, 1.0, self._exchange.total)
         self._end_step(learn=True)
@@ -448,6 +454,8 @@ class ShardReducer(OwningReducer):
 
         What is in flight completes in memory of its own, under names that are not used again.
         """
+        # The ranks may stand at different positions of the schedule; new names keep what is on its way from mixing with what
+        # follows.
         self._in_flight.drop()
         for parameter in self._layout.parameters:
             parameter.grad = None

@@ -13,9 +13,32 @@ from typing import Any
 
 from hvd_ckpt.reduction.accumulation import AccumulationCounts
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.utils.states import Count, State
 
 VERSION = 2
+
+
+class ScheduleState(State):
+    """The schema of a schedule's state, with what :class:`hvd_ckpt.sharding.reducer.ShardReducer` adds to it."""
+
+    version: Count
+    order: list[str]
+    ordered: bool
+    idle_steps: dict[str, Count]
+    counts: dict[str, Count] | None
+    lower_counts: dict[str, Count]
+    agreed_rounds: Count
+    may_wait: bool
+
+
 IDLE_STEPS = 2  # without a gradient on any rank, after which a group is left out
+
+
+# Two rounds of three groups in the order 2, 0, 1, on two ranks. Both launch the same sequence, and differ in how far they are:
+#
+#   sequence    2  0  1 | 2  0  1
+#   rank 0      x  x  x | x  .  .     position 4: group 0 is not complete again yet
+#   rank 1      x  x  . | .  .  .     position 2: group 1 still expects a gradient, and holds back what comes after it
 
 
 class Schedule:
@@ -138,7 +161,8 @@ class Schedule:
     def close_step(self, learn: bool) -> None:
         """Learns from this step's accumulations (unless told not to) and starts the next step."""
         done = self._passes_done()
-        if done:  # counts are learned per backward pass
+        # Counts are learned per backward pass, since the number of passes in a step may change from step to step.
+        if done:
             self._counts.arrived = [arrived // done for arrived in self._counts.arrived]
         self._counts.close_step(learn)
         self.begin_step()
@@ -156,6 +180,7 @@ class Schedule:
         self._expecting = [
             sum(self._expected[index] > 0 for index in group.indices) for group in layout.groups
         ]
+        # One more than can arrive: a shared group never gets complete in the backward pass.
         for position in self._shared:
             self._expecting[position] += 1
         self._waiting = list(self._expecting)
@@ -213,6 +238,7 @@ class Schedule:
                 f"this is no reduction state of split gradients of version {VERSION} but one of version "
                 f"{state.get('version')!r} with {sorted(map(str, state))}; load one that was saved at stage 2 or 3"
             )
+        ScheduleState.check(state, "reduction state")
         names, idle = self._layout.names, state["idle_steps"]
         places = {name: place for place, name in enumerate(state["order"])}
         for name in [*places, *(state["counts"] or ())]:

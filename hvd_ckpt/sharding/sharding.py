@@ -115,7 +115,17 @@ class Sharding:
                 weights if master is None else span.of(master), parameter.requires_grad
             )
             name, spec = self.layout.names[index], self.layout.specs[index]
-            added.append(Piece(name, span.start, span.stop, spec, index, stepped, weights, span))
+            piece = Piece(
+                name=name,
+                start=span.start,
+                stop=span.stop,
+                spec=spec,
+                index=index,
+                parameter=stepped,
+                weights=weights,
+                span=span,
+            )
+            added.append(piece)
         self.pieces += added
         self.drop_gradients(added)
         return [piece.parameter for piece in added]

@@ -24,6 +24,7 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.written import WrittenWeights, data_was_written, forget_data, watched_class
+from hvd_ckpt.torch_private import identity_of
 from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages
 from hvd_ckpt.utils.waits import waiting_for
 
@@ -70,7 +71,7 @@ class _Flat:
         self.current = False
         self.whole = torch.empty(group.padded, dtype=group.dtype, device=group.device)
         self._storage = self.whole.untyped_storage()
-        self.identity = self._storage._cdata
+        self.identity = identity_of(self._storage)
         self._nbytes = self.whole.nbytes
         for span in group.spans(rank):
             index = span.parameter
@@ -107,7 +108,7 @@ class _Flat:
         """Gives the memory back, or leaves it to a numpy array that shares it, and has another storage from then on."""
         if not self._storage.resizable():
             self._storage = torch.empty_like(self.whole).untyped_storage()
-            self.identity = self._storage._cdata
+            self.identity = identity_of(self._storage)
             for view in (self.whole, *(member.whole for member in self.members)):
                 view.set_(self._storage, view.storage_offset(), view.shape, view.stride())
         self._storage.resize_(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
@@ -21,6 +22,23 @@ from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import read_shards
 from hvd_ckpt.snapshots.schema import libraries
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a snapshot's state is loaded into.
+
+    Attributes:
+        optimizer: the ``DistributedOptimizer`` of the model.
+        shards: of the run.
+        average: of the weights, if the run has one; ``scaler`` likewise.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    shards: RunShards
+    average: AveragedWeights | None
+    scaler: GradScaler | None
 
 
 def load_weights(snapshot: Snapshot, model: nn.Module, optimizer: Any, shards: RunShards) -> None:
@@ -43,11 +61,7 @@ def load_weights(snapshot: Snapshot, model: nn.Module, optimizer: Any, shards: R
 def load_state(
     snapshot: Snapshot,
     expected: Mapping[str, Mapping[str, Any]],
-    model: nn.Module,
-    optimizer: Any,
-    shards: RunShards,
-    average: AveragedWeights | None,
-    scaler: GradScaler | None,
+    target: Target,
     options: bool = False,
 ) -> bool:
     """Loads everything but the weights; returns whether that includes this rank's own state. Collective.
@@ -55,9 +69,11 @@ def load_state(
     Args:
         expected: the state that the optimizer keeps of each shard, see :func:`hvd_ckpt.snapshots.resume.state_of_shards`; to resume
             in stages from a snapshot that has none, of the whole model, in the order of its optimizer.
-        optimizer: the ``DistributedOptimizer``.
-        options: whether its groups get the options of the snapshot, such as the learning rate, or keep theirs.
+        target: what the state is loaded into.
+        options: whether the optimizer's groups get the options of the snapshot, such as the learning rate, or keep theirs.
     """
+    model, optimizer, shards = target.model, target.optimizer, target.shards
+    average, scaler = target.average, target.scaler
     parts = None
     with errors_on_all("Snapshots: parts"):
         if snapshot.sharding is not None and snapshot.replicated["optimizer"] is not None:

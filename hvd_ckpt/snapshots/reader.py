@@ -188,8 +188,15 @@ def read(path: Path, rank: int | None = None) -> Snapshot:
     replicas = manifest.ranks // stages
     of_rank = range(rank, manifest.ranks, replicas) if rank < replicas else range(0)
     per_stage = tuple(files.state(rank_file(number)) for number in of_rank)
-    weights, replicated = files.weights(), files.state(REPLICATED)
-    return Snapshot(manifest.step, manifest.ranks, weights, replicated, per_stage, manifest, files.path)
+    return Snapshot(
+        manifest.step,
+        manifest.ranks,
+        files.weights(),
+        files.state(REPLICATED),
+        per_stage,
+        manifest=manifest,
+        path=files.path,
+    )
 
 
 def open_snapshot(path: Path) -> SnapshotFiles:

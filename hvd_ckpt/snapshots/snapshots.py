@@ -39,7 +39,7 @@ from hvd_ckpt.snapshots.folder import (
     list_snapshots,
     remove_abandoned,
 )
-from hvd_ckpt.snapshots.loading import average_state, load_state, load_weights
+from hvd_ckpt.snapshots.loading import Target, average_state, load_state, load_weights
 from hvd_ckpt.snapshots.local import load_local, local_state, whole_state
 from hvd_ckpt.snapshots.order import in_order_of, parameter_names
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
@@ -139,21 +139,20 @@ class Snapshots:
         warn: Warn | None = None,
     ) -> None:
         error: Exception | None = None
+        given: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "loader": loader,
+            "average": average,
+            "keep": keep,
+        }
         try:
-            check_arguments(model, optimizer, scheduler, scaler, loader, average, keep)
+            check_arguments(**given)
         except (TypeError, ValueError) as wrong:
             error = wrong
-        options = described(
-            folder=str(folder),
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=scaler,
-            loader=loader,
-            average=average,
-            keep=keep,
-            blocking=blocking,
-        )
+        options = described(folder=str(folder), **given, blocking=blocking)
         agree_on_options("Snapshots", options, error)
         assert isinstance(optimizer, ReducedOptimizer)
         self.folder = Path(folder)
@@ -338,16 +337,8 @@ class Snapshots:
             of_shards = state_of_shards(self._optimizer, self._model)
             expected = {self._shards.stored_name(name): entries for name, entries in of_shards.items()}
         snapshot, averages = load_local(snapshot, self._model, self._optimizer, expected)
-        of_rank = load_state(
-            snapshot,
-            expected,
-            self._model,
-            self._optimizer,
-            self._shards,
-            self._average,
-            self._scaler,
-            options,
-        )
+        target = Target(self._model, self._optimizer, self._shards, self._average, self._scaler)
+        of_rank = load_state(snapshot, expected, target, options)
         if isinstance(self._optimizer, LocalOptimizer):
             self._optimizer.load_averages(averages)
         return of_rank
@@ -422,11 +413,11 @@ class Snapshots:
             opened.enter_context(self.stop)
             writer = SnapshotWriter(
                 self.folder / "snapshots",
-                self._keep,
-                token,
-                grid.number,
-                grid.size,
-                self._warn,
+                keep=self._keep,
+                token=token,
+                rank=grid.number,
+                ranks=grid.size,
+                warn=self._warn,
                 blocking=self._blocking,
                 on_written=self._on_written,
             )

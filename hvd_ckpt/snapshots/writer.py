@@ -165,7 +165,7 @@ class SnapshotWriter:
                 staging = None if self._blocking else self._staging
                 try:
                     job.content = staged_content(
-                        self._rank, staging, weights, replicated, per_rank, changing, shard
+                        self._rank, staging, weights, replicated, per_rank, changing=changing, shard=shard
                     )
                 except _TROUBLE as error:
                     job.fault = reason_of(error)

@@ -1,1 +1,1 @@
-"""Small tools that know nothing of training and are used in several rooms."""
+"""Small tools for several rooms, which do not depend on training."""

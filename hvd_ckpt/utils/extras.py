@@ -1,7 +1,7 @@
-"""Packages that are missing: the one line that says how to get each of them.
+"""Missing packages, and the line that says how to install each of them.
 
-``setup.cfg`` says which extra brings which package, and pip's record of the installation says what this package was
-installed from. No package index has it, so the command that installs an extra names that folder or address.
+``setup.cfg`` lists the packages of each extra, and pip's record of the installation has the origin of this package. No package
+index has this package, so the command that installs an extra names that folder or address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.request import url2pathname
 
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "pil": "pillow", "yaml": "pyyaml"}  # by the name that is imported
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "pil": "pillow", "yaml": "pyyaml"}  # by import name
 PREFERRED = (
     "training",
     "mpi",
@@ -26,11 +26,11 @@ PREFERRED = (
     "build",
     "lightning",
     "transformers",
-)  # of several extras that bring a package
+)  # order of preference among the extras with a package
 
 
 def pip_command(extra: str) -> str:
-    """The command that installs an extra of this package, from where the package itself came."""
+    """The command that installs an extra of this package from the origin of the package."""
     try:
         record = importlib.metadata.distribution("hvd_ckpt").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ def pip_command(extra: str) -> str:
 
 
 def explain_import_error(error: ImportError) -> str | None:
-    """One sentence: what is missing or broken, and the way out; None for an error that this package knows nothing of."""
+    """One sentence with what is missing or broken and how to repair it; None for unknown errors."""
     package = (error.name or "").split(".")[0]
     missing = isinstance(error, ModuleNotFoundError)
     if package == "horovod" and importlib.util.find_spec("horovod") is None:
@@ -63,7 +63,9 @@ def explain_import_error(error: ImportError) -> str | None:
             + BUILD_HOROVOD
             + "."
         )
-    if package == "hvd_ckpt" and not missing:  # hvd_ckpt.torch_private says itself which PyTorch is needed
+    if (
+        package == "hvd_ckpt" and not missing
+    ):  # the error of hvd_ckpt.torch_private names the PyTorch that is needed
         return str(error)
     extra = _extra_of(package) if missing else None
     if extra is not None:
@@ -72,7 +74,7 @@ def explain_import_error(error: ImportError) -> str | None:
 
 
 def say_no_pictures(error: ImportError) -> None:
-    """Says on standard error why a report has no pictures; they are not worth losing one for."""
+    """Prints on standard error why a report has no pictures. The report is written without them."""
     print(f"No pictures: {explain_import_error(error) or error}", file=sys.stderr)
 
 
@@ -82,9 +84,9 @@ def first_line(error: BaseException) -> str:
 
 
 def apex_unavailable() -> str | None:
-    """Why ``apex.amp`` cannot be used in this environment, in a clause; None where it can.
+    """The reason why ``apex.amp`` cannot be used in this environment, as a clause; None if it can.
 
-    Three packages answer to the name: NVIDIA Apex up to 25.05, later ones without ``apex.amp``, and an unrelated project.
+    Three packages have the name: NVIDIA Apex up to 25.05, its later versions without ``apex.amp``, and an unrelated project.
     """
     if importlib.util.find_spec("apex") is None:
         return "NVIDIA Apex is not installed (optional: torch.amp is built in)"
@@ -102,16 +104,16 @@ def apex_unavailable() -> str | None:
 
 
 def _extra_of(package: str) -> str | None:
-    """The extra that brings a package, as this package's metadata says."""
+    """The extra with a package, by the metadata of this package; None if there is none."""
     try:
         requirements = importlib.metadata.requires("hvd_ckpt") or []
     except importlib.metadata.PackageNotFoundError:
         return None
     wanted = DISTRIBUTIONS.get(package.lower(), package).lower().replace("_", "-")
-    found = set()
+    extras = set()
     for requirement in requirements:
         name = re.match(r"[\w.-]+", requirement)
         extra = re.search(r"extra == [\"']([\w.-]+)[\"']", requirement)
         if name and extra and name.group().lower().replace("_", "-") == wanted:
-            found.add(extra.group(1))
-    return next((extra for extra in PREFERRED if extra in found), None)
+            extras.add(extra.group(1))
+    return next((extra for extra in PREFERRED if extra in extras), None)

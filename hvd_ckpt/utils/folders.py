@@ -1,4 +1,4 @@
-"""Folders for what commands and runs write."""
+"""Folders for the output of commands and runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def cache_folder() -> tuple[Path, str]:
-    """The folder for what is kept between runs, and one sentence where it is not the usual one.
+    """The folder for files that are kept between runs, and one sentence if it is not the default.
 
-    The usual one is ``$XDG_CACHE_HOME/hvd_ckpt``, or ``~/.cache/hvd_ckpt``. Where there is no home folder, or it cannot be
-    written to, a folder in the Python environment serves.
+    The default is ``$XDG_CACHE_HOME/hvd_ckpt`` or ``~/.cache/hvd_ckpt``. If there is no home folder or it is not writable, the
+    cache folder is in the Python environment.
 
     Raises:
-        OSError: neither can be written to; the text says so in one sentence.
+        OSError: neither folder is writable. The message is one sentence.
     """
     usual = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     reasons = []
@@ -32,10 +32,10 @@ def cache_folder() -> tuple[Path, str]:
 
 
 def make_writable(folder: Path) -> None:
-    """Makes a folder, unless it exists, and tries to write to it.
+    """Creates a folder unless it exists, and tries to write to it.
 
     Raises:
-        OSError: it cannot be made or written to.
+        OSError: the folder cannot be created or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -43,13 +43,13 @@ def make_writable(folder: Path) -> None:
 
 
 def new_folder(name: str | None, kind: str, make: bool = True) -> Path:
-    """A folder, made and empty: that of the name, else ``runs/<kind>-<time>``.
+    """Creates an empty folder with this name; by default ``runs/<kind>-<time>``.
 
     Args:
-        make: False to look only whether it could be made.
+        make: whether to create the folder. If not, the function only checks whether it could.
 
     Raises:
-        ValueError: it holds something, or cannot be written to.
+        ValueError: the folder is not empty or cannot be written to.
     """
     folder = Path(name) if name else Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
     try:

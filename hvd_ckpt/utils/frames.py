@@ -1,10 +1,9 @@
-"""Which checkpointed region is running on this thread, and is it the first pass or a recomputation?
+"""Frames: which checkpointed region runs on this thread, and whether it is the first pass or a recomputation.
 
-A module that has a side effect (counts a batch, talks to other ranks, prints) must know whether it runs for
-the first time. Every checkpointed call owns a :class:`Frame`; while its function runs, an entry for that
-frame lies on a stack of this thread. The stack is per thread because autograd runs recomputations on threads
-of its own, and it is a stack because regions nest: an inner region runs its first pass inside the
-recomputation of an outer one.
+A module with a side effect (counting a batch, communicating with other ranks, printing) must know whether it runs for the first
+time. Each checkpointed call owns a :class:`Frame`. While its function runs, an entry for the frame lies on a stack of this thread.
+Each thread has its own stack, since autograd runs recomputations on its own threads. It is a stack because regions nest: an inner
+region runs its first pass inside the recomputation of an outer one.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ T = TypeVar("T")
 
 
 class Frame:
-    """Values that one checkpointed call hands from its first pass to its recomputations."""
+    """Values that a checkpointed call passes from its first pass to its recomputations."""
 
     def __init__(self) -> None:
         self.stash: list[Any] = []
 
     @contextlib.contextmanager
     def enter(self, recomputing: bool) -> Iterator[None]:
-        """A context in which this frame is the innermost one of the calling thread."""
-        _thread.stack.append(_Entry(self, recomputing))
+        """A context in which this frame is the innermost frame of the calling thread."""
+        _thread.stack.append(_FrameRun(self, recomputing))
         try:
             yield
         finally:
@@ -40,11 +39,11 @@ class Frame:
 
 
 @dataclass
-class _Entry:
-    """One run of a frame's function. A recomputation reads the stash from its start on."""
+class _FrameRun:
+    """One run of the function of a frame. A recomputation reads the stash from its start."""
 
     frame: Frame
-    recomputing: bool  # else it is the first pass
+    recomputing: bool  # False in the first pass
     cursor: int = 0
 
     def read(self) -> Any:
@@ -60,33 +59,31 @@ class _Entry:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[_Entry] = []
-        self.keeping: list[int] = []  # the depth at which each without_recomputation() was entered
+        self.stack: list[_FrameRun] = []
+        self.keeping: list[int] = []  # depths at which without_recomputation() was entered
 
 
 _thread = _Thread()
 
 
 def depth() -> int:
-    """How many runs of checkpointed functions this thread is in."""
+    """The number of runs of checkpointed functions that this thread is in."""
     return len(_thread.stack)
 
 
 def is_checkpointing() -> bool:
-    """True while the first pass of a checkpointed function runs on this thread (torchgpipe's
-    ``is_checkpointing``).
+    """Whether the first pass of a checkpointed function runs on this thread (torchgpipe's ``is_checkpointing``).
 
-    Under :class:`torch.no_grad` nothing is recomputed later, so nothing counts as checkpointed. Inside a
-    recomputation that contains another checkpointed call, both this and :func:`is_recomputing` are true.
+    Under :class:`torch.no_grad`, nothing is recomputed later, so the function returns False. In a checkpointed call inside a
+    recomputation, both this function and :func:`is_recomputing` return True.
     """
     return any(not entry.recomputing for entry in _thread.stack)
 
 
 def is_recomputing() -> bool:
-    """True while a checkpointed function is run again for the backward pass (torchgpipe's
-    ``is_recomputing``).
+    """Whether a checkpointed function is being recomputed for the backward pass on this thread (torchgpipe's ``is_recomputing``).
 
-    Guard side effects with it::
+    Use it to guard side effects::
 
         if not hc.is_recomputing():
             self.batches_seen += 1
@@ -96,12 +93,12 @@ def is_recomputing() -> bool:
 
 @contextlib.contextmanager
 def without_recomputation() -> Iterator[None]:
-    """Forward passes of this thread keep everything inside: checkpointed calls, chains of segments and applied plans
-    just run.
+    """A context in which forward passes of this thread keep everything: checkpointed calls, chains of segments and plans run
+    without recomputation.
 
-    Results are the same bit for bit (of a plan that keeps numbers in fewer bytes: those without it). For a forward pass
-    whose backward pass follows at once, such as that of the last micro-batch (:func:`hvd_ckpt.accumulate`). It matters
-    in forward passes only: what is recomputed in a backward pass inside does as its first pass did.
+    Results are the same bit for bit (with a plan that keeps numbers in fewer bytes, they are those without the plan). It is for a
+    forward pass whose backward pass follows at once, such as that of the last micro-batch (:func:`hvd_ckpt.accumulate`). It has an
+    effect on forward passes only: a recomputation inside the context does what its first pass did.
     """
     _thread.keeping.append(depth())
     try:
@@ -111,19 +108,21 @@ def without_recomputation() -> Iterator[None]:
 
 
 def keeps_everything() -> bool:
-    """Whether a call that would be checkpointed now should just run, because of :func:`without_recomputation`.
+    """Whether a call should run without a checkpoint, because of :func:`without_recomputation`.
 
-    A recomputation that has begun since is that of another forward pass, in which this was not asked for.
+    A recomputation that has begun inside the context belongs to another forward pass, to which the context does not apply.
     """
+    # Only the entries above the depth at which the innermost context was entered are newer than the context.
     if not _thread.keeping:
         return False
     return not any(entry.recomputing for entry in _thread.stack[_thread.keeping[-1] :])
 
 
 class aside:
-    """For tensor operations beside those of the program: no mode sees them, no graph records them.
+    """A context for tensor operations of the library that are not part of the user's computation: hidden from modes and from
+    autograd.
 
-    Selective checkpointing matches operations by their count, and these may be missing from the recomputation.
+    Selective checkpointing matches operations by their count, and these may be missing in the recomputation.
     """
 
     __slots__ = ("_contexts",)
@@ -141,20 +140,20 @@ class aside:
 
 
 def remembered(compute: Callable[[], T]) -> T:
-    """``compute()`` in the first pass; its remembered result in every recomputation.
+    """Returns ``compute()`` in the first pass, and the remembered result in each recomputation.
 
-    For work that must not be done twice, such as a collective operation. The result is kept until the graph
-    of the region is freed, so it should be small and detached. Calls are matched by their order within the
-    region.
-
-    The result is read from the innermost recomputation on the stack, and remembered by every first pass
-    inside it (all of them when nothing is being recomputed): each of those regions can later be recomputed on
-    its own. ``compute`` is hidden from dispatch modes, because selective checkpointing matches operations by
-    their count, and these operations are missing from the recomputation.
+    It is for work that must not run twice, such as a collective operation. The result is kept until the graph of the region is
+    freed, so it should be small and detached. Calls are matched by their order in the region. ``compute`` is hidden from dispatch
+    modes, because selective checkpointing matches operations by their count, and these are missing in the recomputation.
 
     Raises:
-        RuntimeError: the recomputation asks for more values than the first pass computed.
+        RuntimeError: the recomputation needs more values than the first pass has computed.
     """
+    # A stack of three regions, from the outside in, and what happens in the innermost one:
+    #
+    #     first pass, first pass, first pass       compute, and remember in all three: each may be recomputed on its own
+    #     recomputing, first pass, first pass      read from the first, and remember in the other two
+    #     recomputing, first pass, recomputing     read from the last; nothing is remembered
     first_passes: list[Frame] = []
     for entry in reversed(_thread.stack):
         if entry.recomputing:

@@ -1,4 +1,4 @@
-"""Running a model to measure it: without a trace left behind, and the same way each time."""
+"""Tools to run a model for measurements: without lasting effects, and under the same conditions each time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _thread = threading.local()
 
 
 def is_undisturbed() -> bool:
-    """Whether this thread is inside :func:`undisturbed`, where other ranks take no part and nothing may communicate."""
+    """Whether this thread is inside :func:`undisturbed`, where nothing may communicate since other ranks take no part."""
     return bool(getattr(_thread, "undisturbed", False))
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock that waits for what the device has been given to do."""
+    """The time in seconds, after the device has completed its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -36,7 +36,7 @@ def now(device: torch.device) -> float:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collection, which comes when it likes, stays away from what is timed inside."""
+    """A context without Python's garbage collection, which would disturb timings."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -48,13 +48,15 @@ def no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model can be trained inside, and is afterwards as it was.
+    """A context in which the model can be trained, and after which it is unchanged.
 
-    Parameters have stand-ins that share their memory, with gradients of their own: hooks on the parameters (an optimizer
-    that reduces gradients over ranks) see nothing. Parameters that :func:`noting_written` has found, buffers, attributes of modules
-    and random states are put back: those of PyTorch, Python, NumPy, and of generators that modules hold. Synchronized batch norms
-    do not communicate.
+    Stand-ins replace the parameters. They share the memory of the parameters and have gradients of their own, so hooks on the
+    parameters (of an optimizer that reduces gradients over ranks) do not run. At the end, the following are restored: parameters
+    that :func:`noting_written` has found, buffers, attributes of modules, and the random states of PyTorch, Python, NumPy and
+    generators of modules. Synchronized batch norms do not communicate.
     """
+    # Gradient hooks belong to the node that accumulates the gradient of one tensor. A new nn.Parameter over the same memory has a
+    # node of its own, without hooks. A tied parameter gets one stand-in, which replaces it in all its modules.
     twins: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     devices = [device] if device.type == "cuda" else []
@@ -94,12 +96,12 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""Names of parameters that a forward pass writes, by their module."""
+"""Names of the parameters that a forward pass writes, by module."""
 
 
 @contextlib.contextmanager
 def noting_written(model: nn.Module) -> Iterator[None]:
-    """Notes which parameters a forward pass inside writes, as an embedding with ``max_norm`` does, and puts those back."""
+    """A context that notes the parameters that a forward pass writes, as an embedding with ``max_norm`` does, and restores them."""
     places = {
         parameter.untyped_storage()._cdata: (module, name, parameter)
         for module in model.modules()
@@ -111,11 +113,11 @@ def noting_written(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):
-    """Copies parameters before an operator writes them.
+    """Mode that copies parameters before an operator writes them.
 
     Args:
         places: module, name and parameter, by memory.
-        restored: gets what puts them back.
+        restored: gets the functions that restore them.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _restoring(module: nn.Module) -> Callable[[], None]:
-    """A function that gives a module its buffers and attributes of now, with the contents that they have now."""
+    """A function that restores the current buffers and attributes of a module and their contents."""
     spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
     if isinstance(module, torch.jit.ScriptModule):  # its buffers keep their places
         spaces.append(({}, dict(module.named_buffers(recurse=False))))
@@ -169,12 +171,12 @@ _MODULE = frozenset(vars(nn.Module()))
 
 
 def _is_own(name: str) -> bool:
-    """Whether an attribute is the module's own: not PyTorch's, nor that of a checkpoint policy."""
+    """Whether an attribute belongs to the module itself, and not to PyTorch or to a checkpoint policy."""
     return name not in _MODULE and not name.startswith("_hvd_ckpt")
 
 
 def _restoring_contents(value: Any) -> Callable[[], None]:
-    """A function that gives a tensor, a container or a generator its contents of now."""
+    """A function that restores the current contents of a tensor, a container or a generator."""
     if isinstance(value, torch.Tensor):
         if is_lazy(value) or value.device.type == "meta" or value.is_inference():
             return lambda: None

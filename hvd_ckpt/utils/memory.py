@@ -1,10 +1,8 @@
 """Peak memory of a piece of work, in exact bytes.
 
-A claim about memory is worth as much as the way it was measured. The resident set of a process answers another
-question: it counts the interpreter, caches and pages the allocator has not given back. This module counts what
-PyTorch's own allocators handed out: on CUDA from the caching allocator's statistics, on CPU (whose allocator
-keeps none) from the event it reports to the profiler for every block it allocates or frees. The same work gives the same
-number on every run.
+The resident set of a process also counts the interpreter, caches, and pages that the allocator has not returned. This module
+counts what PyTorch's own allocators allocate. On CUDA, the caching allocator has statistics. On CPU, the allocator has none, but
+it reports each block that it allocates or frees to the profiler. The same work gives the same number in each run.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ _MARK = "hvd_ckpt.mark."
 
 @dataclass
 class PeakMemory:
-    """Memory that a piece of work took from the allocator; both figures count from the start of the work.
+    """Memory that a piece of work allocated, above the bytes allocated at its start.
 
     Attributes:
-        peak_bytes: the most bytes allocated at any one time, above those allocated at the start.
-        held_bytes: bytes still allocated at the end, above those allocated at the start.
+        peak_bytes: the most bytes allocated at a time.
+        held_bytes: bytes allocated at the end.
     """
 
     peak_bytes: int = 0
@@ -37,10 +35,10 @@ class PeakMemory:
 
 
 def measure_peak(work: Callable[[], object], device: torch.device | str = "cpu") -> PeakMemory:
-    """Call ``work()`` and return the exact peak of the memory it allocated on ``device``.
+    """Calls ``work()`` and returns the exact peak of the memory that it allocates on ``device``.
 
-    Only the figures are kept: what ``work`` returns is dropped before the end is taken, so ``held_bytes`` is what
-    the work left behind elsewhere. See :func:`recording_peak` for what is counted.
+    The result of ``work`` is freed before the end is measured, so ``held_bytes`` is what the work has left elsewhere. See
+    :func:`recording_peak` for what is counted.
     """
     with recording_peak(device) as memory:
         work()
@@ -49,17 +47,16 @@ def measure_peak(work: Callable[[], object], device: torch.device | str = "cpu")
 
 @contextlib.contextmanager
 def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
-    """Measure the body of a ``with`` statement; the figures are there once the body has ended.
+    """A context that measures its body. The figures are set when the body has ended.
 
-    On CPU every block that PyTorch allocates in the body is counted with its requested size, workspaces of
-    operators included, on the calling thread and on autograd's threads. Not counted are blocks allocated before
-    the start (freeing one in the body does not lower the figures: begin where the work begins), and other
-    threads, such as the communication threads of Horovod and Gloo. On CUDA it is
-    ``torch.cuda.max_memory_allocated`` of the device, whichever thread allocates.
+    On CPU, each block that PyTorch allocates in the body counts with its requested size, including workspaces of operators, on the
+    calling thread and on autograd's threads. Two kinds of blocks do not count: those allocated before the start (freeing one does
+    not lower the figures, so start where the work starts), and those of other threads, such as the communication threads of
+    Horovod and Gloo. On CUDA, the figures are ``torch.cuda.max_memory_allocated`` of the device, for all threads.
 
     Raises:
-        ValueError: for a device that is neither CPU nor CUDA.
-        RuntimeError: on CPU inside another profiler: PyTorch runs one at a time.
+        ValueError: the device is neither CPU nor CUDA.
+        RuntimeError: the device is the CPU, and another profiler is running. PyTorch supports one at a time.
     """
     memory = PeakMemory()
     with recording_marks(device) as marks:
@@ -73,9 +70,9 @@ class Mark:
     """The memory at a mark, in bytes above the start.
 
     Attributes:
-        name: as it was given.
-        bytes: allocated at the mark.
-        peak_bytes: the most allocated since the mark before.
+        name: name of the mark.
+        bytes: bytes allocated at the mark.
+        peak_bytes: the most bytes allocated since the previous mark.
     """
 
     name: str
@@ -87,8 +84,8 @@ class Marks:
     """Peaks of the parts of a piece of work; see :func:`recording_marks`.
 
     Attributes:
-        marks: in order, once the recording has ended.
-        timeline: (seconds since the start, bytes above the start) at every change; on CPU only.
+        marks: the marks in order, once the recording has ended.
+        timeline: (seconds since the start, bytes above the start) at each change; on CPU only.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +96,7 @@ class Marks:
         self._start = 0
 
     def mark(self, name: str) -> None:
-        """Ends a part of the work here."""
+        """Ends a part of the work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             now = torch.cuda.memory_allocated(self._device)
@@ -112,7 +109,8 @@ class Marks:
             pass
 
     @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
+        """A context in which the marks are recorded."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -124,6 +122,8 @@ class Marks:
         self._read(profiler)
 
     def _read(self, profiler: profile) -> None:
+        # Events are changes of the allocated bytes (negative for frees) and marks, in order of time. A mark has the bytes at it,
+        # and the peak since the previous mark, which starts from the bytes there.
         allocated = peak = 0
         start: int | None = None
         for event in _events(profiler):
@@ -140,20 +140,20 @@ class Marks:
 
 @contextlib.contextmanager
 def recording_marks(device: torch.device | str = "cpu") -> Iterator[Marks]:
-    """Measure parts of the body of a ``with`` statement, each ended by ``marks.mark(name)``.
+    """A context that measures the parts of its body, each of which ends with ``marks.mark(name)``.
 
-    Counts what :func:`recording_peak` counts.
+    It counts the same memory as :func:`recording_peak`.
 
     Raises:
-        ValueError, RuntimeError: as :func:`recording_peak`.
+        ValueError, RuntimeError: as in :func:`recording_peak`.
     """
     marks = Marks(_measurable(device))
-    with marks._recording():
+    with marks.recording():
         yield marks
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still have: of a CUDA device, with what its allocator keeps in reserve, or of the machine."""
+    """Bytes that this process can still allocate on a CUDA device, including the reserve of its allocator, or on the machine."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserve
@@ -175,15 +175,14 @@ def _profiling() -> Iterator[profile]:
         raise RuntimeError(
             "memory cannot be measured inside a running PyTorch profiler: end that profiler first"
         )
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # else the profiler writes a line to standard error as it starts and ends
+    # Without it, the profiler writes a line to standard error when it starts and ends.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield profiler
 
 
 def _events(profiler: profile) -> list[Any]:
-    """The CPU allocator's events and the marks, in the order they happened."""
+    """The events of the CPU allocator and the marks, in order of time."""
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None

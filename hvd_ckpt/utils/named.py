@@ -1,4 +1,4 @@
-"""Functions and classes of a user's own modules, named as ``module:attribute``."""
+"""Functions and classes of the user's own modules, given as ``module:attribute``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 
 def is_named(name: str) -> bool:
-    """Whether a name is one of ``module:attribute``, and not of a folder."""
+    """Whether a name has the form ``module:attribute`` and is not that of a folder."""
     return ":" in name and not os.path.isdir(name)
 
 
 def import_named(what: str, name: str) -> Callable[..., Any]:
-    """The function or class that ``module:attribute`` names; modules in the current folder are found, too.
+    """Imports the function or class ``module:attribute``, also from modules in the current folder.
 
     Args:
-        what: it is to be, for errors: ``"model"``.
+        what: its role, for errors, such as ``"model"``.
 
     Raises:
         ValueError: it cannot be imported, or is not a function or class.
@@ -27,10 +27,10 @@ def import_named(what: str, name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = getattr(import_module(module), attribute)
+        value = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"no {what} '{name}': {error}") from None
-    if not callable(found):
-        raise ValueError(f"'{name}' is a {type(found).__name__}, not a function")
-    callable_found: Callable[..., Any] = found
-    return callable_found
+    if not callable(value):
+        raise ValueError(f"'{name}' is a {type(value).__name__}, not a function")
+    function: Callable[..., Any] = value
+    return function

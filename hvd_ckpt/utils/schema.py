@@ -1,9 +1,9 @@
-"""Values that come from files and command lines, read without trust: strict schemas, JSON, YAML and ``NAME=VALUE``.
+"""Validation of values from files and command lines: strict schemas, JSON, YAML and ``NAME=VALUE``.
 
-Nothing is executed, aliases are not unfolded, and whatever is wrong becomes one line. ``json.loads`` alone accepts NaN, keys that
-are given twice (and drops the first), and any size; the functions here do not.
+Nothing is executed, aliases are not expanded, and each error is one line. ``json.loads`` alone accepts NaN, repeated keys (of which
+it drops the first) and any size; the functions here do not.
 
-It imports pydantic, which takes a moment: a command imports it when it runs, not to print its help.
+This module imports pydantic, which takes a moment. A command imports it when it runs, and not to print its help.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from hvd_ckpt.utils.text import one_line
 
-MAX_BYTES = 64 << 20  # of a JSON file
+MAX_BYTES = 64 << 20  # largest JSON file
 
 T = TypeVar("T")
 
 
 class Wrong(Exception):
-    """An error in a file or a state: its reason and the way out, for the caller to make a sentence of."""
+    """An error in a file or a state: the reason and the way out, which the caller puts into a sentence."""
 
 
 def shown(value: Any) -> str:
-    """A value in a message, in one line and short."""
+    """A value as a short text in one line, for messages."""
     if isinstance(value, int) and not -(2**70) < value < 2**70:
         return "a very large number"
     if isinstance(value, (dict, list)):
@@ -46,7 +46,7 @@ def shown(value: Any) -> str:
 
 
 class Strict(BaseModel):
-    """Base class of schemas: no conversions ("1" is not 1, True is not 1), no unknown keys, no NaN or infinity, no assignment."""
+    """Base class of schemas: no conversions (neither "1" nor True is 1), no unknown keys, no NaN or infinity, no assignment."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -54,8 +54,8 @@ class Strict(BaseModel):
 def first_error(error: ValidationError) -> str:
     """The first error of a validation in one line: its place, the value, and what is allowed.
 
-    For example ``files["model.safetensors"].bytes is -1, and must be greater than or equal to 0``. What a validator of the schema
-    raises as ``ValueError(text)`` appears as ``text``, after the place if it has one.
+    An example: ``files["model.safetensors"].bytes is -1, and must be greater than or equal to 0``. The text of a ``ValueError``
+    that a validator of the schema raises is included after the place.
     """
     first = error.errors(include_url=False)[0]
     place, kind, message = _place(first["loc"]), first["type"], first["msg"]
@@ -77,13 +77,13 @@ def first_error(error: ValidationError) -> str:
 
 def _place(location: tuple[int | str, ...]) -> str:
     text = ""
-    for one in location:
-        if isinstance(one, int):
-            text += f"[{one}]"
-        elif one.isidentifier() and len(one) <= 60:
-            text += f".{one}" if text else one
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and len(part) <= 60:
+            text += f".{part}" if text else part
         else:
-            text += f"[{shown(one)}]"
+            text += f"[{shown(part)}]"
     return text
 
 
@@ -99,15 +99,15 @@ def _value(value: Any) -> str:
 
 
 def parse_json(schema: type[T], content: bytes, give: str, repair: str) -> T:
-    """The value of a schema in the content of a JSON file; tuples are lists there.
+    """Parses and validates the content of a JSON file, in which tuples are lists.
 
     Args:
         schema: a :class:`Strict` model, or any other type that pydantic can validate.
-        give: the way out if the content is not JSON at all, such as "give a file that Plan.save() wrote".
-        repair: the way out if it is damaged, such as "make the plan again".
+        give: the way out if the content is not JSON, such as "give a file that Plan.save() wrote".
+        repair: the way out if the content is damaged, such as "make the plan again".
 
     Raises:
-        Wrong: it is too large, not JSON, has a key twice, or does not follow the schema.
+        Wrong: the content is too large, is not JSON, has a repeated key or does not match the schema.
     """
     loads(content, give, repair)
     try:
@@ -117,10 +117,10 @@ def parse_json(schema: type[T], content: bytes, give: str, repair: str) -> T:
 
 
 def loads(content: bytes, give: str, repair: str) -> Any:
-    """The value in the content of a JSON file; arguments as those of :func:`parse_json`.
+    """Parses the content of a JSON file; arguments are those of :func:`parse_json`.
 
     Raises:
-        Wrong: it is too large, not UTF-8, not valid JSON, too deep, or has a number that is not finite or a key twice.
+        Wrong: the content is too large, not UTF-8, not valid JSON or too deep, or has a nonfinite number or a repeated key.
     """
     if len(content) > MAX_BYTES:
         raise Wrong(f"it is larger than {MAX_BYTES >> 20} MiB: {give}")
@@ -133,12 +133,12 @@ def loads(content: bytes, give: str, repair: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {shown(twice)} is given twice in one place")
-    return found
+    return values
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -146,17 +146,17 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def read_json(path: Path, give: str, repair: str) -> Any:
-    """The value in a file; see :func:`loads`.
+    """Reads and parses a JSON file; see :func:`loads`.
 
     Raises:
-        Wrong: it is not a regular file, or its content is wrong.
+        Wrong: it is not a regular file, or its content is invalid.
         OSError: it cannot be read.
     """
     return loads(read_bytes(path, give), give, repair)
 
 
 def read_bytes(path: Path, give: str) -> bytes:
-    """The content of a file, or its first bytes if it is larger than :func:`loads` takes.
+    """The content of a file; only its first bytes if it is too large for :func:`loads`.
 
     Raises:
         Wrong: it is not a regular file.
@@ -169,15 +169,15 @@ def read_bytes(path: Path, give: str) -> bytes:
 
 
 def dumps(value: Any) -> str:
-    """A value of dicts, lists, texts and finite numbers as indented JSON; a list of plain values is in one line."""
+    """Indented JSON of dicts, lists, texts and finite numbers, with lists of plain values in one line."""
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
-    # Line ends stand between values only, since they are escaped in texts.
+    # Texts have escaped line ends, so each line end is between two values.
     flat = re.compile(r"\[\n\s+([^\[\]{}]*)\n\s*\]")
-    return flat.sub(lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", text) + "\n"
+    return flat.sub(lambda match: "[" + re.sub(r"\n *", " ", match[1]) + "]", text) + "\n"
 
 
 def write_json(value: Any, path: Path) -> None:
-    """Writes a value of dicts, lists, texts and finite numbers; the file is there completely or not at all.
+    """Writes dicts, lists, texts and finite numbers as JSON. The file is written completely or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -186,7 +186,7 @@ def write_json(value: Any, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Writes a text; the file is there completely or not at all.
+    """Writes a text. The file is written completely or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -206,7 +206,7 @@ def write_text(text: str, path: Path) -> None:
 # ------------------------------------------------------------------------------------ YAML
 
 
-# What PyYAML raises for a text that is not valid YAML, or whose tags do not fit its values.
+# Errors of PyYAML for a text that is not valid YAML, or whose tags do not match its values.
 BROKEN = (
     yaml.YAMLError,
     ValueError,
@@ -219,8 +219,11 @@ BROKEN = (
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Without aliases: a few lines of them unfold to more than a machine can hold, or to a list that contains itself. Keys are
-    texts, and unique: YAML forgets the first of two equal ones."""
+    """YAML loader without aliases, in which keys are unique texts.
+
+    A few lines of aliases can expand to more than a machine can hold, or to a list that contains itself. Of two equal keys, YAML
+    would drop the first.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -245,10 +248,10 @@ class PlainLoader(yaml.SafeLoader):
 
 
 class PlainDumper(yaml.SafeDumper):
-    """Writes what :class:`PlainLoader` reads back."""
+    """YAML dumper whose output :class:`PlainLoader` reads."""
 
 
-for _class in (PlainLoader, PlainDumper):  # YAML 1.1 takes 1e-4 for a text, since it has no dot
+for _class in (PlainLoader, PlainDumper):  # in YAML 1.1, 1e-4 is a text, since it has no dot
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
@@ -261,10 +264,10 @@ PlainLoader.add_constructor(  # a date is a text
 
 
 def parsed(text: str) -> Any:
-    """A value as it is written after ``NAME=``: a number, true, false, a list in brackets, or text.
+    """Parses a value of ``NAME=VALUE``: a number, true, false, a list in brackets, or a text.
 
     Raises:
-        ValueError: it is not valid.
+        ValueError: the value is invalid.
     """
     try:
         return yaml.load(text, Loader=PlainLoader)
@@ -275,10 +278,10 @@ def parsed(text: str) -> Any:
 
 
 def named(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
-    """The values of a flag such as ``--model-option NAME=VALUE``, by name; dashes in names are underscores.
+    """The values of a flag such as ``--model-option NAME=VALUE``, by name. Dashes in names become underscores.
 
     Raises:
-        ValueError: one of them is not ``NAME=VALUE``, or its value is invalid; one line that begins with the flag.
+        ValueError: a pair is not ``NAME=VALUE``, or its value is invalid. The message is one line that begins with the flag.
     """
     values = {}
     for pair in pairs:

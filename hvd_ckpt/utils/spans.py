@@ -1,8 +1,8 @@
 """Spans of a training step: the seconds that each kind of work takes, and named regions in a trace of ``torch.profiler``.
 
-A span of a kind in :data:`KINDS` is measured where :func:`recording` is active; on a GPU by events in the stream, so that it lasts
-as long as the device works on it, and nothing waits for the device before the seconds are read. Any span is a region of the trace
-while a profiler runs, also in a loop of one's own. Otherwise a span costs a fraction of a microsecond.
+A span of a kind in :data:`KINDS` is measured while :func:`recording` is active. On a GPU, events in the stream measure the time of
+the device, and nothing waits for the device before the seconds are read. While a profiler runs, each span is a region of the trace,
+also in the user's own loop. Otherwise, a span costs a fraction of a microsecond.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from hvd_ckpt.torch_private import DisableTorchFunction, disable_current_modes, profiler_enabled
 
 KINDS = ("data", "forward", "backward", "recompute", "wait", "update")
-MOST_EVENTS = 10_000  # pairs of events that wait to be read
+MOST_EVENTS = 10_000  # most pairs of events that are not read yet
 
 _active: SpanTimes | None = None
 
 
 class SpanTimes:
-    """The seconds of each kind of span; those of a span inside another count for the inner one alone.
+    """Seconds of each kind of span. The time of a span inside another counts for the inner span only.
 
     Args:
-        device: of the steps.
-        clock: returns seconds; on a CPU.
+        device: device of the steps.
+        clock: returns seconds; for the CPU.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class SpanTimes:
         self._on_gpu, self._clock = torch.device(device).type == "cuda", clock
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._events: deque[tuple[str, str | None, Any, Any]] = deque()
-        self.innermost: str | None = None  # kind of the span that is open, on whichever of autograd's threads
+        self.innermost: str | None = None  # kind of the innermost open span, on any of autograd's threads
 
     def now(self) -> Any:
-        """A point in time: on a GPU an event that the stream will reach."""
+        """A point in time; on a GPU, an event in the stream."""
         if not self._on_gpu:
             return self._clock()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class SpanTimes:
         return event
 
     def add(self, kind: str, outer: str | None, start: Any, end: Any) -> None:
-        """Counts a span of a kind, within one of the kind ``outer``."""
+        """Adds a span of a kind inside a span of the kind ``outer``."""
         if not self._on_gpu:
             self._count(kind, outer, end - start)
             return
@@ -58,11 +58,11 @@ class SpanTimes:
             self._read_event()
 
     def read(self) -> dict[str, float]:
-        """The seconds of each kind since the last reading; waits for the device."""
+        """The seconds of each kind since the last call; waits for the device."""
         while self._events:
             self._read_event()
-        found, self._seconds = self._seconds, dict.fromkeys(KINDS, 0.0)
-        return found
+        seconds, self._seconds = self._seconds, dict.fromkeys(KINDS, 0.0)
+        return seconds
 
     def _read_event(self) -> None:
         kind, outer, start, end = self._events.popleft()
@@ -70,6 +70,7 @@ class SpanTimes:
         self._count(kind, outer, start.elapsed_time(end) / 1000)
 
     def _count(self, kind: str, outer: str | None, seconds: float) -> None:
+        # An inner span takes its time away from the span around it, which adds all of its own time when it ends.
         self._seconds[kind] += seconds
         if outer is not None:
             self._seconds[outer] -= seconds
@@ -77,7 +78,7 @@ class SpanTimes:
 
 @contextlib.contextmanager
 def recording(times: SpanTimes | None) -> Iterator[None]:
-    """Inside, spans are counted in ``times``; with None they are not counted."""
+    """A context in which spans are added to ``times``; with None, they are not measured."""
     global _active
     before, _active = _active, times
     try:
@@ -86,14 +87,14 @@ def recording(times: SpanTimes | None) -> Iterator[None]:
         _active = before
 
 
-class _Span:
+class _OpenSpan:
     def __init__(self, times: SpanTimes | None, kind: str | None, name: str | None) -> None:
         self._times, self._kind = times, kind
         self._region: Any = None if name is None else torch.profiler.record_function(f"hvd_ckpt: {name}")
 
     def __enter__(self) -> None:
         if self._region is not None:
-            with disable_current_modes(), DisableTorchFunction():  # modes that count calls see none of it
+            with disable_current_modes(), DisableTorchFunction():  # hidden from modes that count calls
                 self._region.__enter__()
         if self._times is not None and self._kind is not None:
             self._outer, self._times.innermost = self._times.innermost, self._kind
@@ -119,8 +120,8 @@ def span(
     """A context for a span of the step.
 
     Args:
-        kind: one of :data:`KINDS`, or None for a region of the trace alone.
-        name: of the region, or what makes it; by default the kind.
+        kind: one of :data:`KINDS`, or None for a region of the trace only.
+        name: name of the region, or a function that returns it; by default the kind.
     """
     profiling = profiler_enabled()
     if not profiling and (_active is None or kind is None):
@@ -128,4 +129,4 @@ def span(
     label = None
     if profiling:
         label = name() if callable(name) else name or kind
-    return _Span(_active, kind, label)
+    return _OpenSpan(_active, kind, label)

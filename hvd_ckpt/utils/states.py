@@ -1,7 +1,7 @@
-"""Schemas of state dicts: what is loaded from a file is checked by the class that loads it, before it is used.
+"""Schemas of state dicts. The class that loads a state from a file checks it before use.
 
-A state has tensors and plain data. Its owner declares a :class:`State` beside ``state_dict``, and ``load_state_dict`` calls
-:meth:`State.check`; a snapshot, which has the states of many owners, uses the same schemas.
+A state consists of tensors and plain data. Its owner declares a :class:`State` beside ``state_dict``, and ``load_state_dict`` calls
+:meth:`State.check`. A snapshot has the states of many owners and uses the same schemas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvd_ckpt.utils.schema import Strict, first_error, shown
 
 
 def _no_tensor(value: Any) -> Any:
-    if isinstance(value, Tensor):  # pydantic takes one of a single element for a number
+    if isinstance(value, Tensor):  # pydantic takes a tensor of one element for a number
         raise ValueError("must be a number, not a tensor")
     return value
 
@@ -34,7 +34,7 @@ class State(Strict):
 
     @classmethod
     def check(cls, state: Any, what: str) -> None:
-        """Raises ValueError unless ``state`` has this schema; ``what`` it is begins the sentence."""
+        """Raises ValueError unless ``state`` has this schema. The message begins with ``what``, the name of the state."""
         try:
             cls.model_validate(state)
         except ValidationError as error:
@@ -52,7 +52,7 @@ class OptimizerState(State):
         numbers: list[Any] = []
         for at, group in enumerate(self.param_groups):
             params = group.get("params")
-            if not isinstance(params, list) or not all(type(one) is int for one in params):
+            if not isinstance(params, list) or not all(type(number) is int for number in params):
                 raise ValueError(
                     f"param_groups[{at}].params is {described(params)}, and must be a list of integers"
                 )
@@ -71,7 +71,7 @@ class OptimizerState(State):
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and none that overflows."""
+    """Whether a value is a finite number that does not overflow."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= 2**62 if isinstance(value, int) else math.isfinite(value)

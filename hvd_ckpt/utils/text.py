@@ -1,6 +1,6 @@
-"""Texts for people: names of settings, messages about unknown ones, byte sizes, and lines from work that takes long.
+"""Texts for people: names of settings, messages about unknown names, byte sizes, and progress of long work.
 
-Importing it imports no PyTorch, so that help is quick.
+Importing this module does not import PyTorch, so that help is fast.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from collections.abc import Callable, Iterable, Iterator
 from typing_extensions import Self
 
 CHECKPOINTS = ("always", "except_last", "never")
-"""Which micro-batches :func:`hvd_ckpt.accumulate` recomputes."""
+"""Values of ``checkpoint``: the micro-batches that :func:`hvd_ckpt.accumulate` recomputes."""
 
 SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt", "step")
-"""Decays of the learning rate."""
+"""Names of learning rate schedules."""
 
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3")
 """Recipes of :class:`hvd_ckpt.Precision`."""
 
 DOCUMENTS = ("lines", "jsonl")
-"""What each line of a text may be, where it is a document: that itself, or a JSON object whose "text" it is."""
+"""Formats of a text with one document per line: the document itself, or a JSON object with the document as "text"."""
 
 BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
 
-LONGEST = 900  # characters of a message
-SECONDS = 25.0  # of silence, so that lines that take their time come within 30
+LONGEST = 900  # most characters of a message
+SECONDS = 25.0  # of silence before a line is printed, so that a line is out within 30 seconds
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like this one, whatever the case and the kind of dash; None if none does."""
+    """The most similar known name, ignoring case and kind of dash; None if no name is similar."""
     plain = {_plain(candidate): candidate for candidate in known}
-    found = difflib.get_close_matches(_plain(name), plain, n=1)
-    return plain[found[0]] if found else None
+    matches = difflib.get_close_matches(_plain(name), plain, n=1)
+    return plain[matches[0]] if matches else None
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """One line for an error: ``no optimizer 'adamv': did you mean 'adamw'? Known: adam, adamw, sgd``.
 
     Args:
-        what: the kind of thing that was asked for.
-        name: as it was given.
-        known: the right names, listed in this order.
+        what: the kind of thing, such as "optimizer".
+        name: the given name.
+        known: the known names, in the order of the message.
     """
     known, name = list(known), printable(name, but="")
     if not known:
@@ -57,22 +57,25 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str, but: str = "\n\t") -> str:
-    """A text whose characters can all be shown on a terminal: others are escaped, ``but`` these."""
+    """A text in which characters that a terminal cannot show are escaped, except those in ``but``."""
     return (
         text
         if text.isprintable()
-        else "".join(one if one.isprintable() or one in but else ascii(one)[1:-1] for one in text)
+        else "".join(
+            character if character.isprintable() or character in but else ascii(character)[1:-1]
+            for character in text
+        )
     )
 
 
 def one_line(message: str) -> str:
-    """A message as one line of printable characters, cut in the middle if it is very long: it may quote what somebody has made."""
+    """A message as one line of printable characters, shortened in the middle if it is very long. It may quote unknown input."""
     message = printable(message, but="")
     return message if len(message) <= LONGEST else f"{message[: LONGEST - 300]} ... {message[-290:]}"
 
 
 def show_bytes(count: int) -> str:
-    """``1.50 GiB``."""
+    """Bytes as text, such as ``1.50 GiB``."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -86,9 +89,9 @@ def _plain(name: str) -> str:
 
 
 class Heartbeat:
-    """Calls a function, on a thread of its own, whenever nothing was said for a while. A context manager.
+    """Context manager with a thread that calls a function whenever nothing was printed for a while.
 
-    Nobody should have to ask whether a silent process hangs: in a log file or behind a pipe, a line is due every 30 seconds.
+    So even in a log file or behind a pipe, a line every 30 seconds shows that the process does not hang.
 
     Args:
         speak: prints a line.
@@ -100,7 +103,7 @@ class Heartbeat:
         self._said = time.monotonic()
 
     def said(self) -> None:
-        """Notes that a line was printed; the next is due after another while."""
+        """Notes that a line was printed, after which the waiting time starts again."""
         self._said = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -115,17 +118,19 @@ class Heartbeat:
         while not self._ended.wait(max(self._said + SECONDS - time.monotonic(), 0.01)):
             if time.monotonic() - self._said >= SECONDS:
                 self.said()
-                with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+                with contextlib.suppress(OSError, ValueError):  # nobody reads any more
                     self._speak()
 
 
 @contextlib.contextmanager
 def talking(name: str, after: float = 0.0) -> Iterator[Callable[[str], None]]:
-    """Gives a function that prints on standard error what is being done now, and repeats it with the time while it lasts.
+    """A context that yields a function to print the current step of long work on standard error.
+
+    The line is repeated with the time while the step lasts.
 
     Args:
-        name: of the work, in front of each line.
-        after: seconds in which nothing is printed: work that is done by then is silent.
+        name: name of the work, printed in front of each line.
+        after: seconds at the start in which nothing is printed.
     """
     start, now = time.monotonic(), ""
 
@@ -144,7 +149,7 @@ def talking(name: str, after: float = 0.0) -> Iterator[Callable[[str], None]]:
 
 
 def elapsed(seconds: float) -> str:
-    """``1:02:03``; ``?`` for what is not known."""
+    """Seconds as text, such as ``1:02:03``; ``?`` for a nonfinite number."""
     if not math.isfinite(seconds):
         return "?"
     whole = round(seconds)
@@ -152,7 +157,7 @@ def elapsed(seconds: float) -> str:
 
 
 def read_when(value: str | int, name: str) -> str | int:
-    """When recomputation is verified: what a text or number stands for. ``name`` is that of the setting, for the error."""
+    """Validates a setting of when recomputation is verified; ``name`` is the name of the setting, for the error."""
     if isinstance(value, str) and value.isascii() and value.isdigit():
         value = int(value)
     if value in ("first", "always", "never") or (

@@ -1,5 +1,5 @@
-"""Parameters without values: those split over the ranks (stage 3), what they refuse meanwhile, and what brings values back; copies
-of a model's state where it is whole."""
+"""Parameters without values: parameters that are split over the ranks (stage 3), what they refuse without values, and how values
+come back; also copies of the state of a whole model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, pytree
 
 absent_storages: dict[int, Callable[[], None]] = {}
-"""Storages, by identity, that are without their contents now, and what brings these back."""
+"""Storages without contents, by identity, and the functions that bring the contents back."""
 
-_split: Any = WeakTensorKeyDictionary()  # their names
+_split: Any = WeakTensorKeyDictionary()  # names of parameters that are split over the ranks
 
 # Functions that need only shape, dtype, device, gradient and hooks.
 _NAMES = """__delete__ __format__ __len__ __set__ _has_compatible_shallow_copy_type
@@ -25,7 +25,7 @@ _NAMES = """__delete__ __format__ __len__ __set__ _has_compatible_shallow_copy_t
     register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size sparse_dim storage_offset stride
     untyped_storage zeros_like"""
 _NEEDS_NO_VALUES = frozenset(_NAMES.split())
-# Conversions, which may give the parameter itself.
+# Conversions, which may return the parameter itself.
 _MAY_CHANGE_NOTHING = {
     "bfloat16",
     "contiguous",
@@ -41,10 +41,12 @@ _MAY_CHANGE_NOTHING = {
 
 
 class Absent:
-    """Mixin of a tensor's class while it has no values: as with lazy parameters, using them is an error."""
+    """Mixin for the class of a tensor without values. As with lazy parameters, using the values is an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Allowed are functions that need no values, attributes that share no memory with the tensor, and conversions that change
+        # nothing. Everything else would read or write the one expanded nan that stands for the values.
         name = getattr(func, "__name__", str(func))
         with DisableTorchFunctionSubclass():
             if name in _NEEDS_NO_VALUES:
@@ -58,7 +60,9 @@ class Absent:
                 value = func(*args, **(kwargs or {}))
                 if value is args[0] or isinstance(value, str):
                     return value
-        raise next(one.missing(name) for one in pytree.tree_leaves((args, kwargs)) if is_absent(one))
+        raise next(
+            argument.missing(name) for argument in pytree.tree_leaves((args, kwargs)) if is_absent(argument)
+        )
 
     @property
     def known_as(self) -> str:
@@ -66,7 +70,7 @@ class Absent:
         return str(_split.get(self))
 
     def missing(self, what: str) -> RuntimeError:
-        """The error where ``what`` needs the values."""
+        """The error if ``what`` needs the values."""
         return RuntimeError(
             f"parameter '{self.known_as}' is split over the ranks and has no values outside the forward and backward pass of "
             f"its module, but '{what}' needs them; do this inside 'with optimizer.gathered_parameters():', on all ranks"
@@ -86,42 +90,42 @@ class Absent:
         raise self.missing("pickle")
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.layout is torch.strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.layout is torch.strided and first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
 @functools.cache
 def absent_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """The class that a parameter of class ``kind`` has while it has no values."""
+    """The class of a parameter of class ``kind`` while it has no values."""
     made: Any = type(kind)
     absent: type[torch.Tensor] = made(kind.__name__, (Absent, kind), {})
     return absent
 
 
 def note_split(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """From now on these have values while they are gathered, and no others."""
+    """Notes that these parameters are split: they have values only while they are gathered."""
     for name, parameter in named:
         _split[parameter] = name
 
 
 def forget_split(parameters: Iterable[torch.Tensor]) -> None:
-    """These have values of their own again."""
+    """Notes that these parameters have their own values again."""
     for parameter in parameters:
         _split.pop(parameter, None)
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is split over the ranks itself (stage 3), even if the optimizer that did it is gone."""
+    """Whether a parameter is split over the ranks (stage 3), even if the optimizer that split it no longer exists."""
     return parameter in _split
 
 
 def is_absent(parameter: Any) -> bool:
-    """Whether it is split and not gathered now, so that its values are not there."""
+    """Whether a parameter is split and not gathered, so that it has no values now."""
     return isinstance(parameter, Absent)
 
 
 def present(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, once the contents of its storage have been brought back if they were away."""
+    """The tensor, after the contents of its storage have been brought back if they were absent."""
     if absent_storages and tensor.layout is torch.strided:
         bring = absent_storages.get(tensor.untyped_storage()._cdata)
         if bring is not None:
@@ -130,10 +134,10 @@ def present(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_state(model: torch.nn.Module, ready: Container[int] = ()) -> dict[str, Any]:
-    """A copy of ``model.state_dict()`` on the CPU; tensors that share memory share it in the copy.
+    """A copy of ``model.state_dict()`` on the CPU. Tensors that share memory share it in the copy.
 
     Args:
-        ready: addresses of tensors that need no copy.
+        ready: addresses of tensors that are not copied.
     """
     state: dict[str, Any] = model.state_dict()
     copies: dict[Any, torch.Tensor] = {}

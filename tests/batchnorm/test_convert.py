@@ -1,4 +1,4 @@
-"""SyncBatchNorm.convert: which modules it takes, and that they stay the same objects."""
+"""Tests of SyncBatchNorm.convert: the modules that it converts, which remain the same objects."""
 
 from __future__ import annotations
 

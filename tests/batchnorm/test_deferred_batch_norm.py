@@ -1,4 +1,4 @@
-"""Running statistics per mini-batch: equal to those pooled over all that a layer has seen, however it is recomputed."""
+"""Tests of deferred batch norm: running statistics equal those pooled over the mini-batch, with any recomputation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def close(left: list[Tensor], right: list[Tensor], tolerance: float = 1e-12) -> 
     ("kind", "momentum", "parts"),
     [(nn.BatchNorm1d, None, 3), (nn.BatchNorm2d, 0.3, 1), (nn.BatchNorm3d, 0.3, 3)],
 )
-def test_one_layer_equals_a_batch_norm_that_gets_the_whole_batch(
+def test_deferred_norm_of_micro_batches_equals_batch_norm_of_the_whole_batch(
     kind: type[nn.Module], momentum: float | None, parts: int
 ) -> None:
     plain = kind(4, momentum=momentum).double()

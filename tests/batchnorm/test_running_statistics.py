@@ -1,4 +1,4 @@
-"""Running statistics after training with recomputation are those of training without, bit for bit."""
+"""Tests of running statistics: with recomputation, they equal those without it bit for bit."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def test_horovods_own_is_silent_too(use_reentrant: bool, collectives: Counter[st
         assert all("_maybe_run_sync_bn" not in vars(module) for module in block.modules())
 
 
-def test_a_model_that_only_one_rank_has_built_disturbs_nobody() -> None:
+def test_model_on_one_rank_only_does_not_affect_other_ranks() -> None:
     if hvd.rank() == 0:
         SyncBatchNorm(4)
     norm = SyncBatchNorm(4)

@@ -1,4 +1,4 @@
-"""The parts of a comparison that need one process: batches, the reference, the judgement, the report."""
+"""Tests of the parts of a comparison in one process: batches, the reference, the verdicts, the report."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ LOOSE = [
 @pytest.mark.parametrize(
     ("events", "reason", "status"), [*((*one, "wrong") for one in WRONG), *((*one, "loose") for one in LOOSE)]
 )
-def test_a_result_that_is_not_right_says_what_is_wrong(events, reason, status):
+def test_wrong_results_name_their_difference(events, reason, status):
     result = judged(events)
     assert (result.status, result.right) == (status, False)
     assert re.search(reason, result.reason), result.reason

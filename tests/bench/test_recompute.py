@@ -1,4 +1,4 @@
-"""``hvd-ckpt bench recompute`` on tiny models: all methods compute the same, and what the figures mean."""
+"""Tests of ``hvd-ckpt bench recompute`` on tiny models: all methods compute the same, and the figures are right."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def ran(name: str, family: str, mib: int, seconds: list[float]) -> Entry:
     return Entry(name, family, peak_bytes=mib * MIB, same=BITWISE, right=True, seconds=seconds)
 
 
-def test_a_plan_stands_beside_the_method_it_was_made_for() -> None:
+def test_plan_is_listed_beside_its_method() -> None:
     keep = ran("keep", "keep", 100, [1.0, 10.0])  # the machine is ten times as slow in the second round
     every = ran("every", "blocks", 50, [2.0, 20.0])
     broken = Entry("broken", "torch_remat", failure="it broke")

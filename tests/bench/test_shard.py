@@ -1,4 +1,4 @@
-"""``hvd-ckpt bench shard`` without ranks: what is compared with what, and how bytes are counted."""
+"""Tests of ``hvd-ckpt bench shard`` without ranks: comparisons and counts of bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_time_is_that_of_the_slowest_rank_beside_the_best_peer_of_the_round() ->
     assert found.samples_per_second(ours) == 4.0
 
 
-def test_memory_is_what_is_held_and_the_rest_up_to_the_peak() -> None:
+def test_memory_table_splits_the_peak_by_kind() -> None:
     found = results({Configuration("hvd_ckpt", 2): [findings(4000, [1.0]), findings(4400, [1.0])]})
     (ours,) = found.all
     assert ours.kinds() == {
@@ -70,7 +70,7 @@ def test_memory_is_what_is_held_and_the_rest_up_to_the_peak() -> None:
     assert found.model_volumes(ours) == 4.5
 
 
-def test_what_is_missing_is_told_and_only_a_failure_of_this_library_is_unsound() -> None:
+def test_missing_engines_are_remarks_and_only_failures_of_this_library_count() -> None:
     found = results(
         {
             Configuration("hvd_ckpt", 3): [findings(1000, [1.0]), findings(1000, [1.0])],

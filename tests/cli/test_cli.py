@@ -1,4 +1,4 @@
-"""The hvd-ckpt command itself: it starts fast, lists what exists, and says what to do where a command cannot be loaded."""
+"""Tests of the hvd-ckpt command: it starts fast, lists its commands, and explains commands that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hvd-ckpt doctor: what it finds here, and what it says where Horovod is missing, broken or cannot start ranks."""
+"""Tests of hvd-ckpt doctor: its findings here, and its messages if Horovod is missing, broken or cannot start ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hvd-ckpt export`` and ``hvd-ckpt generate``: other tools get the model that was trained, and its tokens."""
+"""Tests of ``hvd-ckpt export`` and ``hvd-ckpt generate``: other tools get the trained model and its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hvd-ckpt doctor --gpu: the list runs dry on the CPU, and says what it needs on a machine without a GPU."""
+"""Tests of hvd-ckpt doctor --gpu: a dry run of its checks on the CPU, and its message without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hvd-ckpt plan`` as its user runs it: tables, files, pictures, exit status, models, bad arguments."""
+"""Tests of the command ``hvd-ckpt plan``: tables, files, pictures, exit status, models, bad arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hvd-ckpt plot``: runs by folder, by log and by name in one picture, and one line for each that cannot be drawn."""
+"""Tests of ``hvd-ckpt plot``: runs given by folder, log and name, and one line for each invalid run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_times_are_drawn_for_each_run(tmp_path: Path, monkeypatch: pytest.Monkey
         assert ("has no times" if not times else "line 1") in result.output
 
 
-def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path: Path) -> None:
+def test_undrawable_runs_are_one_line(tmp_path: Path) -> None:
     good, empty, damaged = write_run(tmp_path / "good", 1.0), tmp_path / "empty", tmp_path / "damaged"
     twin = write_run(tmp_path / "other" / "good", 1.0)
     empty.mkdir()

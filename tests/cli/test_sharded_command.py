@@ -1,4 +1,4 @@
-"""``hvd-ckpt train --shard`` and ``hvd-ckpt export`` as their user runs them."""
+"""Tests of the commands ``hvd-ckpt train --shard`` and ``hvd-ckpt export``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def launch(command: list[str]) -> str:
     return result.stdout
 
 
-def test_two_ranks_share_out_what_one_goes_on_with_at_another_stage(tmp_path: Path) -> None:
+def test_run_sharded_over_two_ranks_resumes_on_one_rank_at_another_stage(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 40)
     run, offloaded = tmp_path / "run", tmp_path / "offloaded"
     offloaded.mkdir()

@@ -1,4 +1,4 @@
-"""``hvd-ckpt train`` as its user runs it: settings from flags and files, a resumed run, one line for what cannot be."""
+"""Tests of the command ``hvd-ckpt train``: settings from flags and files, a resumed run, one line for invalid input."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_run_logs_its_first_step_its_perplexity_and_the_peak_its_budget_is_abo
     assert f"step's peak {peak} of {budget} budgeted  0:00:" in result.stderr
 
 
-def test_who_presses_ctrl_c_is_told_what_happened(text: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_what_happened(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen(
         [*COMMAND, *SMALL, "--text", str(text), "--batch", "2", "--steps", "1000000", "--output", str(run)],
@@ -218,7 +218,7 @@ def test_of_several_ranks_rank_0_alone_says_what_is_wrong_with_a_flag(
     assert outputs[1] == ""
 
 
-def test_what_the_run_finds_out_is_said_once_in_one_line(tmp_path: Path) -> None:
+def test_errors_of_a_run_are_printed_once_in_one_line(tmp_path: Path) -> None:
     result = launch("--model", "bert-tyni", "--output", str(tmp_path / "run"))
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if "Error: " in line and "RuntimeError" not in line]

@@ -1,4 +1,4 @@
-"""Samples and their order: none lost or twice, the same whatever the ranks, and masks that mean what they say."""
+"""Tests of samples and their order: none is lost or repeated, on any number of ranks, and masks are right."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_masked_text_hides_as_bert_does(text: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [MaskedText, PermutedText])
-def test_what_is_drawn_depends_on_seed_epoch_and_sample_alone(kind: Any, text: Path) -> None:
+def test_random_numbers_depend_on_seed_epoch_and_sample_only(kind: Any, text: Path) -> None:
     tokens = Tokens(text)
     data = kind(tokens, 100, seed=1)
     whole = data.batch([7, 3, 7, 7], [0, 1, 2, 0])
@@ -507,7 +507,7 @@ def test_a_data_loader_knows_what_the_loop_has_got_and_draws_nothing(workers: in
     assert "give an hc.DistributedSampler" in message(TypeError, lambda: DataLoader(range(3), [[0, 1]]))  # type: ignore[arg-type]
 
 
-def test_a_hugging_face_data_set_is_split_and_resumed_as_it_is() -> None:
+def test_hugging_face_data_sets_are_split_over_ranks_and_resumed() -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"tokens": [[row, row + 1] for row in range(20)]}).with_format("torch")
 

@@ -1,4 +1,4 @@
-"""Token ids of other tools, and text of documents: which samples they give, and what is wrong with them in one line."""
+"""Tests of token ids from other tools and of texts of documents: their samples, and one line for invalid files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be equal: a program's outcome on the ranks of a job, in one process, and run in other ways."""
+"""Checks of a program: its outcome on the ranks of a job equals those in one process and of other ways to run it."""
 
 from __future__ import annotations
 

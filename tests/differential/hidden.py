@@ -1,4 +1,4 @@
-"""What belongs to one rank: random numbers, buffers, and the state of modules that no ``state_dict`` has."""
+"""State of one rank: random numbers, buffers, and the state of modules that no ``state_dict`` has."""
 
 from __future__ import annotations
 

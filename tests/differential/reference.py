@@ -1,4 +1,4 @@
-"""The ranks of a job in one process: what belongs to each, and the mean of their gradients."""
+"""The ranks of a job in one process: the state of each rank, and the mean of their gradients."""
 
 from __future__ import annotations
 

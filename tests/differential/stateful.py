@@ -1,4 +1,4 @@
-"""Layers whose forward pass depends on state and changes it, or calls what a recomputation could get wrong."""
+"""Layers whose forward pass depends on state and changes it, or that a recomputation could easily get wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed precision over ranks: an overflow anywhere is an overflow everywhere."""
+"""Tests of mixed precision over ranks: an overflow on one rank is an overflow on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's training script runs as it is written there."""
+"""Test of the training script in the README."""
 
 from __future__ import annotations
 

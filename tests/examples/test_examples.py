@@ -1,4 +1,4 @@
-"""Each example script on two ranks, with tiny settings: what it trains, prints and leaves."""
+"""Tests of the example scripts on two ranks with tiny settings: training, output and files."""
 
 from __future__ import annotations
 

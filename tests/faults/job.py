@@ -103,6 +103,7 @@ class TrainJob(Process):
 
     def close(self) -> None:
         """Kills all processes of the job, including those that are started meanwhile."""
+        # A launcher may start a process just before it is killed, so look until none is found.
         for _ in range(100):
             running = marked(self.token)
             end_processes(running)

@@ -282,9 +282,11 @@ class _Course:
         ) as job:
             was_killed = self._watch(job, size, view)
             status = job.status
+            # Where the time is over the launcher still runs, and so may the others.
             if status is not None:
                 killed.left += job.left(LIMIT)
         killed.unreadable += unreadable(self.path, size)
+        # Looked at from both sides: where the launch has resumed, and what the next one would resume from.
         first, newest = job.first_step(), newest_good(self.path)
         went_back = first is not None and first - 1 < before
         killed.lost += went_back or newest < self._newest
@@ -342,7 +344,9 @@ def kill_report(runs: Sequence[Killed], recorded: Sequence[Killed] = ()) -> Repo
     for run in runs:
         faults = [*run.unreadable, *(f"differs: {name}" for name in run.differences or ()), run.failure]
         remarks += [f"seed {run.seed}: {fault}" for fault in faults if fault]
-    return Report("Kill test", {}, [table], runs, remarks, NOTES, success=all(run.sound for run in runs))
+    return Report(
+        "Kill test", {}, [table], runs, remarks=remarks, notes=NOTES, success=all(run.sound for run in runs)
+    )
 
 
 def _row(run: Killed) -> tuple[str, ...]:

@@ -207,7 +207,9 @@ class SaveTest:
             if newest == write
             else self._phase(set(os.listdir(self._folder)) - before, step_of(write))
         )
-        return SaveKill(self._seed, number, writer, phase, delay, write, newest, fault)
+        return SaveKill(
+            self._seed, number, writer, phase, delay=delay, write=write, found=newest, fault=fault
+        )
 
     def _await_manifest(self, step: int, before: set[str]) -> None:
         """Returns when the manifest of a step has been written; folders that were there ``before`` are of an earlier process."""
@@ -272,7 +274,7 @@ def save_report(kills: Sequence[SaveKill], recorded: Sequence[SaveKill] = ()) ->
     faulty = [kill for kill in kills if kill.fault]
     remarks += [f"kill {kill.number} of seed {kill.seed}, {kill.phase}: {kill.fault}" for kill in faulty]
     table = Table(columns, rows, "Save test", left=columns[:1])
-    return Report("Save test", {}, [table], kills, remarks, NOTES, success=not faulty)
+    return Report("Save test", {}, [table], kills, remarks=remarks, notes=NOTES, success=not faulty)
 
 
 def _right(kills: Sequence[SaveKill]) -> str:

@@ -97,7 +97,7 @@ def growth(process: str, measure: str, times: list[float], values: list[float]) 
     first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
     mean = statistics.fmean(values)
     flat = slope * (times[-1] - times[0]) < FLAT * mean if measure.endswith("MiB") else last <= first
-    return Growth(process, measure, mean, first, last, 3600 * slope, flat)
+    return Growth(process, measure, mean, first, last, per_hour=3600 * slope, flat=flat)
 
 
 def soak(minutes: float, controller: str, folder: Path, show: Callable[[float], object]) -> Soaked:
@@ -152,6 +152,7 @@ def _watch(job: TrainJob, seconds: float, show: Callable[[float], object]) -> tu
                     (memory.rss / 2**20, memory.uss / 2**20, process.num_fds(), process.num_threads())
                 )
         show(passed)
+        # Until the next multiple of the interval, so that the time of reading does not add up.
         time.sleep(max(len(times) * min(INTERVAL, seconds / SAMPLES) - (time.monotonic() - start), 0))
     grown = [
         growth(name, measure, times, list(values))
@@ -167,4 +168,4 @@ def soak_report(soaked: Soaked) -> Report:
     size = f"{soaked.seconds / 60:.1f} minutes, {soaked.steps} steps, {soaked.snapshots} snapshots (one every {EVERY} steps)"
     remarks = [size, *([soaked.failure] if soaked.failure else ())]
     table = table_of(COLUMNS, soaked.growth, "Soak", folded=1)
-    return Report("Soak", {}, [table], soaked, remarks, NOTES, success=soaked.sound)
+    return Report("Soak", {}, [table], soaked, remarks=remarks, notes=NOTES, success=soaked.sound)

@@ -144,7 +144,7 @@ def test_runs_are_the_same_to_the_last_bit_or_what_differs_is_named(tmp_path: Pa
     assert "step-00000006" in fault and "model.safetensors" in fault
 
 
-def test_processes_are_found_by_their_mark_whoever_their_parent_is() -> None:
+def test_processes_are_found_by_their_mark_with_any_parent() -> None:
     token = f"test-{os.getpid()}"
     environment = {**os.environ, MARK: token, "HOROVOD_RANK": "3"}
     parent = subprocess.Popen(["sh", "-c", "sleep 60 & exit 0"], env=environment)  # leaves an orphan

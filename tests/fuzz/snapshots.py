@@ -1,4 +1,4 @@
-"""Snapshots that are damaged, and snapshots that somebody has made who knows the format."""
+"""Damaged snapshots, and snapshots forged by somebody who knows the format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts jobs here: ``horovodrun``, and which controllers work, asked once since each question starts a job."""
+"""Launchers of jobs here: ``horovodrun``, and the controllers that work, which are asked once as each question starts a job."""
 
 from __future__ import annotations
 

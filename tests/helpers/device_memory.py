@@ -1,4 +1,4 @@
-"""Memory of simulated devices and hosts: what is known of a storage, and how the caching allocator counts."""
+"""Memory of simulated devices and hosts: facts about storages, and the counts of the caching allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run_docker_checkpoint_sequential.sh: what it asks of Docker, and what it says without it.
+"""Tests of run_docker_checkpoint_sequential.sh: its calls of Docker, and its message without Docker.
 
 Building the image takes minutes, so a program called docker stands in for the real one and notes its arguments.
 """
@@ -126,7 +126,7 @@ def test_gpus_are_for_a_cuda_image(desk: Desk) -> None:
     assert "--gpus" not in runs[2] and "--gpus" not in runs[3]
 
 
-def test_flags_and_settings_are_handed_on_and_a_terminal_where_there_is_one(desk: Desk) -> None:
+def test_flags_settings_and_a_terminal_are_passed_to_docker(desk: Desk) -> None:
     here, there = pty.openpty()
     result = desk.run(
         "compare",

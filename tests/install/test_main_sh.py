@@ -1,4 +1,4 @@
-"""main.sh where something is missing: one clear sentence, exit status 1, nothing left half done."""
+"""Tests of main.sh with missing prerequisites: one clear sentence, exit status 1, and nothing half installed."""
 
 from __future__ import annotations
 

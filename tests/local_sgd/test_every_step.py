@@ -1,4 +1,4 @@
-"""An average after every step is a step on averaged gradients, in every scenario of the comparison that it does not refuse."""
+"""Tests of averages after every step, which equal steps on averaged gradients in all scenarios of the comparison."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_within_averaged_a_model_is_the_mean_of_all_ranks() -> None:
 
 
 @several
-def test_an_outer_learning_rate_is_the_one_given_on_resume() -> None:
+def test_outer_learning_rate_of_a_resumed_run_is_that_of_its_options() -> None:
     run = Run(every=2, outer=hc.Nesterov(0.5, 0.9)).train(2)
     again = Run(every=2, outer=hc.Nesterov(0.25, 0.9)).load(run.state()).train(2)
     assert again.hash() != Run(every=2, outer=hc.Nesterov(0.5, 0.9)).load(run.state()).train(2).hash()

@@ -1,4 +1,4 @@
-"""DenseNet, ResNet, V-Net and the word-level LSTM: their papers' shapes, and the same bits however they are recomputed."""
+"""Tests of DenseNet, ResNet, V-Net and the word-level LSTM: the shapes of their papers, and equal bits with recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformers as chains of blocks: transformers' own numbers, with and without recomputation, shared masks, and files."""
+"""Tests of transformers as chains of blocks: equal results with and without recomputation, shared masks, and files."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_all_segments_but_the_last_are_recomputed(interval, recomputed):
     assert Scaled.calls == 10 + recomputed
 
 
-def test_parts_of_a_chain_take_what_the_whole_has_prepared():
+def test_parts_of_a_chain_take_the_prepared_arguments():
     chain = Doubling(*(Scaled() for _ in range(5)), checkpoint_interval=2)
     x = torch.randn(2, 4)
     assert torch.equal(chain[3:](chain[:3](x, scale=2.0), scale=2.0), chain(x, scale=1.0))

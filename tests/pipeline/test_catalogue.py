@@ -1,4 +1,4 @@
-"""A model of each family of the catalogue in chunks that hand values to each other: the gradients of the whole model."""
+"""Tests of a model of each family of the catalogue in chunks: they give the gradients of the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mini-batch in parts gives what the whole gives; parts recompute or keep, as asked."""
+"""Tests of micro-batches: they give the gradients of the whole mini-batch, and recompute or keep as requested."""
 
 from __future__ import annotations
 

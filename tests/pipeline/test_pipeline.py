@@ -1,4 +1,4 @@
-"""A pipeline in one process, whose chunks hand values to each other: gradients, random state and skip connections."""
+"""Tests of a pipeline in one process, whose chunks exchange values: gradients, random state and skip connections."""
 
 from __future__ import annotations
 

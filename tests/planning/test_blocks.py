@@ -1,4 +1,4 @@
-"""The chain that is found in a model, and the candidate policies of a block."""
+"""Tests of the search for the chain of a model, and of the candidate policies of a block."""
 
 from __future__ import annotations
 

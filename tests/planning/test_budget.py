@@ -1,4 +1,4 @@
-"""Budgets as people write them."""
+"""Tests of the spelling of budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads that a plan computes in chunks: budgets below the logits, the same numbers to rounding, models that stay as they are."""
+"""Tests of heads that a plan computes in chunks: budgets below the logits, results equal up to rounding, unchanged models."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_whatever_is_done_with_deferred_logits(name):
+def test_deferred_logits_equal_the_logits_in_any_use(name):
     hidden, found = torch.randn(3, 6, 8), []
     whole = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50))
     for model in (whole, in_plan("1", whole[1], 2).apply(copy.deepcopy(whole))):

@@ -1,4 +1,4 @@
-"""Plans for whatever trains: never an error of the planner's own, never other bits, and nothing of the caller's changed."""
+"""Tests of plans for unusual models: no errors of the planner, equal bits, and no change of the caller's objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One plan for all ranks, and training under it: the same weights, each bucket once, nobody waits for ever."""
+"""Tests of one plan for all ranks and of training under it: equal weights, each bucket once, no hangs."""
 
 from __future__ import annotations
 

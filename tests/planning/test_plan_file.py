@@ -1,4 +1,4 @@
-"""Plans as files: what is written comes back, and no damaged or hostile file gives anything but one clear error."""
+"""Tests of plan files: plans are read back unchanged, and a damaged or hostile file gives one clear error."""
 
 from __future__ import annotations
 

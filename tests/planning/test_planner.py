@@ -1,4 +1,4 @@
-"""Plans as their user sees them: a budget that is kept, the same numbers in training, and a model that planning leaves alone."""
+"""Tests of plans through the public API: budgets are kept, training is equal, and the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_an_impossible_budget_names_the_smallest_and_what_sets_it():
     assert least.measured.peak_bytes <= least.budget < planner.baseline.peak_bytes
 
 
-def test_planning_says_what_it_measures_where_it_is_asked_or_takes_long(monkeypatch, capsys):
+def test_planning_prints_progress_if_verbose_or_slow(monkeypatch, capsys):
     model, args, _ = listed()
     kinds = ["measuring block 'layers.0' (kind 1 of 1)"]
 
@@ -250,7 +250,7 @@ def test_planning_says_what_it_measures_where_it_is_asked_or_takes_long(monkeypa
 
     assert told(verbose=True) == kinds
     assert told() == []
-    monkeypatch.setattr("hvd_ckpt.planning.planner._SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("hvd_ckpt.planning.request._SILENT_SECONDS", 0.0)
     assert told(verbose=False) == []
     assert told() == kinds
 

@@ -1,4 +1,4 @@
-"""A module with a checkpoint policy is the same module: its class, parameters, copies and files, and its numbers."""
+"""Tests of modules with a checkpoint policy: class, parameters, copies, files and results stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan predicts holds, and a plan is reused for as long as nothing changes that it depends on."""
+"""Tests of predicted costs, and of the reuse of plans while nothing that they depend on changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize(("chain", "autocast"), [(nn.Sequential, None), (Listed, torch.bfloat16)])
-def test_peaks_are_predicted_stay_within_the_budget_and_fall_with_it(chain, autocast):
+def test_predicted_peaks_stay_within_the_budget_and_fall_with_it(chain, autocast):
     """Within 1 %; under autocast the weights that it remembers are a third of a small peak."""
     model = chain(*(Residual(128) for _ in range(6)), nn.Linear(128, 8))
     planner = Planner(model, torch.randn(1024, 128), autocast=autocast)

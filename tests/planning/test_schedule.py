@@ -1,4 +1,4 @@
-"""Schedules: they end, hold few micro-batches, and keep the order of the backward passes; cuts are the best there are."""
+"""Tests of schedules (they end, hold few micro-batches, keep the order of backward passes) and of optimal cuts."""
 
 from __future__ import annotations
 

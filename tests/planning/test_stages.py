@@ -1,4 +1,4 @@
-"""Plans for pipeline stages: cuts and checkpoint policies that no others beat, within the memory of each stage."""
+"""Tests of plans for pipeline stages: the best cuts and checkpoint policies within the memory of each stage."""
 
 from __future__ import annotations
 

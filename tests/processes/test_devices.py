@@ -1,4 +1,4 @@
-"""Which GPU a process takes, on a machine that only seems to have some."""
+"""Tests of the choice of a GPU by each process, on a machine with simulated GPUs."""
 
 from __future__ import annotations
 

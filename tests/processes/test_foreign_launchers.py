@@ -1,4 +1,4 @@
-"""Jobs that torchrun or Slurm's srun starts: their ranks meet by themselves, and Horovod runs over Gloo."""
+"""Tests of jobs that torchrun or Slurm's srun starts: their ranks find each other, and Horovod runs over Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting Horovod in one process: environment defaults, threads, and the questions about the job."""
+"""Tests of starting Horovod in one process: defaults of the environment, threads, and queries about the job."""
 
 from __future__ import annotations
 
@@ -94,9 +94,7 @@ def test_a_zero_from_the_user_is_no_reason_to_warn_and_threads_are_left_alone(
     ("case", "told"),
     [("fusion on", "HOROVOD_FUSION_THRESHOLD=67108864"), ("autotuned", "HOROVOD_AUTOTUNE=1")],
 )
-def test_a_user_who_turns_fusion_on_is_told_once_what_is_lost(
-    reports: dict[str, Any], case: str, told: str
-) -> None:
+def test_enabling_fusion_warns_once(reports: dict[str, Any], case: str, told: str) -> None:
     report = reports[case]
     assert report["fusion"] == ("67108864" if case == "fusion on" else None)
     assert not report["repeatable"]

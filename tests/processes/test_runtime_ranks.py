@@ -13,7 +13,7 @@ from hvd_ckpt.processes import runtime
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
 
-def test_a_start_and_a_second_one_that_changes_nothing() -> None:
+def test_second_init_changes_nothing() -> None:
     for _ in range(2):
         assert all(hc.allgather_object(os.environ.get("HOROVOD_FUSION_THRESHOLD") == "0"))
         assert runtime.repeatable()

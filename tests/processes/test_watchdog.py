@@ -1,4 +1,4 @@
-"""What the watchdog and its search for silent hosts do in one process."""
+"""Tests of the watchdog and its search for silent hosts in one process."""
 
 from __future__ import annotations
 
@@ -191,5 +191,5 @@ def test_what_hosts_and_ranks_are_blamed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert hosts.ranks_text([7, 0, 2, 1]) == "ranks 0-2, 7"
 
 
-def test_a_machine_that_refuses_answers_and_one_that_is_not_there_does_not() -> None:
+def test_refused_connections_count_as_answers_and_missing_machines_do_not() -> None:
     assert hosts.answering_addresses(["127.0.0.1", "255.255.255.255"]) == {"127.0.0.1"}

@@ -1,4 +1,4 @@
-"""A rank that does not come, or cannot, does not keep the others for ever; nor do ranks outlive their launcher."""
+"""Tests of ranks that are late or cannot come: they do not block the others forever, and no rank outlives its launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""checkpoint() and CheckpointFunction: the same numbers with less memory, whatever the function takes and returns."""
+"""Tests of checkpoint() and CheckpointFunction: equal results with less memory, for any arguments and results."""
 
 from __future__ import annotations
 

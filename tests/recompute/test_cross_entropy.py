@@ -1,4 +1,4 @@
-"""Cross entropy over a head in chunks: PyTorch's numbers, one gradient accumulation, and the memory of one chunk."""
+"""Tests of cross entropy over a head in chunks: the results of PyTorch, one gradient accumulation, the memory of one chunk."""
 
 from __future__ import annotations
 

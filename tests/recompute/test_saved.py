@@ -1,4 +1,4 @@
-"""Compressed saved tensors come back bit for bit, and take the bytes that were promised."""
+"""Tests of compressed saved tensors: they are restored bit for bit, and have the documented sizes."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_other_kinds_of_tensors_are_left_alone():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lossy", [torch.float16, torch.bfloat16])
-def test_lossy_only_if_asked_and_only_if_it_fits(device, dtype, lossy):
+def test_lossy_compression_is_opt_in_and_checks_the_range(device, dtype, lossy):
     tensor = torch.randn(33, 5, dtype=dtype, device=device)
     assert compress(tensor) is None
     compressed = compress(tensor, lossy)

@@ -1,4 +1,4 @@
-"""checkpoint_sequential and CheckpointSequential: chains of layers, cut into segments."""
+"""Tests of checkpoint_sequential and CheckpointSequential: chains of layers in segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selective recomputation: whatever is dropped, the numbers, side effects and errors of plain autograd."""
+"""Tests of selective recomputation: results, side effects and errors of plain autograd, with any results dropped."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("name", "around"), OTHERS)
-def test_equal_where_others_decide_what_is_saved(name: str, around: Callable[..., Tensor]) -> None:
+def test_equal_under_other_saved_tensor_hooks(name: str, around: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     make, shape = BLOCKS[name]
     model, x = make(), torch.randn(shape)

@@ -1,4 +1,4 @@
-"""Verification of dropped results: what comes back is what was dropped, or an error that says where it is not."""
+"""Tests of the verification of dropped results: replayed tensors equal them, or an error names the place."""
 
 from __future__ import annotations
 

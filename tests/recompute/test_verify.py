@@ -1,4 +1,4 @@
-"""Verification: a recomputation that gives other bits than its first pass is an error that names the module, by default."""
+"""Tests of verification: by default, a recomputation with other bits than its first pass is an error that names the module."""
 
 from __future__ import annotations
 

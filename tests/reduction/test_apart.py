@@ -1,4 +1,4 @@
-"""What ranks did apart is healed by the next broadcast, or refused in one sentence on all of them."""
+"""Tests of differences between ranks: the next broadcast repairs them, or all ranks raise one sentence."""
 
 from __future__ import annotations
 

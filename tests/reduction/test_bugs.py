@@ -1,4 +1,4 @@
-"""One test per bug that was found after the rest."""
+"""Regression tests, one for each bug that was found later."""
 
 from __future__ import annotations
 

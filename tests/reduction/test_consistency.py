@@ -1,4 +1,4 @@
-"""Ranks whose weights are not the same are found, by bits, and told the first parameter and the ranks."""
+"""Tests of weight consistency: different weights are found bit for bit, and the error names the first parameter and the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that seem to be on a GPU."""
+"""Tests of parameters on a simulated GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation changes no bit, and gradients are held once."""
+"""Tests that recomputation changes no bit and that gradients are held once."""
 
 from __future__ import annotations
 

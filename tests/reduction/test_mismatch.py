@@ -1,4 +1,4 @@
-"""A recomputation that gives other values on one rank alone is an error on every rank, and names the module."""
+"""Tests of a wrong recomputation on one rank: an error on every rank that names the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python objects between ranks: any value of any type on any rank, and errors everywhere."""
+"""Tests of Python objects between ranks: any value of any type on any rank, and errors on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedOptimizer as a Horovod user meets it: its methods, its arguments, its errors."""
+"""Tests of DistributedOptimizer as a replacement for that of Horovod: methods, arguments, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phases of a step: whatever a loop does between passes and steps, a step uses reduced gradients, and drops what is dropped."""
+"""Tests of the phases of a step: with any order of passes and calls, a step uses reduced gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is resumed after any of its steps ends in the bits of one that was not, and reduces each step in the same way."""
+"""Tests of resumed runs: after any step, they end in the same bits and reduce each step in the same way."""
 
 from __future__ import annotations
 

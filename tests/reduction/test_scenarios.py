@@ -1,4 +1,4 @@
-"""Every graph that breaks other tools ends in the reference's weights: once, in one order, with one bucket and with many."""
+"""Tests of the graphs that break other tools: the weights of the reference, with one bucket and with many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several optimizers of the same parameters: each gradient is reduced once, by the one that was made or synchronized last."""
+"""Tests of several optimizers of the same parameters: each gradient is reduced once, by the optimizer that was used last."""
 
 from __future__ import annotations
 

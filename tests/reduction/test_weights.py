@@ -1,4 +1,4 @@
-"""Ranks whose weights part are told so by the flags of a later step, each of them, with the parameter and the last equal step."""
+"""Tests of drifting weights: the control flags of a later step tell every rank the parameter and the last equal step."""
 
 from __future__ import annotations
 

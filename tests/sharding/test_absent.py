@@ -1,4 +1,4 @@
-"""Split parameters outside of their module's passes: metadata as ever, and an error that says what to do for all else."""
+"""Tests of split parameters outside of their module: metadata is available, and any use of values is a helpful error."""
 
 from __future__ import annotations
 

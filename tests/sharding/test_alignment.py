@@ -1,4 +1,4 @@
-"""Parameters lie in flat memory as they do in memory of their own: aligned, so that kernels round as in the run without shards."""
+"""Tests of alignment: parameters in flat memory are aligned as in memory of their own, so that kernels round equally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An average of the weights at every stage: torch's own, bit for bit, wherever it is kept and however it is saved."""
+"""Tests of averaged weights at every stage: those of torch bit for bit, wherever they are kept and saved."""
 
 from __future__ import annotations
 

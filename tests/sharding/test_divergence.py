@@ -1,4 +1,4 @@
-"""Ranks that run different units of a split model: an error on all of them that names the units, and no hang."""
+"""Tests of ranks that run different units of a split model: an error on all ranks that names the units, and no hang."""
 
 from __future__ import annotations
 

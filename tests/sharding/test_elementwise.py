@@ -1,4 +1,4 @@
-"""Which optimizers may step shards."""
+"""Tests of the optimizers that may step shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_those_of_torch_are_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
-def test_the_others_of_torch_are_refused_whatever_is_promised(name: str) -> None:
+def test_other_optimizers_of_torch_are_refused(name: str) -> None:
     kind = getattr(torch.optim, name, None) or pytest.skip("not in this PyTorch")
     for one in (kind, type("Derived", (kind,), {})):
         with pytest.raises(ValueError, match=rf"{one.__name__} .*shard='none'"):

@@ -1,4 +1,4 @@
-"""Estimates for clusters that are not there: the theory's bytes, thousands of ranks, bad arguments, the command's tables."""
+"""Tests of estimates: bytes by formula, thousands of ranks, bad arguments, and the tables of the command."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_the_command_shows_stages_and_sizes_and_one_of_them_in_its_parts(run):
+def test_command_shows_all_stages_and_the_parts_of_the_chosen_stage(run):
     result = run(
         "--np", "4096", "--shard", "3", "--offload", "optimizer", "--optimizer", "sgd", "--wire", "int8"
     )

@@ -1,4 +1,4 @@
-"""What ``estimate_memory`` says before there are ranks is what a step takes on them."""
+"""Tests of ``estimate_memory`` against the memory of steps on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduce-scatter and gather: the right numbers, the same bits every time, the same values on every rank."""
+"""Tests of reduce-scatter and gather: right values, equal bits in each run, equal values on all ranks."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_small_vectors_meet(exchange: Exchange) -> None:
     assert values.tolist() == [exchange.rank, 3]
 
 
-def test_transfers_overlap_and_old_names_do_not_meet_new_ones(exchange: Exchange) -> None:
+def test_transfers_overlap_across_a_rename(exchange: Exchange) -> None:
     flat = torch.ones(exchange.ranks * 4)
     early = exchange.reduce_scatter(flat, "sum")
     exchange.rename("test.exchange.again")
@@ -150,7 +150,7 @@ def test_a_process_set_exchanges_among_its_own(all_but_rank_0: object) -> None:
 
 @needs_others
 @pytest.mark.parametrize("format", [FP32, BF16, INT8], ids=lambda value: str(value))
-def test_what_is_too_large_for_one_message_goes_in_several(
+def test_large_objects_are_sent_in_several_messages(
     exchange: Exchange, format: WireFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the same bits."""

@@ -1,4 +1,4 @@
-"""Optimizer state and parameters of shards in files: the same bits, and no room on one rank is an error on all."""
+"""Tests of optimizer state and parameters of shards in files: equal bits, and a full disk on one rank is an error on all."""
 
 from __future__ import annotations
 

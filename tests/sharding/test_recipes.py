@@ -1,4 +1,4 @@
-"""The recipes of the sharding guide run as they stand there, one after the other, on every rank."""
+"""Tests of the recipes in the sharding guide, which run one after the other on every rank."""
 
 from __future__ import annotations
 

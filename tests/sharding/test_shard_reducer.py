@@ -1,4 +1,4 @@
-"""Gradients that are split over the ranks while the backward pass runs: all of them, in one order, and never whole."""
+"""Tests of gradients that are split over the ranks during the backward pass: all of them, in one order, never whole."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_added_parameters_are_reduced_in_the_backward_pass_soon() -> None:
     assert steps[-1].launches_in_backward == len(steps[-1].launch_order) == 4
 
 
-def test_what_was_learned_is_part_of_the_training_state() -> None:
+def test_learned_order_is_part_of_the_training_state() -> None:
     scenario = Scenario(Tied, backward, steps=2)
     _, optimizer, steps = train_split(scenario)
     state = optimizer.reduction_state_dict()

@@ -1,4 +1,4 @@
-"""Gradients in shards (stages 2 and 3): whoever reads or replaces ``p.grad`` meanwhile is right, or is told before the step."""
+"""Tests of gradients in shards (stages 2 and 3): reading or replacing ``p.grad`` works, or is an error before the step."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def same_weights(model: nn.Module, optimizer: Any, wanted: nn.Module, plain: Any
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_needs_no_values_is_as_without_shards(stage: int) -> None:
+def test_metadata_of_gradients_is_as_without_shards(stage: int) -> None:
     model, optimizer = build(stage)
     backward(model, 0)
     optimizer.step()
@@ -238,7 +238,7 @@ def test_gradients_that_the_model_clears_after_they_have_left(stage: int) -> Non
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_set_by_hand_count_where_nothing_has_left(stage: int) -> None:
+def test_gradients_set_by_hand_are_reduced(stage: int) -> None:
     model, optimizer = build(stage)
     wanted, plain = build(0)
     for number in range(3):
@@ -266,7 +266,7 @@ BY_HAND: dict[str, Callable[[Model], Any]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", BY_HAND)
-def test_what_cannot_be_taken_back_is_an_error_on_every_rank(stage: int, case: str) -> None:
+def test_gradients_set_or_dropped_in_flight_are_errors_on_every_rank(stage: int, case: str) -> None:
     if hc.size() == 1 and "one rank" in case:
         pytest.skip("one rank is all")
     model, optimizer = build(stage)

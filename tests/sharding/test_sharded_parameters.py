@@ -1,4 +1,4 @@
-"""Parameters that are split over the ranks and whole only while their unit runs: as good as whole ones, bit for bit."""
+"""Tests of parameters that are split over the ranks and whole while their unit runs: bits as without shards."""
 
 from __future__ import annotations
 
@@ -527,7 +527,7 @@ class Nested(nn.Module):
         return self.last[1][1](self.last[1][0](self.last[0](x)))
 
 
-def test_what_holds_modules_and_never_runs_is_opened_or_refused() -> None:
+def test_units_that_never_run_are_replaced_by_their_children_or_refused() -> None:
     for units, count in (
         (None, 7),
         (lambda model: [model.last, model.blocks[0].parts], 5),

@@ -1,4 +1,4 @@
-"""Sharded training, through the public API: equal to the run that is not sharded, whatever the model does."""
+"""Tests of sharded training through the public API: it equals training without shards for any model."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_half_precision_weights_follow_float32_masters() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_weights_travel_as_does_not_round_those_that_are_kept(stage: int) -> None:
+def test_wire_format_of_weights_does_not_round_the_kept_weights(stage: int) -> None:
     creeping(torch.float32, stage, wire={"parameters": "bf16"})
 
 
@@ -458,7 +458,7 @@ def test_groups_schedules_and_weights_from_outside(stage: int) -> None:
     assert_same(run(stage), run(0), exactly=two_ranks_at_most())
 
 
-def test_what_cannot_be_sharded_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unshardable_configurations_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 3)
 
     def refused(

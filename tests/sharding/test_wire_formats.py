@@ -1,4 +1,4 @@
-"""What each wire format does to values, and that what cannot be told in it stays loud."""
+"""Tests of wire formats: their effect on values, and values that they cannot represent, which are never hidden."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_format_has_its_error_and_its_bytes(
 
 
 @pytest.mark.parametrize("numel", [1, 64, 65, 255, 257, 2**18 + 321])
-def test_a_row_is_decoded_without_the_others_and_whatever_its_length(numel: int) -> None:
+def test_rows_of_any_length_are_decoded_independently(numel: int) -> None:
     formats_rows = torch.randn(3 * numel)
     formats_rows[numel : 2 * numel] *= 1e4
     for format in LOSSY:

@@ -1,4 +1,4 @@
-"""Groups of ranks that keep a second copy of the parameters: fewer bytes between groups, and the same bits."""
+"""Tests of groups of ranks with a second copy of the parameters: fewer bytes between groups, and equal bits."""
 
 from __future__ import annotations
 

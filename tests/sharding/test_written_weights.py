@@ -1,4 +1,4 @@
-"""Weights that a forward pass, a hook or a caller writes while they are whole: kept as without shards, or one clear error."""
+"""Tests of weights written by a forward pass, a hook or a caller while they are whole: as without shards, or one clear error."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class Renormed(nn.Module):
 
 
 @pytest.mark.parametrize("units", [None, "embed"])
-def test_ranks_that_write_the_same_go_on_and_others_are_told(units: Any) -> None:
+def test_equal_writes_continue_and_different_writes_are_errors(units: Any) -> None:
     model = Renormed()
     optimizer = wrapped(model, 3, units=[model.embed] if units else None)
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_ranks_that_write_the_same_go_on_and_others_are_told(units: Any) -> None
     optimizer.step()
 
 
-def test_what_ranks_write_apart_and_then_level_is_no_error() -> None:
+def test_different_writes_that_are_broadcast_later_are_allowed() -> None:
     model = Model(lambda _: None)
     optimizer = wrapped(model, 3)
     train(model, optimizer, 1)

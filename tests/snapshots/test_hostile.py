@@ -1,4 +1,4 @@
-"""The state of a run that is hostile, damaged or of another model: one line that names the place."""
+"""Tests of hostile or damaged states and of states of other models: one line that names the place."""
 
 from __future__ import annotations
 

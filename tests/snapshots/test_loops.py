@@ -1,4 +1,4 @@
-"""A loop of one's own with Snapshots: stopped and resumed, sharded or not, it ends in the bits of one that was not disturbed."""
+"""Tests of a user's own loop with Snapshots: stopped and resumed, sharded or not, it ends in the same bits."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_state_that_changes_right_after_a_save_is_saved_as_it_was(
         Loop(width=600).snapshots(folder / "run").save(2)
 
 
-def test_what_cannot_be_written_is_a_warning_but_at_the_end_an_error(folder: Path) -> None:
+def test_failed_saves_warn_and_raise_at_close(folder: Path) -> None:
     loop = Loop()
     told: list[str] = []
     snapshots = loop.snapshots(folder / "run", warn=told.append)

@@ -1,4 +1,4 @@
-"""The loop of the documentation, killed and resumed, ends in the bits of one that was not disturbed."""
+"""Tests of the loop in the documentation: killed and resumed, it ends in the same bits."""
 
 from __future__ import annotations
 

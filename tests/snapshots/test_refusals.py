@@ -76,7 +76,7 @@ def test_another_scheduler_is_refused(folder: Path) -> None:
     )
 
 
-def test_damage_that_one_rank_finds_is_a_snapshot_error_on_all(folder: Path) -> None:
+def test_damage_found_by_one_rank_is_a_snapshot_error_on_all_ranks(folder: Path) -> None:
     model = chain()
     optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
     saved(folder, model, optimizer)

@@ -1,4 +1,4 @@
-"""Snapshots of ranks that share out the state: put together again, cut anew, and refused where they do not fit."""
+"""Tests of snapshots of sharded state: joined, split for other ranks, and refused if they do not fit."""
 
 from __future__ import annotations
 

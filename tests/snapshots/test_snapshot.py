@@ -1,4 +1,4 @@
-"""Snapshots: what goes in comes out bit for bit, and damage of any kind is found before anything is used."""
+"""Tests of snapshots: values are restored bit for bit, and any damage is found before anything is used."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_truncation_and_flipped_bits_are_found(folder: Path, name: str) -> None:
         assert reader.find(folder) == file.parent
 
 
-def test_files_that_are_not_what_they_should_be(folder: Path) -> None:
+def test_invalid_files_are_refused(folder: Path) -> None:
     path = folder / "step-00000002"
     for name in FILES:
         file = path / name
@@ -256,7 +256,7 @@ def test_files_that_are_not_what_they_should_be(folder: Path) -> None:
         reader.read(folder / "step-00000003")
 
 
-def test_a_manifest_is_checked_for_what_it_says(folder: Path) -> None:
+def test_manifest_values_are_checked(folder: Path) -> None:
     path = folder / "step-00000002"
     manifest = json.loads((path / "manifest.json").read_bytes())
     evil = {name.replace("replicated.pt", "../replicated.pt"): one for name, one in manifest["files"].items()}
@@ -431,7 +431,9 @@ def test_a_step_written_again_replaces_the_old_one_when_it_is_whole(
     assert list(tmp_path.iterdir()) == [newest]
 
 
-def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_before_the_folder_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
 

@@ -1,4 +1,4 @@
-"""The checker itself: it finds what CUDA would be free to do, and nothing else."""
+"""Tests of the race checker: it finds the orders that CUDA allows, and no others."""
 
 from __future__ import annotations
 

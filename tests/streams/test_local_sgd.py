@@ -1,4 +1,4 @@
-"""Averages of local SGD on a device, with what is kept between them on the device or offloaded."""
+"""Tests of averages of local SGD on a device, whose state is on the device or offloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks and trackers of a run: what they hear and when, and what happens when one fails."""
+"""Tests of callbacks and trackers of a run: their calls, and failures of one of them."""
 
 from __future__ import annotations
 

@@ -246,7 +246,9 @@ def test_a_loss_that_is_nan_skips_a_step_of_its_rank_or_ends_all(folder: Path, c
     hc.barrier()
 
 
-def test_what_ranks_do_not_have_is_one_line_on_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_are_one_line_on_all_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for settings, said in (
         ({"local_steps": 4, "within": [[0, 1, 2]]}, r"local_steps 4: within=\[\[0, 1, 2\]\]"),
         ({"local_steps": 400, "fragments": 300}, "fragments=300"),

@@ -1,4 +1,4 @@
-"""Models, data, losses and metrics of a user's own module: what a run is made of, and errors in one line."""
+"""Tests of models, data, losses and metrics from the user's own module, and of errors in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of the user's own: which samples are seen, by whom, and resumed runs."""
+"""Tests of the user's own streams: the samples of each rank, and resumed runs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_ranks_share_a_stream_and_resume_it(folder: Path, module: Any) -> None:
 
 
 @pytest.mark.ranks(gloo=(1,))
-def test_what_has_been_read_is_read_again_from_its_pass(module: Any) -> None:
+def test_resumed_streams_read_each_pass_again(module: Any) -> None:
     stream = Stream(module.Numbers(7))
     for indices in ([0, 2], [1, 3], [30, 33], [31, 32], [10, 11], [2, 1]):
         assert stream.batch(indices, [0, 0]).targets.view(-1).tolist() == [ORDER[one] for one in indices]

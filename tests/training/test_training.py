@@ -393,7 +393,7 @@ def test_invalid_settings_are_an_error_on_every_rank(changes, said, text, folder
     assert not list(folder.glob("run/*")), "the folder cannot be given again"
 
 
-def test_what_only_one_rank_lacks_is_an_error_on_all():
+def test_error_of_one_rank_is_raised_on_all_ranks():
     def lack_text():
         with errors_everywhere("test.errors"):
             if hc.rank() == hc.size() - 1:

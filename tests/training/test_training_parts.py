@@ -276,7 +276,7 @@ def test_one_live_line_on_a_terminal():
     assert "perplexity 4.4817 at step 20" in output.getvalue()
 
 
-def test_long_silence_elsewhere_is_broken_by_where_the_run_is(monkeypatch: pytest.MonkeyPatch):
+def test_long_silence_prints_the_position_of_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hvd_ckpt.utils.text.SECONDS", 0.01)
     output = io.StringIO()
     with ProgressLine(100, 10, Console(file=output, width=20)) as line:

@@ -1,4 +1,4 @@
-"""Optional packages and Horovod itself, missing: one line that says how to get each, and all that does not need it works."""
+"""Tests of missing optional packages and Horovod: one line with the way to install each, and everything else works."""
 
 from __future__ import annotations
 

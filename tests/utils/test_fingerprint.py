@@ -1,4 +1,4 @@
-"""A fingerprint tells tensors apart whose bits differ anywhere, and depends on nothing else."""
+"""Tests of fingerprints: they differ if any bit differs, and depend on nothing else."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_expanded_tensors_are_not_materialized() -> None:
     assert fingerprint(base.expand(4, 0, 5)) == fingerprint(torch.empty(0))
 
 
-def test_conjugated_and_negated_views_count_as_what_they_show() -> None:
+def test_fingerprints_of_conjugated_and_negated_views_use_their_values() -> None:
     tensor = torch.randn(9, dtype=torch.complex64)
     assert fingerprint(tensor.conj()) == fingerprint(tensor.conj().resolve_conj()) != fingerprint(tensor)
     imaginary = tensor.conj().imag

@@ -1,4 +1,4 @@
-"""Peak memory against sums done by hand."""
+"""Tests of peak memory against sums by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas: what is wrong, in one line."""
+"""Tests of schemas: errors in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch_private: one file for PyTorch's private names, and one sentence where PyTorch does not fit."""
+"""Tests of torch_private: one file for private names of PyTorch, and one sentence if PyTorch does not fit."""
 
 from __future__ import annotations
 

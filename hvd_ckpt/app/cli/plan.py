@@ -261,7 +261,7 @@ def _made(
     job: Job, budget: Budget, how: dict[str, Any], stages: dict[str, Any] | None
 ) -> tuple[Plan, BudgetError | None]:
     """The plan, or the one that comes nearest, with the error that says so."""
-    from hvd_ckpt.planning.planner import make_plan
+    from hvd_ckpt.planning.request import make_plan
     from hvd_ckpt.planning.stages import Layout
 
     try:

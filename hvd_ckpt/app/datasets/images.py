@@ -1,7 +1,7 @@
 """Images and their classes: scikit-learn's digits, folders, arrays.
 
-Images are standardised, channel by channel: digits and arrays by mean and deviation of the samples trained on, images of a
-folder, which are decoded when they are asked for, by the constants that are usual for photographs.
+Images are standardised by channel. Digits and arrays use the mean and deviation of the training samples. Images of a folder, which
+are decoded on request, use the usual constants for photographs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hvd_ckpt.utils.text import one_line
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # decoders of others start programs
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # decoders of other formats start programs
 
-# Mean and deviation of the photographs of ImageNet, red, green and blue from 0 to 1, as torchvision's models have them.
+# Mean and deviation of the photographs of ImageNet, for red, green and blue from 0 to 1, as in the models of torchvision.
 PHOTOGRAPHS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0) -> Images:
-    """The data set of a folder with a folder of images for each class, of an .npz file, or scikit-learn's digits for None.
+    """Opens a folder with a folder of images for each class, or an .npz file; for None, scikit-learn's digits.
 
     Raises:
-        ValueError: images are missing; one sentence.
+        ValueError: images are missing. The message is one sentence.
     """
     if source is None:
         return Digits(pixels, seed=seed)
@@ -51,14 +51,14 @@ def open_images(source: str | os.PathLike[str] | None, pixels: int, *, seed: int
 
 
 class Images(StandardisedSamples):
-    """Images of ``pixels`` x ``pixels`` and the class of each.
+    """Images of ``pixels`` x ``pixels`` and their classes.
 
-    A batch's inputs are the images (samples, channels, pixels, pixels), float32, and its targets the classes (samples,).
+    The inputs of a batch are the images (samples, channels, pixels, pixels), float32, and its targets are the classes (samples,).
 
     Attributes:
-        channels: of each image.
-        classes: how many there are.
-        pixels: of a side.
+        channels: number of channels of an image.
+        classes: number of classes.
+        pixels: number of pixels of a side.
     """
 
     def __init__(self, labels: Integers, channels: int, classes: int, pixels: int, seed: int) -> None:
@@ -77,7 +77,7 @@ class Images(StandardisedSamples):
 
     @abstractmethod
     def _images(self, which: Integers) -> Tensor:
-        """Images as they are, (samples, channels, pixels, pixels), float32."""
+        """Images before standardisation, (samples, channels, pixels, pixels), float32."""
 
     @abstractmethod
     def _statistics(self, which: Integers) -> tuple[Any, Any]:
@@ -95,11 +95,11 @@ class ImageArrays(Images):
     Args:
         source: an .npz file with ``images`` and ``labels``, or the two arrays. Images are of shape (N, H, W), (N, H, W, C) or
             (N, C, H, W) with 1, 3 or 4 channels, of any type; labels (N,) are whole numbers from 0.
-        pixels: of a side, to which images are scaled; by default as they are.
-        seed: of the split.
+        pixels: number of pixels of a side, to which images are scaled; by default, they keep their size.
+        seed: seed of the split.
 
     Raises:
-        ValueError: the file is missing or not such a file, or arrays do not fit; one sentence.
+        ValueError: the file is missing or invalid, or the shapes of the arrays are invalid. The message is one sentence.
     """
 
     def __init__(self, source: Source, pixels: int | None = None, *, seed: int = 0) -> None:
@@ -130,8 +130,8 @@ class Digits(ImageArrays):
     """The 1797 handwritten digits of scikit-learn (UCI "Optical Recognition of Handwritten Digits"), 8 x 8, scaled.
 
     Args:
-        pixels: of a side.
-        seed: of the split.
+        pixels: number of pixels of a side.
+        seed: seed of the split.
     """
 
     def __init__(self, pixels: int = 32, *, seed: int = 0) -> None:
@@ -142,44 +142,45 @@ class Digits(ImageArrays):
 
 
 class ImageFolder(Images):
-    """Images of a folder that has a folder for each class; decoded when they are asked for.
+    """Images of a folder with a folder for each class, which are decoded on request.
 
-    The classes are the folders in sorted order. Of each, all files at any depth are taken that have a suffix of an image and
-    are not hidden. An image is scaled to the shorter side and cut at both ends of the longer one.
+    The classes are the folders in sorted order. The images of a class are all files at any depth that have the suffix of an image
+    and are not hidden. An image is scaled by its shorter side and cropped at both ends of its longer side.
 
     Args:
         folder: the folder.
-        pixels: of a side.
-        seed: of the split.
+        pixels: number of pixels of a side.
+        seed: seed of the split.
 
     Attributes:
-        class_names: the names of the folders.
+        class_names: names of the folders.
 
     Raises:
-        ValueError: there is no such folder, or one of a class without images; one sentence. Later, from ``batch``: an image
-            cannot be decoded.
+        ValueError: the folder is missing, or a class has no images. Later, from ``batch``: an image cannot be decoded. The message
+        is
+            one sentence.
     """
 
     def __init__(self, folder: str | os.PathLike[str], pixels: int, *, seed: int = 0) -> None:
         try:
-            found = {
+            classes = {
                 path.name: _image_files(path)
                 for path in sorted(Path(folder).iterdir())
                 if path.is_dir() and not path.name.startswith(".")
             }
         except OSError as error:
             raise ValueError(f"cannot read the image folder '{folder}': {error.strerror}") from None
-        if not found:
+        if not classes:
             raise ValueError(f"the image folder '{folder}' has no folders in it: give it one for each class")
-        for name, files in found.items():
+        for name, files in classes.items():
             if not files:
                 raise ValueError(
                     f"the folder '{Path(folder, name)}' holds no images: a class needs one at least"
                 )
-        self.class_names = list(found)
-        self._files = [file for files in found.values() for file in files]
-        labels = numpy.repeat(numpy.arange(len(found)), [len(files) for files in found.values()])
-        super().__init__(labels, 3, len(found), pixels, seed)
+        self.class_names = list(classes)
+        self._files = [file for files in classes.values() for file in files]
+        labels = numpy.repeat(numpy.arange(len(classes)), [len(files) for files in classes.values()])
+        super().__init__(labels, 3, len(classes), pixels, seed)
 
     def _images(self, which: Integers) -> Tensor:
         decoded = numpy.stack([self._decode(self._files[number]) for number in which])
@@ -203,8 +204,8 @@ class ImageFolder(Images):
 
 
 def _image_files(folder: Path) -> list[Path]:
-    found = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+    files = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    return sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
 def _channels_first(images: NDArray[Any], name: str) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Token ids that another tool has written: files of NumPy, or of ids alone, memory-mapped."""
+"""Token ids from files of other tools: NumPy files or raw ids, which are memory-mapped."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from hvd_ckpt.app.datasets.tokens import (
 from hvd_ckpt.utils.text import one_line
 
 SUFFIXES = frozenset({".bin", ".npy"})
-STRETCH = 1 << 22  # ids that are checked at a time
+STRETCH = 1 << 22  # number of ids that are checked at a time
 
 
 class Shards(Tokens):
-    """The token ids of files, one after the other as one text; nothing is put between two files.
+    """Token ids of files, concatenated to one text without separators.
 
-    A ``.npy`` file holds an array (ids,) of integers. Any other file holds little-endian uint16 and nothing else, as nanoGPT's
-    ``prepare.py`` writes it. Files are mapped, and read once from end to end to find ids that are not in the vocabulary; a
-    file in ``cache`` spares that as long as their paths, sizes and times of change are the same.
+    A ``.npy`` file has an array (ids,) of integers. Any other file consists of little-endian uint16 numbers, as nanoGPT's
+    ``prepare.py`` writes them. Files are memory-mapped, and read once to find ids that are not in the vocabulary. A file in
+    ``cache`` avoids this check while the paths, sizes and modification times of the files are unchanged.
 
     Args:
-        source: a file, or a folder, of which all ``.bin`` and ``.npy`` files below it are taken, sorted by path.
-        tokenizer: the JSON file of the ``tokenizers`` library that the ids are from, for the vocabulary and special tokens.
-        vocabulary: the number of ids; without it the tokenizer's.
+        source: a file, or a folder whose ``.bin`` and ``.npy`` files at any depth are used, sorted by path.
+        tokenizer: the JSON file of the ``tokenizers`` library with which the ids were made, for the vocabulary and special tokens.
+        vocabulary: number of ids; by default that of the tokenizer.
         cache: as in :class:`Tokens`.
 
     Attributes are those of :class:`Tokens`.
 
     Raises:
-        ValueError: there is no vocabulary, a file is missing, unreadable, empty or not of ids, or has an id that is not in the
-            vocabulary; one sentence.
+        ValueError: the vocabulary is unknown, a file is missing, unreadable, empty or invalid, or an id is not in the vocabulary.
+        The
+            message is one sentence.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Shards(Tokens):
 
 
 class _Joined:
-    """Arrays one after the other, indexed by an array of positions."""
+    """Concatenated arrays, which are indexed by an array of positions."""
 
     def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
         self._arrays = arrays
@@ -90,11 +91,11 @@ class _Joined:
 
     def __getitem__(self, positions: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
         which = numpy.searchsorted(self._ends, positions, side="right")
-        found = numpy.empty(positions.shape, dtype=numpy.int64)
+        values = numpy.empty(positions.shape, dtype=numpy.int64)
         for number in numpy.unique(which).tolist():
             array, here = self._arrays[number], which == number
-            found[here] = array[positions[here] - (self._ends[number] - len(array))]
-        return found
+            values[here] = array[positions[here] - (self._ends[number] - len(array))]
+        return values
 
 
 def _open(file: Path) -> NDArray[Any]:

@@ -1,8 +1,8 @@
-"""Samples of text for the three ways to train a language model: causal, masked, and in permuted order.
+"""Samples of text for three training objectives of language models: causal, masked and permuted.
 
-A sample is a window of the text; windows do not overlap, and every token of the text but those of a short end is in one. Masks and
-orders are drawn by NumPy for each sample from seed, epoch and sample. transformers' collators draw from one generator for a whole
-batch, the one for permutations even from PyTorch's global one, so that a sample would depend on those before it.
+A sample is a window of the text. Windows do not overlap, and each token is in one, except for a short end of the text. NumPy draws
+masks and orders for each sample from seed, epoch and sample. The collators of transformers draw from one generator for a whole
+batch, and the one for permutations from PyTorch's global generator, so that a sample would depend on earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvd_ckpt.data.objectives import IGNORED, Batch
 
 class _Windows(ConsecutiveSamples):
     def __init__(self, tokens: Tokens, length: int, seed: int, *, beyond: int = 0) -> None:
-        """Windows of ``length`` tokens, each followed by ``beyond`` more that belong to the next one, too."""
+        """Windows of ``length`` tokens and of the first ``beyond`` tokens of the next window."""
         super().__init__(max(len(tokens) - beyond, 0) // length, seed)
         if len(self) < 2:
             raise ValueError(
@@ -32,7 +32,7 @@ class _Windows(ConsecutiveSamples):
         self._within = numpy.arange(length + beyond)
 
     def _take(self, indices: Sequence[int], epoch: Sequence[int]) -> tuple[Integers, Integers, Integers]:
-        """Tokens of samples (samples, length), numbers of their windows, and the epochs."""
+        """Tokens of samples (samples, length), numbers of their windows, and epochs."""
         which, epochs = check_samples(indices, epoch, self._count)
         which = which + self._first
         tokens = self.tokens.array[which[:, None] * self.length + self._within]
@@ -41,7 +41,7 @@ class _Windows(ConsecutiveSamples):
     def _draw(
         self, purpose: Purpose, epochs: Integers, which: Integers, count: int
     ) -> NDArray[numpy.float64]:
-        """For each sample ``count`` uniform random numbers in [0, 1), (samples, count)."""
+        """Uniform random numbers in [0, 1) for each sample, (samples, count)."""
         drawn = numpy.empty((len(which), count))
         for row, random in zip(drawn, generators(purpose, self._seed, epochs, which)):
             random.random(out=row)
@@ -49,14 +49,14 @@ class _Windows(ConsecutiveSamples):
 
 
 class CausalText(_Windows):
-    """Each token is predicted from those before it.
+    """Causal samples: each token is predicted from the tokens before it.
 
-    A batch's inputs are the tokens (samples, length), and its targets those that follow each, of the same shape; IGNORED after the
-    end of a document, where the text has documents.
+    The inputs of a batch are the tokens (samples, length). Its targets are the next tokens, of the same shape; IGNORED after the
+    end of a document, if the text has documents.
 
     Args:
         tokens: the text.
-        length: tokens in a sample.
+        length: number of tokens in a sample.
         seed: unused, since nothing is drawn.
 
     Raises:
@@ -75,16 +75,17 @@ class CausalText(_Windows):
 
 
 class MaskedText(_Windows):
-    """Some tokens are hidden, and predicted from all the others (Devlin et al., "BERT", 2018).
+    """Masked samples: some tokens are hidden, and predicted from all others (Devlin et al., "BERT", 2018).
 
-    A batch's inputs are the tokens (samples, length). 15 % of the positions, as many in each sample and at least one, are to be
-    predicted: 80 % of them show the mask token, 10 % any ordinary token and 10 % what they are. Targets (samples, length) are
-    the tokens at these positions, and IGNORED at the others. The positions change with the epoch (Liu et al., "RoBERTa", 2019).
+    The inputs of a batch are the tokens (samples, length). 15 % of the positions, the same number in each sample and at least one,
+    are predicted: 80 % of them show the mask token, 10 % a random ordinary token and 10 % their own token. Targets (samples,
+    length) are the tokens at these positions, and IGNORED at the others. The positions differ between epochs (Liu et al.,
+    "RoBERTa", 2019).
 
     Args:
         tokens: the text.
-        length: tokens in a sample.
-        seed: of the masks.
+        length: number of tokens in a sample.
+        seed: seed of the masks.
 
     Raises:
         ValueError: the text is shorter than two samples.
@@ -110,23 +111,24 @@ class MaskedText(_Windows):
 
 
 class PermutedText(_Windows):
-    """Tokens are predicted in a random order, each from those before it in that order (Yang et al., "XLNet", 2019).
+    """Permuted samples: tokens are predicted in a random order, each from the earlier ones (Yang et al., "XLNet", 2019).
 
-    The last sixth of the tokens in the order, ``predicted`` of them, is predicted, as in the paper. They stand in spans of 1 to 5
-    neighbours, of random length and at random places, any two of them apart. As in the authors' program, the tokens before those in
-    the order see one another whatever their order.
+    The last sixth of the tokens in the order, ``predicted`` of them, is predicted, as in the paper. They form spans of 1 to 5
+    neighbours with random lengths and places, which do not touch. As in the program of the authors, all other tokens see each
+    other.
 
-    A batch's inputs are the tokens (samples, length), nothing replaced; its targets (samples, predicted) the tokens to be
-    predicted, from left to right. Shared between the blocks of the model, float32:
+    The inputs of a batch are the unchanged tokens (samples, length). Its targets (samples, predicted) are the predicted tokens,
+    from left to right. The blocks of the model share two float32 tensors:
 
-    - ``perm_mask`` (samples, length, length), 1 where the token at the second position is not seen from the first. A token
-      to be predicted is not seen from its own place: the content stream of XLNet adds that by itself.
-    - ``target_mapping`` (samples, predicted, length), 1 at the position of each token to be predicted.
+    - ``perm_mask`` (samples, length, length) is 1 if the first position does not see the token at the second. A predicted token is
+    not
+      seen from its own position; the content stream of XLNet adds that itself.
+    - ``target_mapping`` (samples, predicted, length) is 1 at the position of each predicted token.
 
     Args:
         tokens: the text.
-        length: tokens in a sample.
-        seed: of order and spans.
+        length: number of tokens in a sample.
+        seed: seed of order and spans.
 
     Raises:
         ValueError: the text is shorter than two samples.
@@ -142,7 +144,7 @@ class PermutedText(_Windows):
         drawn = self._draw(Purpose.PERMUTATION, epochs, which, 2 * self.predicted + gaps)
         spans, gap, order = numpy.split(drawn, [self.predicted, self.predicted + gaps], axis=1)
         positions = _spans(1 + (spans * 5).astype(numpy.int64), gap)
-        # The turn of each position: the context comes first, all at once.
+        # The turn of each position. All positions of the context have the first turn, -1.
         turn = numpy.full(tokens.shape, -1, dtype=numpy.int16 if self.length < 1 << 15 else numpy.int64)
         numpy.put_along_axis(
             turn, positions, order.argsort(axis=1).argsort(axis=1).astype(turn.dtype), axis=1
@@ -159,23 +161,23 @@ class PermutedText(_Windows):
 
 
 def _spans(lengths: Integers, gap: NDArray[numpy.float64]) -> Integers:
-    """Positions to predict (samples, predicted), ascending, in spans of these lengths; the last one is cut to fit.
+    """Positions to predict (samples, predicted), ascending, in spans of these lengths. The last span is cut to fit.
 
-    ``gap`` (samples, gaps) are random numbers for the places before, between and after the tokens that are not predicted,
-    where a span may stand; the lowest of them get one, so no two spans touch.
+    ``gap`` (samples, gaps) has a random number for each gap before, between and after the tokens of the context. The gaps with the
+    lowest numbers get one span each, so no two spans touch.
     """
     predicted = lengths.shape[1]
     ends = lengths.cumsum(axis=1)
     tokens = numpy.arange(predicted)
-    span = (ends[:, None, :] <= tokens[:, None]).sum(axis=2)  # the span that each predicted token is in
+    span = (ends[:, None, :] <= tokens[:, None]).sum(axis=2)  # the span of each predicted token
     spans = span[:, -1:] + 1
     places = numpy.where(
         gap.argsort(axis=1).argsort(axis=1) < spans, numpy.arange(gap.shape[1]), gap.shape[1]
     )
     places.sort(axis=1)
-    # Before a token stand those of the context up to its gap, and the predicted ones on its left.
+    # In front of a token are the tokens of the context up to its gap, and the predicted tokens on its left.
     return numpy.asarray(numpy.take_along_axis(places, span, axis=1) + tokens)
 
 
 TEXTS: dict[str, Any] = {"causal": CausalText, "masked": MaskedText, "permutation": PermutedText}
-"""By the kind of data set that a model needs."""
+"""Classes of samples by the kind of data set that a model needs."""

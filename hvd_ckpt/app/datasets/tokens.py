@@ -1,4 +1,4 @@
-"""Text as one long array of tokens, memory-mapped: its size is limited by the disk, not by memory."""
+"""Text as one array of tokens, which is memory-mapped, so that the disk limits its size and not the memory."""
 
 from __future__ import annotations
 
@@ -30,52 +30,52 @@ SUFFIXES = frozenset({
     ".r", ".rb", ".rs", ".scala", ".sh", ".swift", ".ts",
 })  # fmt: skip
 
-# The names of special tokens in the vocabularies of BERT, RoBERTa, XLNet, GPT-2 and those made after them.
+# Names of special tokens in the vocabularies of BERT, RoBERTa, XLNet, GPT-2 and models after them.
 SPECIAL = {
     "mask": ("[MASK]", "<mask>", "<|mask|>"),
     "padding": ("[PAD]", "<pad>", "<|padding|>", "<|pad|>"),
     "start": ("[CLS]", "<cls>", "<s>", "<|startoftext|>", "[BOS]", "<bos>"),
     "separator": ("[SEP]", "<sep>", "</s>", "<|endoftext|>", "[EOS]", "<eos>"),
 }
-MOST_TOKENS = 1 << 24  # of a vocabulary
+MOST_TOKENS = 1 << 24  # largest vocabulary
 LARGEST_TOKENIZER = 1 << 30  # bytes
 
-VERSION = (
-    3  # of the encoding and the cache's format; raise it when one changes, so that old files are not found
-)
+VERSION = 3  # of the encoding and the format of the cache; to be raised when one changes, so that old files are not used
 JSON_LINES = frozenset({".jsonl", ".ndjson"})
-PIECE = 1 << 16  # characters (or more, up to the end of a line) that are tokenized as one
-PIECES = 16  # tokenized at a time, in parallel
-READ = 1 << 20  # bytes
+PIECE = 1 << 16  # characters that are tokenized as one text, extended to the end of a line
+PIECES = 16  # pieces that are tokenized at a time, in parallel
+READ = 1 << 20  # bytes that are read at a time
 
 
 class Tokens:
-    """The tokens of text files, one after the other, with a separator between two files.
+    """The tokens of concatenated text files, with a separator between two files.
 
-    A token is a byte (the default), or what a tokenizer makes of UTF-8 text, piece by piece of some 64 thousand
-    characters that end with a line. One file as bytes is mapped as it is. Anything else is encoded once, into a file in
-    ``cache`` that is found again as long as paths, sizes and times of change of the files and the content of the tokenizer are
-    the same. Several processes may do so at once, and then each does all the work: on one machine, let one go first.
+    A token is a byte (the default) or a token of a tokenizer. A tokenizer encodes UTF-8 text in pieces of about 64 thousand
+    characters up to the end of a line. A single file as bytes is mapped as it is. Otherwise, the text is encoded once into a file
+    in ``cache``. The file is reused while the paths, sizes and modification times of the files and the content of the tokenizer
+    are unchanged. Several processes may encode at once, but then each of them does all the work. On one machine, let one process
+    go first.
 
     Args:
-        text: a text file or a folder of them (see :func:`find_text_files`); without it the source text of the Python standard
+        text: a text file or a folder of text files (see :func:`find_text_files`); by default the source text of the Python standard
             library.
-        tokenizer: a JSON file of the ``tokenizers`` library; without it tokens are bytes.
-        documents: one of :data:`hvd_ckpt.utils.text.DOCUMENTS`: each line of UTF-8 text that is not blank is a document
-            (``lines``), or a JSON object whose "text" is one (``jsonl``). Each document is tokenized by itself, and a separator
-            follows it.
-        cache: a folder; without it ``$XDG_CACHE_HOME/hvd_ckpt/tokens`` or ``~/.cache/hvd_ckpt/tokens``.
+        tokenizer: a JSON file of the ``tokenizers`` library; without it, tokens are bytes.
+        documents: one of :data:`hvd_ckpt.utils.text.DOCUMENTS`. Each nonblank line of UTF-8 text is a document (``lines``), or a
+        JSON
+            object whose "text" is a document (``jsonl``). Each document is tokenized by itself and followed by a separator.
+        cache: a folder; by default ``$XDG_CACHE_HOME/hvd_ckpt/tokens`` or ``~/.cache/hvd_ckpt/tokens``.
 
     Attributes:
         array: all tokens, (tokens,), of an unsigned type; read-only.
-        ordinary: tokens below this number are the tokenizer's own (or bytes).
-        vocabulary: the number of tokens, special ones included.
-        mask, padding, start, separator: the special tokens. They are the tokenizer's where it has them under one of
-            their usual names ([MASK], <mask>, ...), and otherwise numbers above its own.
+        ordinary: number of tokens of the tokenizer, or of bytes. Ordinary tokens are below this number.
+        vocabulary: number of tokens, including special tokens.
+        mask, padding, start, separator: the special tokens. If the tokenizer has one under a usual name ([MASK], <mask>, ...), it
+        is
+            that token. Otherwise, it is a number above the tokens of the tokenizer.
         boundary: the separator, if it ends documents; else None.
 
     Raises:
-        ValueError: the text or the tokenizer is missing, unreadable, empty or invalid; one sentence.
+        ValueError: the text or the tokenizer is missing, unreadable, empty or invalid. The message is one sentence.
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class Tokens:
     def _encode(
         self, files: Sequence[Path], tokenizer: Tokenizer | None, documents: str | None
     ) -> Iterator[NDArray[Any]]:
+        # A separator between two files, or after each document: never both.
         for at, file in enumerate(files):
             if documents is not None:
                 yield from self._encode_documents(_documents(file, documents), tokenizer)
@@ -153,7 +154,7 @@ class Tokens:
     ) -> Iterator[NDArray[Any]]:
         while some := list(islice(documents, PIECES)):
             for tokens in (
-                [numpy.frombuffer(one.encode(), dtype=numpy.uint8) for one in some]
+                [numpy.frombuffer(document.encode(), dtype=numpy.uint8) for document in some]
                 if tokenizer is None
                 else _encode_pieces(some, tokenizer)
             ):
@@ -164,11 +165,11 @@ class Tokens:
 def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """The files of a text, in order.
 
-    A file is taken whatever its name. Of a folder, all files below it are taken that have one of the ``suffixes`` (in upper
-    or lower case) and are not empty, sorted by path; hidden files and folders and symbolic links below it are left out.
+    A file may have any name. In a folder, the text consists of all files at any depth that have one of the ``suffixes`` (in upper
+    or lower case) and are not empty, sorted by path. Hidden files and folders and symbolic links are left out.
 
     Raises:
-        ValueError: the file is missing, unreadable or empty, or the folder has no text; one sentence.
+        ValueError: the file is missing, unreadable or empty, or the folder has no text. The message is one sentence.
     """
     source = Path(text)
     try:
@@ -177,21 +178,21 @@ def find_text_files(text: str | os.PathLike[str], suffixes: Collection[str] = SU
                 what = "file '{}' is empty" if source.is_file() else "'{}' is neither a file nor a folder"
                 raise ValueError(f"the text {what.format(source)}")
             return [source]
-        found = []
-        for parent, folders_, files in os.walk(source):
+        files = []
+        for parent, folders_, inside in os.walk(source):
             folders_[:] = [name for name in folders_ if not name.startswith(".")]
-            paths = (Path(parent, name) for name in files if not name.startswith("."))
-            found += [path for path in paths if path.suffix.lower() in suffixes and _is_text(path)]
+            paths = (Path(parent, name) for name in inside if not name.startswith("."))
+            files += [path for path in paths if path.suffix.lower() in suffixes and _is_text(path)]
     except OSError as error:
         raise ValueError(f"cannot read the text '{error.filename}': {error.strerror}") from None
-    if not found:
+    if not files:
         some = ".txt, .md or .py" if suffixes is SUFFIXES else " or ".join(sorted(suffixes))
         raise ValueError(f"the folder '{source}' holds no text: files in it need a suffix such as {some}")
-    return sorted(found, key=lambda path: path.relative_to(source).parts)
+    return sorted(files, key=lambda path: path.relative_to(source).parts)
 
 
 def library_files() -> list[Path]:
-    """The modules of the Python standard library: text that every machine has."""
+    """The modules of the Python standard library, a text that every machine has."""
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
@@ -204,16 +205,20 @@ def cache_folder() -> Path:
 
 
 def key_of(files: Sequence[Path], encoder: str) -> str:
-    """The name of a cache file: a hash of paths, sizes and times of change of the text files, and of the encoder."""
+    """The name of a cache file: a hash of the encoder and of paths, sizes and modification times of the text files."""
     about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([VERSION, encoder, about]).encode()).hexdigest()[:32]
 
 
 def _write(path: Path, dtype: numpy.dtype[Any], arrays: Iterator[NDArray[Any]], size: int) -> None:
-    """The file gets its name when it is whole, so that several processes may write it at once. ``size``: bytes of the text."""
+    """Writes a file that gets its name when it is complete, so that several processes may write it at once.
+
+    Args:
+        size: bytes of the text.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
-    if size // 4 > free:  # a token stands for some bytes
+    if size // 4 > free:  # a token stands for several bytes
         raise OSError(
             errno.ENOSPC, f"{size >> 20} MiB of text, and {free >> 20} MiB are free", str(path.parent)
         )
@@ -246,17 +251,17 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
         raise ValueError(
             f"'{path}' is not a JSON file of the tokenizers library (a Hugging Face tokenizer.json): {one_line(str(error))}"
         ) from None
-    # A file may ask for these for the batches of a model; text is encoded whole.
+    # A file may set these for the batches of a model, but the text is encoded as a whole.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, hashlib.sha256(content).hexdigest()
 
 
 def number_of_tokens(tokenizer: Tokenizer, name: str | os.PathLike[str]) -> int:
-    """One more than the highest token of a tokenizer, whose file is ``name``.
+    """The highest token of a tokenizer, whose file is ``name``, plus one.
 
     Raises:
-        ValueError: it is above :data:`MOST_TOKENS`.
+        ValueError: the number is above :data:`MOST_TOKENS`.
     """
     highest: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if highest >= MOST_TOKENS:
@@ -281,11 +286,11 @@ def _encode_pieces(pieces: list[str], tokenizer: Tokenizer) -> list[NDArray[Any]
         encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
     except Exception as error:  # the library raises nothing more special
         raise ValueError(f"the tokenizer cannot encode the text: {one_line(str(error))}") from None
-    return [numpy.array(one.ids, dtype=numpy.uint32) for one in encoded]
+    return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encoded]
 
 
 def _documents(file: Path, form: str) -> Iterator[str]:
-    """The documents of a file, a line each; half a surrogate pair becomes a question mark."""
+    """The documents of a file, one for each line. Half a surrogate pair becomes a question mark."""
     try:
         with file.open(encoding="utf-8") as stream:
             for number, line in enumerate(stream, start=1):
@@ -309,7 +314,7 @@ def _text_of(line: str, file: Path, number: int) -> str:
 def _pieces(file: Path) -> Iterator[str]:
     try:
         with file.open(encoding="utf-8", newline="") as stream:
-            # A line is cut where it is much longer than a piece, so that a file without line ends fits as well.
+            # A line that is much longer than a piece is cut, for files without line ends.
             while piece := stream.read(PIECE):
                 yield piece + stream.readline(PIECE)
     except UnicodeDecodeError as error:

@@ -22,33 +22,33 @@ from hvd_ckpt.data.dataset import (
 )
 from hvd_ckpt.data.objectives import Batch
 
-NOISE = 0.5  # its standard deviation
+NOISE = 0.5  # standard deviation of the noise
 
 
 def open_volumes(
     source: str | os.PathLike[str] | None, pixels: int, *, seed: int = 0
 ) -> Ellipsoids | VolumeArrays:
-    """The data set of an .npz file, scaled to ``pixels`` on each side, or synthetic ellipsoids for None.
+    """Opens an .npz file, scaled to ``pixels`` on each side; for None, synthetic ellipsoids.
 
     Raises:
-        ValueError: the file is missing or not such a file; one sentence.
+        ValueError: the file is missing or invalid. The message is one sentence.
     """
     return Ellipsoids(pixels, seed=seed) if source is None else VolumeArrays(source, pixels, seed=seed)
 
 
 class Ellipsoids(ConsecutiveSamples):
-    """Noisy cubes, each with a bright ellipsoid in it to be found; drawn when they are asked for, the same in each epoch.
+    """Noisy cubes with a bright ellipsoid in each, which are drawn on request and equal in all epochs.
 
-    Place, half axes (from a tenth to a third of the cube's side) and orientation are random. Voxels are 1 inside and 0 outside,
-    with normal noise added and the whole standardised.
+    Place, half axes (from a tenth to a third of the side of the cube) and orientation are random. Voxels are 1 inside and 0
+    outside. Normal noise is added, and the volume is standardised.
 
-    A batch's inputs are the volumes (samples, 1, pixels, pixels, pixels), float32, and its targets the classes of the voxels
+    The inputs of a batch are the volumes (samples, 1, pixels, pixels, pixels), float32. Its targets are the classes of the voxels
     (samples, pixels, pixels, pixels): 1 inside, 0 outside.
 
     Args:
-        pixels: of a side.
-        samples: how many there are.
-        seed: of all of them.
+        pixels: number of pixels of a side.
+        samples: number of samples.
+        seed: seed of all samples.
     """
 
     channels = 1
@@ -89,18 +89,19 @@ class Ellipsoids(ConsecutiveSamples):
 
 
 class VolumeArrays(StandardisedSamples):
-    """Volumes and the classes of their voxels, in arrays; standardised by mean and deviation of the samples trained on.
+    """Arrays of volumes and of the classes of their voxels, standardised by the mean and deviation of the training samples.
 
-    A batch is as that of :class:`Ellipsoids`.
+    Batches have the form of those of :class:`Ellipsoids`.
 
     Args:
-        source: an .npz file with ``volumes`` and ``labels``, or the two arrays, each (N, D, H, W); labels are whole numbers
-            from 0.
-        pixels: of a side, to which volumes and labels are scaled (labels to the nearest voxel); by default as they are.
-        seed: of the split.
+        source: an .npz file with ``volumes`` and ``labels``, or the two arrays, each (N, D, H, W). Labels are whole numbers from 0.
+        pixels: number of pixels of a side, to which volumes and labels are scaled (labels to the nearest voxel). By default, they
+        keep
+            their size.
+        seed: seed of the split.
 
     Raises:
-        ValueError: the file is missing or not such a file, or arrays do not fit; one sentence.
+        ValueError: the file is missing or invalid, or the shapes of the arrays are invalid. The message is one sentence.
     """
 
     channels = 1

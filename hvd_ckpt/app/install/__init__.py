@@ -1,5 +1,5 @@
-"""Installation: Horovod's build for the PyTorch at hand, what that needs of the machine, and optional packages.
+"""Installation: the build of Horovod for the installed PyTorch, its prerequisites, and optional packages.
 
-The modules here need the standard library, click, and ``extras`` and ``folders`` of :mod:`hvd_ckpt.utils` only: ``main.sh`` and
-the Docker image run them before anything else of this package works.
+The modules here only need the standard library, click, and ``extras`` and ``folders`` of :mod:`hvd_ckpt.utils`, since ``main.sh``
+and the Docker image run them before the rest of this package works.
 """

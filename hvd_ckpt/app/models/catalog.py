@@ -1,8 +1,8 @@
-"""The models that the commands know by name, and their published sizes.
+"""Catalog of the models that the commands know by name, with their published sizes.
 
-An entry says which kind of data a model is for and how it is built. What follows from the data (vocabulary, length, channels,
-classes) is filled in; every other keyword of the builder is an option of the model. A folder of a Hugging Face model is an entry
-too. A model's module is imported when its builder is asked for, and not before: listing names is quick, and needs no
+An entry has the kind of data of a model and its builder. Arguments that follow from the data (vocabulary, length, channels,
+classes) are filled in. All other keyword arguments of the builder are options of the model. A folder of a Hugging Face model is
+also an entry. The module of a model is imported when its builder is needed, so listing names is fast and does not need
 ``transformers``.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = ("causal", "masked", "permutation", "images", "volumes")
-"""Kinds of input: tokens to continue, tokens of which some are masked, tokens in any order, images, volumes."""
+"""Kinds of input: tokens to continue, partly masked tokens, permuted tokens, images, volumes."""
 
 FACTS = ("vocabulary", "length", "channels", "classes")
 """Arguments of builders that follow from the data."""
@@ -31,17 +31,17 @@ FACTS = ("vocabulary", "length", "channels", "classes")
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that can be built.
+    """Entry of a model in the catalog.
 
     Attributes:
-        name: by which :func:`find` finds it.
+        name: name of the model for :func:`find`.
         kind: one of :data:`KINDS`.
-        function: that builds it, as ``module.function`` of :mod:`hvd_ckpt.app.models`; its keyword-only arguments are facts of the
-            data and options.
-        arguments: the function's positional arguments, if it has any.
-        preset: options that make it the model of its name.
-        data: what its batches are by default: ``length`` in tokens, or ``pixels`` of a side.
-        folder: of a Hugging Face model, if it is one.
+        function: its builder as ``module.function`` of :mod:`hvd_ckpt.app.models`. The keyword-only arguments of the builder are
+            facts of the data and options.
+        arguments: positional arguments of the builder.
+        preset: options of this size of the model.
+        data: default size of its batches: ``length`` in tokens, or ``pixels`` of a side.
+        folder: the folder of a Hugging Face model, or None.
     """
 
     name: str
@@ -58,24 +58,24 @@ class Entry:
         return tuple(name for name in self._parameters() if name not in FACTS)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuses options that this model does not have.
+        """Checks that this model has all given options.
 
         Raises:
-            ValueError: there is such an option; says the nearest right name.
+            ValueError: an option is unknown; the message has the most similar known name.
         """
         for name in options:
             if name not in self.options:
                 raise ValueError(unknown(f"option of {self.name}", name, self.options))
 
     def build(self, facts: Mapping[str, int], options: Mapping[str, Any] | None = None) -> nn.Module:
-        """The model in training mode, its weights drawn from torch's global random state or read from its folder.
+        """Builds the model in training mode, with weights from torch's global random state or from its folder.
 
         Args:
-            facts: of the data, some of :data:`FACTS`; those that this model has no use for are left out.
-            options: over those of :attr:`preset`.
+            facts: facts of the data, some of :data:`FACTS`. Those that the builder does not take are ignored.
+            options: options, which override those of :attr:`preset`.
 
         Raises:
-            ValueError: an option is unknown or cannot have this value, or the folder cannot be used; one line.
+            ValueError: an option is unknown or has an invalid value, or the folder cannot be used. The message is one line.
         """
         options = options or {}
         self.check_options(options)
@@ -96,7 +96,11 @@ class Entry:
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
         parameters = inspect.signature(self._builder()).parameters
-        return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
 
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
@@ -108,7 +112,7 @@ _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
-    """Options have the types of their defaults."""
+    """Raises ValueError unless an option has the type of its default."""
     types, wanted = _TYPES[type(default)]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
@@ -118,12 +122,12 @@ def find(name: str) -> Entry:
     """The entry of a name, or of a folder of a Hugging Face model.
 
     Raises:
-        ValueError: no model has that name (says the nearest one that a model has), or the folder does not hold such a model.
+        ValueError: no model has the name (the message has the most similar name), or the folder has no such model.
     """
     entry = _entries().get(name)
     if entry is not None:
         return entry
-    if os.path.isdir(name):  # which, unlike Path's, knows that a name may be too long
+    if os.path.isdir(name):  # unlike Path.is_dir(), it allows names that are too long
         return _of_folder(name)
     if guess := nearest(name, names()):
         raise ValueError(f"no model '{name}': did you mean '{guess}'? Known: {overview()}")
@@ -133,12 +137,12 @@ def find(name: str) -> Entry:
 
 
 def names() -> list[str]:
-    """All names."""
+    """Names of all models."""
     return list(_entries())
 
 
 def overview() -> str:
-    """All names in little space: ``bert-tiny, -mini; lstm-small, -large; vnet``."""
+    """Names of all models in a short form: ``bert-tiny, -mini; lstm-small, -large; vnet``."""
     families: dict[str, list[str]] = {}
     for name in names():
         family, dash, size = name.partition("-")
@@ -147,11 +151,11 @@ def overview() -> str:
 
 
 class Limits(NamedTuple):
-    """The kind of input of a model of a folder, whose sizes do not follow from the data.
+    """Limits of the input of a model from a folder, whose sizes do not follow from the data.
 
     Attributes:
-        vocabulary: tokens must be below this number.
-        length: the longest sequence, in tokens; None where any will do.
+        vocabulary: number that tokens must be below.
+        length: the longest sequence, in tokens; None for any length.
     """
 
     vocabulary: int
@@ -159,13 +163,13 @@ class Limits(NamedTuple):
 
 
 def limits(model: nn.Module) -> Limits:
-    """The limits of a model that an :class:`Entry` with a folder has built."""
+    """The limits of a model that was built from a folder."""
     chain: Any = model
     config = chain.transformers_model.config
     if config.model_type == "xlnet":  # positions are relative
         return Limits(config.vocab_size, None)
     length = config.max_position_embeddings
-    if config.model_type == "roberta":  # its positions start after that of the padding token
+    if config.model_type == "roberta":  # positions start after that of the padding token
         length -= config.pad_token_id + 1
     return Limits(config.vocab_size, length)
 
@@ -173,11 +177,11 @@ def limits(model: nn.Module) -> Limits:
 # ------------------------------------------------------------------------------------ sizes
 
 _Sizes = dict[str, tuple[int, dict[str, Any]]]  # name: (length in tokens, options)
-_LENGTH = 128  # where nothing says otherwise
+_LENGTH = 128  # default length
 
 _ENCODERS: _Sizes = {
-    # BERT's: Turc et al., "Well-read students learn better" (2019), table 1; large of Devlin et al., "BERT" (2018), section 3.
-    # Of RoBERTa and XLNet, base and large were published.
+    # Sizes of BERT: Turc et al., "Well-read students learn better" (2019), table 1; "large": Devlin et al., "BERT" (2018), section
+    # 3. RoBERTa and XLNet were published as base and large.
     "tiny": (_LENGTH, {"width": 128, "layers": 2, "heads": 2}),
     "mini": (_LENGTH, {"width": 256, "layers": 4, "heads": 4}),
     "small": (_LENGTH, {"width": 512, "layers": 4, "heads": 8}),
@@ -186,8 +190,9 @@ _ENCODERS: _Sizes = {
     "large": (_LENGTH, {"width": 1024, "layers": 24, "heads": 16}),
 }
 _GPT2: _Sizes = {
-    # Radford et al., "Language models are unsupervised multitask learners" (2019), table 2; heads as in their published models.
-    "tiny": (_LENGTH, {"width": 128, "layers": 2, "heads": 2}),  # not theirs
+    # Radford et al., "Language models are unsupervised multitask learners" (2019), table 2; heads are those of the published
+    # models.
+    "tiny": (_LENGTH, {"width": 128, "layers": 2, "heads": 2}),  # not from the paper
     "small": (_LENGTH, {"width": 768, "layers": 12, "heads": 12}),
     "medium": (_LENGTH, {"width": 1024, "layers": 24, "heads": 16}),
     "large": (_LENGTH, {"width": 1280, "layers": 36, "heads": 20}),
@@ -200,7 +205,7 @@ _GPT: _Sizes = {
     "lite": (2048, {"width": 768, "layers": 12, "heads": 12}),
 }
 _LSTM: _Sizes = {
-    # Zaremba et al., "Recurrent neural network regularization" (2014), section 4.1; lengths are those that it unrolls.
+    # Zaremba et al., "Recurrent neural network regularization" (2014), section 4.1; lengths are those of its unrolled sequences.
     "small": (20, {"width": 200, "layers": 2, "dropout": 0.0}),
     "medium": (35, {"width": 650, "layers": 2, "dropout": 0.5}),
     "large": (35, {"width": 1500, "layers": 2, "dropout": 0.65}),
@@ -209,14 +214,15 @@ _LSTM: _Sizes = {
 
 @dataclass(frozen=True)
 class DenseNetShape:
-    """The numbers that tell one DenseNet from another.
+    """Shape of a DenseNet.
 
     Attributes:
-        growth: feature maps that each dense layer adds (the paper's k).
-        blocks: dense layers in each dense block; a transition halves maps and resolution between two blocks.
-        initial: feature maps made by the stem.
-        large_images: the ImageNet stem (7x7 convolution and pooling, a quarter of the resolution is left) or
-            the CIFAR one (3x3 convolution at full resolution).
+        growth: number of feature maps that each dense layer adds (k in the paper).
+        blocks: number of dense layers in each dense block. Between two blocks, a transition halves maps and resolution.
+        initial: number of feature maps of the stem.
+        large_images: whether the stem is that for ImageNet (7x7 convolution and pooling, to a quarter of the resolution) or that
+        for
+            CIFAR (3x3 convolution at full resolution).
     """
 
     growth: int
@@ -234,22 +240,24 @@ DENSENETS: dict[int, DenseNetShape] = {
     201: DenseNetShape(32, (6, 12, 48, 32), 64, large_images=True),
     264: DenseNetShape(32, (6, 12, 64, 48), 64, large_images=True),
 }
-"""The paper's networks by depth (100 is DenseNet-BC with k=12), and 22: DenseNet-BC small enough for a CPU.
+"""The networks of the paper by depth (100 is DenseNet-BC with k=12), and 22, a DenseNet-BC that is small enough for a CPU.
 
-Depth counts convolutions and the classifier; the paper's 264 has 265 of them by its own table."""
+The depth is the number of convolutions and the classifier. The 264 of the paper has 265 of them by the table of the paper."""
 
 
 @dataclass(frozen=True)
 class ResNetShape:
-    """The numbers that tell one ResNet from another.
+    """Shape of a ResNet.
 
     Attributes:
         unit: "basic" (two 3x3 convolutions), "bottleneck" (1x1, 3x3, 1x1) or "preactivated" (a bottleneck whose norms and
             activations come before the convolutions).
-        units: residual units in each stage; from one stage to the next maps double and resolution halves.
-        maps: of the 3x3 convolutions in the first stage.
-        large_images: the ImageNet stem (7x7 convolution and pooling, a quarter of the resolution is left) and shortcuts that
-            project, or the CIFAR stem (3x3 convolution at full resolution) and, for basic units, shortcuts that pad with zeros.
+        units: number of residual units in each stage. From stage to stage, maps double and the resolution halves.
+        maps: number of maps of the 3x3 convolutions in the first stage.
+        large_images: whether the network has the stem for ImageNet (7x7 convolution and pooling, to a quarter of the resolution)
+        and
+            projecting shortcuts, or the stem for CIFAR (3x3 convolution at full resolution) and, for basic units, shortcuts that
+            pad with zeros.
     """
 
     unit: str
@@ -273,7 +281,7 @@ RESNETS: dict[int, ResNetShape] = {
         for depth in (164, 1001)
     },
 }
-"""The papers' networks by depth: convolutions and the classifier, without those in shortcuts."""
+"""The networks of the papers by depth: the number of convolutions and the classifier, without those in shortcuts."""
 
 
 ATTENTION = ("sdpa", "eager")
@@ -304,14 +312,14 @@ def check_sizes(
 
 
 def at_least_1(**sizes: int) -> None:
-    """Raises ValueError, with its name, for a size below 1."""
+    """Raises ValueError if a size is below 1."""
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def check_dropout(dropout: float) -> None:
-    """Raises ValueError for a probability outside [0, 1)."""
+    """Raises ValueError if a probability is outside [0, 1)."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
 

@@ -1,17 +1,17 @@
 """DenseNet as a flat chain, one block per dense layer.
 
 DenseNet (Huang, Liu, van der Maaten, Weinberger, "Densely Connected Convolutional Networks", 2017) is the classic case for
-recomputation: every layer's input is the concatenation of all features before it, so what is kept for the backward
-pass grows with the square of a block's depth (Pleiss et al., "Memory-Efficient Implementation of DenseNets", 2017),
-and each of its batch norms is a trap for running statistics.
+recomputation. The input of each layer is the concatenation of all features before it. So the memory of a block grows with the
+square of its depth (Pleiss et al., "Memory-Efficient Implementation of DenseNets", 2017). Each batch norm has running statistics
+that a recomputation must not update.
 
-A dense layer here returns its input and its own new features concatenated, so one tensor flows through the whole chain
-and the model can be cut before any layer.
+A dense layer here returns the concatenation of its input and its new features. So one tensor flows through the chain, and the model
+can be cut before any layer.
 
-The efficient variant is that of Pleiss et al., an example of regions: inside each layer, concatenation, norm and activation are
-a checkpointed region, computed again in the backward pass, while the expensive convolution after them is not. What grows with
-the square of the depth is then never kept, as long as nobody else keeps it: the dense layers of a block pass on a tuple of all
-its features, each held once, rather than their concatenation. Weights, their names and every bit of the results are the same.
+The efficient variant of Pleiss et al. is an example of regions. Inside each layer, concatenation, norm and activation are a
+checkpointed region, and the expensive convolution after them is not recomputed. The dense layers of a block pass on a tuple of all
+features, each held once, in place of their concatenation. So nothing that grows with the square of the depth is kept. Weights,
+their names and the bits of the results are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvd_ckpt.app.models.resnet import imagenet_stem, initialize
 from hvd_ckpt.recompute import checkpoint
 from hvd_ckpt.recompute.sequential import as_arguments
 
-BOTTLENECK = 4  # a bottleneck makes 4 * growth feature maps (section 3 of the paper, "Bottleneck layers")
+BOTTLENECK = 4  # a bottleneck has 4 * growth feature maps (section 3 of the paper, "Bottleneck layers")
 
 Features = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -48,7 +48,7 @@ class Bottleneck(nn.Sequential):
 
 
 class DenseLayer(Bottleneck):
-    """(batch, maps, height, width) in, (batch, maps + growth, height, width) out."""
+    """Dense layer, from (batch, maps, height, width) to (batch, maps + growth, height, width)."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         added: torch.Tensor = super().forward(features)  # type: ignore[no-untyped-call]
@@ -56,8 +56,11 @@ class DenseLayer(Bottleneck):
 
 
 class EfficientDenseLayer(Bottleneck):
-    """All features of the dense block so far in, a tuple of them and the new ones, (batch, growth, height, width), out. The first
-    layer of a block gets a tensor; a tuple of one is never passed on, since a chain may unpack it."""
+    """Dense layer of the efficient variant, from all features of the dense block to a tuple with the new ones, (batch, growth,
+    height, width), at its end.
+
+    The first layer of a block takes a tensor. A tuple of one tensor never occurs, since a chain may unpack it.
+    """
 
     def forward(self, features: Features) -> tuple[torch.Tensor, ...]:
         features = as_arguments(features)
@@ -65,7 +68,7 @@ class EfficientDenseLayer(Bottleneck):
 
 
 class Transition(nn.Sequential):
-    """Half the feature maps at half the resolution."""
+    """Transition between dense blocks, to half the feature maps at half the resolution."""
 
     def __init__(self, maps: int) -> None:
         super().__init__(
@@ -77,14 +80,14 @@ class Transition(nn.Sequential):
 
 
 class EfficientTransition(Transition):
-    """All features of a dense block in, one tensor out."""
+    """Transition of the efficient variant, from all features of a dense block to one tensor."""
 
     def forward(self, features: Features) -> torch.Tensor:
         return _run(self, as_arguments(features))
 
 
 class Classifier(nn.Sequential):
-    """The features that are left, averaged over the image, to scores (batch, classes)."""
+    """Classifier, from the average of the last features over the image to scores (batch, classes)."""
 
     def __init__(self, maps: int, classes: int) -> None:
         super().__init__(
@@ -97,7 +100,10 @@ class Classifier(nn.Sequential):
 
 
 class EfficientClassifier(Classifier):
-    """All features of the last dense block in; nothing is recomputed, as the backward pass begins here."""
+    """Classifier of the efficient variant, which takes all features of the last dense block.
+
+    Nothing is recomputed here, since the backward pass begins here.
+    """
 
     def forward(self, features: Features) -> torch.Tensor:
         scores: torch.Tensor = super().forward(torch.cat(as_arguments(features), dim=1))  # type: ignore[no-untyped-call]
@@ -107,11 +113,11 @@ class EfficientClassifier(Classifier):
 class DenseNet(nn.Sequential):
     """A DenseNet whose children are its blocks: stem, dense layers, transitions, classifier.
 
-    Input (batch, channels, height, width), output (batch, classes) of scores before the softmax. Height and width
-    must survive the halvings: at least 32 with the ImageNet stem and 4 with the CIFAR stem and three blocks.
+    The input is (batch, channels, height, width), the output (batch, classes) of scores before the softmax. Height and width are
+    halved several times: they must be at least 32 with the ImageNet stem, and 4 with the CIFAR stem and three blocks.
 
     Raises:
-        ValueError: for ``dropout`` outside [0, 1), channels or classes below 1.
+        ValueError: ``dropout`` is outside [0, 1), or channels or classes are below 1.
     """
 
     def __init__(
@@ -143,16 +149,17 @@ class DenseNet(nn.Sequential):
 def densenet(
     depth: int, *, channels: int = 3, classes: int = 1000, dropout: float = 0.0, efficient: bool = False
 ) -> DenseNet:
-    """The DenseNet of a given depth, randomly initialized; the depths are the keys of :data:`DENSENETS`.
+    """A randomly initialized DenseNet of a given depth.
 
     Args:
-        channels: of the images.
-        classes: how many scores the classifier gives.
-        dropout: of the features that each dense layer adds.
-        efficient: recompute concatenations, norms and activations inside each layer (Pleiss et al., 2017).
+        depth: a key of :data:`DENSENETS`.
+        channels: number of channels of the images.
+        classes: number of classes.
+        dropout: dropout probability of the features that each dense layer adds.
+        efficient: whether to recompute concatenations, norms and activations inside each layer (Pleiss et al., 2017).
 
     Raises:
-        ValueError: for a depth that is not among them; see also :class:`DenseNet`.
+        ValueError: the depth is unknown; see also :class:`DenseNet`.
     """
     if depth not in DENSENETS:
         raise ValueError(
@@ -162,11 +169,9 @@ def densenet(
 
 
 def _run(block: nn.Sequential, features: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Runs a dense layer or a transition, and keeps no output of its concatenation, norm and activation.
-
-    The convolution belongs to the region so that its input does too; a recomputation ends when all that was saved in it is
-    there again, which is before the convolution would run.
-    """
+    """Runs a dense layer or a transition without keeping the outputs of concatenation, norm and activation."""
+    # The convolution is in the region so that its input is recomputed as well. The recomputation stops when all saved tensors are
+    # recomputed, which is before the convolution would run.
     norm, activation, convolution, *others = block
 
     def narrow(*features: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""GPT-lite: a GPT with nothing but what its training needs, small enough to read in one go.
+"""GPT-lite: a GPT with only the code that its training needs, which is short enough to read at once.
 
-A decoder with norms in front of its halves and learned positions (Radford et al., "Language models are unsupervised multitask
-learners", 2019), by default in the size of GPT-3 Small (Brown et al., "Language models are few-shot learners", 2020, table 2.1).
-The expensive call of a block, the attention itself, is a module of its own, where one would mark what must not be recomputed.
+It is a decoder with a norm in front of each half of a block, and with learned positions (Radford et al., "Language models are
+unsupervised multitask learners", 2019). Its default size is GPT-3 Small (Brown et al., "Language models are few-shot learners",
+2020, table 2.1). The attention, the expensive call of a block, is a module of its own, so that it can be excluded from
+recomputation.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.nn import functional
 from hvd_ckpt.app.models.catalog import check_sizes
 from hvd_ckpt.pipeline.chain import Chain
 
-STANDARD_DEVIATION = 0.02  # of initial weights, as in GPT-2's published code
+STANDARD_DEVIATION = 0.02  # of initial weights, as in the published code of GPT-2
 
 
 class Embedding(nn.Module):
-    """Token numbers (batch, length) to hidden states (batch, length, width), with learned positions."""
+    """Embedding of tokens and positions, from token numbers (batch, length) to hidden states (batch, length, width)."""
 
     def __init__(self, vocabulary: int, length: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Embedding(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Attention of each position to itself and those before: (batch, heads, length, width / heads) in and out."""
+    """Attention of each position to itself and earlier ones, from and to (batch, heads, length, width / heads)."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class CausalAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections around :class:`CausalAttention`: hidden states in, hidden states out, (batch, length, width) both."""
+    """Projections around :class:`CausalAttention`, from hidden states to hidden states, both (batch, length, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class SelfAttention(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and perceptron, each behind a layer norm and beside a residual connection."""
+    """Attention and perceptron, each with a layer norm in front and with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -98,23 +99,23 @@ def gpt(
     tied: bool = True,
     checkpoint_interval: int = 0,
 ) -> Chain:
-    """GPT-lite as a chain: token numbers (batch, length) to scores of every token (batch, length, vocabulary).
+    """GPT-lite as a chain, from token numbers (batch, length) to scores of each token (batch, length, vocabulary).
 
     Args:
-        vocabulary: different tokens.
+        vocabulary: number of different tokens.
         length: the longest sequence, in tokens.
-        width: features of a hidden state.
-        heads: attention heads of a layer.
-        layers: decoder layers.
-        dropout: of embeddings, attention and what a layer adds.
-        tied: the head's weights are the token embeddings, as in GPT-2 and GPT-3.
-        checkpoint_interval: blocks in each recomputed segment; 0 recomputes nothing.
+        width: number of features of a hidden state.
+        heads: number of attention heads of a layer.
+        layers: number of decoder layers.
+        dropout: dropout probability of embeddings, attention and the outputs of a layer.
+        tied: whether the weights of the head are the token embeddings, as in GPT-2 and GPT-3.
+        checkpoint_interval: number of blocks in each recomputed segment; 0 recomputes nothing.
 
-    Weights are those of GPT-2 at the start: normal with a deviation of 0.02, divided by the square root of the number of residual
-    connections where a layer adds to the hidden states; biases are zero.
+    Weights are initialized as in GPT-2: normal with a standard deviation of 0.02. For projections whose output is added to the
+    hidden states, it is divided by the square root of the number of residual connections. Biases are zero.
 
     Raises:
-        ValueError: heads do not divide the width, another size is below 1, or the dropout is outside [0, 1).
+        ValueError: the width is not a multiple of heads, another size is below 1, or the dropout is outside [0, 1).
     """
     check_sizes(vocabulary, width, heads, layers, dropout, length)
     embedding = Embedding(vocabulary, length, width, dropout)
@@ -143,5 +144,5 @@ def _initialize(model: nn.Module, layers: int) -> None:
 
 
 def _dropout(probability: float) -> nn.Module:
-    # An identity is nothing to decide about, where a dropout that drops nothing would be one more call in every plan.
+    # A dropout that drops nothing would be one more call in each plan.
     return nn.Dropout(probability) if probability else nn.Identity()

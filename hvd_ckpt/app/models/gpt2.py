@@ -15,7 +15,7 @@ from hvd_ckpt.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
 
 
 class EmbeddingsBlock(nn.Module):
-    """Token numbers (batch, length) to hidden states (batch, length, width), with learned positions."""
+    """Embedding of tokens and positions, from token numbers (batch, length) to hidden states (batch, length, width)."""
 
     def __init__(self, tokens: nn.Module, positions: nn.Module, dropout: nn.Module) -> None:
         super().__init__()
@@ -27,23 +27,23 @@ class EmbeddingsBlock(nn.Module):
         hidden = self.tokens(tokens) + self.positions(
             torch.arange(tokens.shape[1], device=tokens.device)[None]
         )
-        if token_type_ids is not None:  # types are tokens, too
+        if token_type_ids is not None:  # types have the embeddings of tokens
             hidden = hidden + self.tokens(token_type_ids)
         result: Tensor = self.dropout(hidden)
         return result
 
 
 class DecoderBlock(LayerBlock):
-    """One decoder layer; plan files name blocks by their classes."""
+    """One decoder layer. Plan files contain the class name of a block."""
 
 
 class GPT2Chain(WrappedChain):
     """A ``transformers.GPT2LMHeadModel`` as a chain: embeddings, decoder layers, norm and head.
 
-    ``chain(tokens, attention_mask)`` gives what ``model(tokens, attention_mask=attention_mask).logits`` gives, bit for bit.
+    ``chain(tokens, attention_mask)`` returns the same bits as ``model(tokens, attention_mask=attention_mask).logits``.
 
     Raises:
-        ValueError: for a model with cross-attention.
+        ValueError: the model has cross-attention.
     """
 
     def __init__(self, model: GPT2LMHeadModel, checkpoint_interval: int = 0) -> None:
@@ -63,7 +63,7 @@ class GPT2Chain(WrappedChain):
     def prepare(
         self, tokens: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Token numbers, mask (0 hides a position) and token types, (batch, length) each."""
+        """Takes token numbers, a mask (0 hides a position) and token types, each (batch, length)."""
         mask = create_causal_mask(
             self.transformers_model.config, self._like_hidden(tokens), attention_mask, past_key_values=None
         )
@@ -81,12 +81,12 @@ def gpt2(
     attention: str = "sdpa",
     checkpoint_interval: int = 0,
 ) -> GPT2Chain:
-    """A GPT-2, small by default; GPT-2 small is ``length=1024, width=768, heads=12, layers=12``.
+    """A randomly initialized GPT-2, small by default. GPT-2 small has ``length=1024, width=768, heads=12, layers=12``.
 
-    Options are those of :mod:`hvd_ckpt.app.models.bert`; ``dropout`` is that of embeddings, attention and what a layer adds.
+    Options are those of :mod:`hvd_ckpt.app.models.bert`. ``dropout`` applies to embeddings, attention and the outputs of a layer.
 
     Raises:
-        ValueError: for sizes that fit no transformer.
+        ValueError: the sizes are invalid for a transformer.
     """
     check_sizes(vocabulary, width, heads, layers, dropout, length, attention)
     config = GPT2Config(
@@ -98,9 +98,9 @@ def gpt2(
         embd_pdrop=dropout,
         attn_pdrop=dropout,
         resid_pdrop=dropout,
-        bos_token_id=None,  # those of the published vocabulary need not be in this one
+        bos_token_id=None,  # the tokens of the published vocabulary may not be in this one
         eos_token_id=None,
         use_cache=False,
-        attn_implementation=attention,  # type: ignore[call-arg]  # taken by the base class
+        attn_implementation=attention,  # type: ignore[call-arg]  # the base class takes it
     )
     return GPT2Chain(GPT2LMHeadModel(config).train(), checkpoint_interval)

@@ -1,7 +1,7 @@
 """Models of Hugging Face's ``transformers`` as chains of blocks, from a local folder.
 
-The folder is one that ``save_pretrained`` writes. It may come from anywhere, so nothing in it is executed: configurations are JSON
-and weights safetensors, code and pickles are left alone, and nothing is downloaded.
+``save_pretrained`` writes such a folder. It may come from anywhere, so nothing in it is executed: configurations are JSON, weights
+are safetensors, code and pickles are not loaded, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ MODEL_TYPES = {
     "xlnet": ("XLNetLMHeadModel", "xlnet", "XLNetChain", "permutation"),
     "gpt2": ("GPT2LMHeadModel", "gpt2", "GPT2Chain", "causal"),
 }
-MOST, MOST_LAYERS = 1 << 24, 1 << 12  # a few digits in a file may ask for more than a machine holds
+MOST, MOST_LAYERS = (
+    1 << 24,
+    1 << 12,
+)  # limits of sizes, since a few digits could require more than a machine has
 CONFIG, WEIGHTS, PARTS = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = {  # beside which a configuration still stands alone
+TOKENIZER = {  # files that a folder without weights may have beside its configuration
     "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
     "vocab.txt",
 }  # fmt: skip
-# Which code runs the model is for this machine to say: a name here may stand for code that would be downloaded.
+# Keys that choose the code of the model, which could be downloaded. They are ignored: this machine decides about code.
 CODE = ("auto_map", "attn_implementation", "quantization_config")
 
 
 def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0) -> WrappedChain:
     """The chain of a local folder that ``save_pretrained`` wrote, in float32 and training mode.
 
-    A folder that holds ``config.json`` and no more than files of a tokenizer gives a random start.
+    For a folder with ``config.json`` and at most the files of a tokenizer, the weights are random.
 
     Raises:
-        FileNotFoundError: there is no such folder, no ``config.json`` in it, or no weights as safetensors.
-        ValueError: a file is damaged, the model type is not bert, roberta, xlnet or gpt2, or the weights are another model's.
+        FileNotFoundError: the folder, its ``config.json`` or safetensors weights are missing.
+        ValueError: a file is damaged, the model type is not bert, roberta, xlnet or gpt2, or the weights belong to another model.
     """
     folder = Path(folder)
     options = _read_config(folder)
@@ -62,17 +65,17 @@ def from_folder(folder: str | os.PathLike[str], *, checkpoint_interval: int = 0)
     try:
         config = kind.config_class.from_dict(options)
         model = _load(kind, config, folder) if has_weights else kind(config)
-    except Exception as error:  # of safetensors, of JSON, of values and shapes: all mean the same here
+    except Exception as error:  # of safetensors, JSON, values or shapes: all mean that the folder is invalid
         reason = one_line(" ".join(str(error).split()))
         raise ValueError(f"{folder} cannot be loaded as a {kind.__name__}: {reason}") from error
     return chain(model.train(), checkpoint_interval)  # type: ignore[no-any-return]
 
 
 def kind_of_folder(folder: str | os.PathLike[str]) -> str:
-    """The objective of the model of a folder: "masked", "permutation" or "causal".
+    """The objective of the model in a folder: "masked", "permutation" or "causal".
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`from_folder`, of the configuration.
+        FileNotFoundError, ValueError: as in :func:`from_folder`, for the configuration.
     """
     folder = Path(folder)
     *_, objective = _supported(folder, _read_config(folder))
@@ -80,7 +83,7 @@ def kind_of_folder(folder: str | os.PathLike[str]) -> str:
 
 
 def _supported(folder: Path, options: dict[str, Any]) -> tuple[str, str, str, str]:
-    """The entry of the configuration's model type."""
+    """The entry of :data:`MODEL_TYPES` for a configuration."""
     model_type = options.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
@@ -109,7 +112,7 @@ def _read(path: Path) -> Any:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether there are weights; if not, there is no other file either than those of a tokenizer."""
+    """Whether a folder has weights. If not, it must have no files other than those of a tokenizer."""
     others = sorted({path.name for path in folder.iterdir()} - {CONFIG, *TOKENIZER})
     if "adapter_config.json" in others:
         raise ValueError(f"{folder} holds an adapter to another model: merge them and save the whole.")
@@ -136,10 +139,10 @@ def _load(kind: Any, config: Any, folder: Path) -> Any:
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # each rank loads, and errors say the rest
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # each rank loads the model, and errors tell what matters
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        model, found = kind.from_pretrained(
+        model, report = kind.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -152,6 +155,6 @@ def _load(kind: Any, config: Any, folder: Path) -> Any:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    if found["missing_keys"]:
-        raise ValueError(f"{min(found['missing_keys'])} is missing in its weights.")
+    if report["missing_keys"]:
+        raise ValueError(f"{min(report['missing_keys'])} is missing in its weights.")
     return model

@@ -1,11 +1,11 @@
 """A word-level LSTM language model as a chain.
 
-Zaremba, Sutskever, Vinyals, "Recurrent Neural Network Regularization" (2014): an embedding, LSTM layers with dropout before,
-between and after them, but never along the sequence, and a decoder. Their medium model for Penn Treebank (10,000 words) has
-``width=650, dropout=0.5``, the large one ``width=1500, dropout=0.65``, both two layers.
+The model is that of Zaremba, Sutskever, Vinyals, "Recurrent Neural Network Regularization" (2014): an embedding, LSTM layers, and a
+decoder. Dropout is applied before, between and after the layers, but not along the sequence. The medium model of the paper for Penn
+Treebank (10,000 words) has ``width=650, dropout=0.5``, the large one ``width=1500, dropout=0.65``, and both have two layers.
 
-One tensor flows through the chain. Every sequence of a batch therefore starts from a state of zeros, where the paper starts
-from the last state of the sequence before.
+One tensor flows through the chain. So each sequence of a batch starts from a state of zeros, where the paper starts from the last
+state of the previous sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_ckpt.app.models.catalog import at_least_1, check_dropout
 
 
 class Recurrence(nn.Module):
-    """One LSTM layer over the whole sequence, without its final state: (batch, length, width) in and out."""
+    """One LSTM layer over the whole sequence without its final state, from and to (batch, length, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,20 +33,20 @@ class Recurrence(nn.Module):
 def lstm_language_model(
     *, vocabulary: int, width: int = 650, layers: int = 2, dropout: float = 0.5, tied: bool = False
 ) -> nn.Sequential:
-    """An LSTM language model: token numbers (batch, length) to scores of every token (batch, length, vocabulary).
+    """An LSTM language model, from token numbers (batch, length) to scores of each token (batch, length, vocabulary).
 
     Args:
-        vocabulary: the number of different tokens.
-        width: of the embeddings and of every LSTM layer.
-        layers: how many LSTM layers.
-        dropout: of the embeddings and of what each LSTM layer returns.
-        tied: the decoder's weights are the embeddings (Press and Wolf, "Using the Output Embedding to Improve Language
-            Models", 2017): one parameter that is used in the first block and in the last.
+        vocabulary: number of different tokens.
+        width: width of the embeddings and of each LSTM layer.
+        layers: number of LSTM layers.
+        dropout: dropout probability of the embeddings and of the outputs of each LSTM layer.
+        tied: whether the weights of the decoder are the embeddings, so that the first and the last block share a parameter (Press
+            and Wolf, "Using the Output Embedding to Improve Language Models", 2017).
 
-    Weights start in [-1 / sqrt(width), 1 / sqrt(width)], embeddings included: about the paper's ranges.
+    Weights, including embeddings, are initialized in [-1 / sqrt(width), 1 / sqrt(width)], close to the ranges of the paper.
 
     Raises:
-        ValueError: for ``dropout`` outside [0, 1); vocabulary, width or layers below 1.
+        ValueError: ``dropout`` is outside [0, 1), or vocabulary, width or layers are below 1.
     """
     at_least_1(vocabulary=vocabulary, width=width, layers=layers)
     check_dropout(dropout)

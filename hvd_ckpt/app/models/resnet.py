@@ -1,6 +1,6 @@
 """ResNets as flat chains, one block per residual unit.
 
-Three families, told apart by depth:
+There are three families, which differ in depth:
 
 - for small images (He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, section 4.2): units of two
   convolutions in three stages, 6n + 2 layers, shortcuts without parameters;
@@ -8,8 +8,8 @@ Three families, told apart by depth:
   units that normalize and activate before they convolve, 9n + 2 layers;
 - for ImageNet (2015, table 1): 18 to 152 layers in four stages.
 
-The residual connection lies inside the block, so one tensor flows through the chain and it can be cut before any unit. What
-is kept for the backward pass grows with the depth, and of a thousand equal units any set can be recomputed.
+The residual connection is inside the block, so one tensor flows through the chain, and the chain can be cut before any unit. The
+memory grows with the depth, and any of a thousand equal units can be recomputed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.nn import functional
 
 from hvd_ckpt.app.models.catalog import RESNETS, ResNetShape, at_least_1
 
-EXPANSION = 4  # a bottleneck unit gives 4 times the maps of its 3x3 convolution
+EXPANSION = 4  # output maps of a bottleneck unit for each map of its 3x3 convolution
 
 
 class PaddedShortcut(nn.Module):
-    """Every other pixel, and maps of zeros for those that are new (2015, section 4.2: "option A")."""
+    """Shortcut that takes every other pixel and adds maps of zeros (2015, section 4.2: "option A")."""
 
     def __init__(self, maps: int, made: int) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class PaddedShortcut(nn.Module):
 
 
 class Unit(nn.Module):
-    """Convolutions beside a shortcut, activated after the addition (2015, figures 2 and 5).
+    """Convolutions and a shortcut, with an activation after the addition (2015, figures 2 and 5).
 
-    (batch, maps, height, width) in, (batch, made, height / stride, width / stride) out, rounded up.
+    From (batch, maps, height, width) to (batch, made, height / stride, width / stride), rounded up.
     """
 
     def __init__(self, convolutions: nn.Sequential, shortcut: nn.Module) -> None:
@@ -56,9 +56,9 @@ class Unit(nn.Module):
 
 
 class PreactivatedUnit(nn.Module):
-    """Norm and activation, then a bottleneck beside an untouched shortcut (2016, figure 4e); shapes as :class:`Unit`.
+    """Norm and activation, then a bottleneck and an identity shortcut (2016, figure 4e); shapes as in :class:`Unit`.
 
-    A unit that changes the shape activates before the paths part (2016, appendix), as its shortcut has to project anyway.
+    A unit that changes the shape has the activation in front of both paths (2016, appendix), since its shortcut projects.
     """
 
     def __init__(self, maps: int, inner: int, stride: int) -> None:
@@ -79,11 +79,11 @@ class PreactivatedUnit(nn.Module):
 class ResNet(nn.Sequential):
     """A ResNet whose children are its blocks: stem, residual units, classifier.
 
-    Input (batch, channels, height, width), output (batch, classes) of scores before the softmax. Any resolution works; the
-    papers' are 224 pixels for ImageNet's networks (64 still leave 2x2 in the last stage) and 32 for the others.
+    The input is (batch, channels, height, width), the output (batch, classes) of scores before the softmax. Any resolution works.
+    The papers use 224 pixels for ImageNet networks (64 pixels give 2x2 in the last stage) and 32 for the others.
 
     Raises:
-        ValueError: for channels or classes below 1.
+        ValueError: channels or classes are below 1.
     """
 
     def __init__(self, shape: ResNetShape, channels: int, classes: int) -> None:
@@ -107,10 +107,10 @@ class ResNet(nn.Sequential):
 
 
 def resnet(depth: int, *, channels: int = 3, classes: int = 10) -> ResNet:
-    """The ResNet of a given depth, randomly initialized; the depths are the keys of :data:`RESNETS`.
+    """A randomly initialized ResNet; ``depth`` is a key of :data:`RESNETS`.
 
     Raises:
-        ValueError: for a depth that is not among them.
+        ValueError: the depth is unknown.
     """
     if depth not in RESNETS:
         raise ValueError(f"no ResNet of depth {depth}: choose one of {', '.join(map(str, sorted(RESNETS)))}")
@@ -118,7 +118,7 @@ def resnet(depth: int, *, channels: int = 3, classes: int = 10) -> ResNet:
 
 
 def _convolutions(*sizes: tuple[int, int, int, int]) -> list[nn.Module]:
-    """Convolutions of (maps in, maps out, kernel, stride), a norm and an activation after each."""
+    """Convolutions of (maps in, maps out, kernel, stride), each followed by a norm and an activation."""
     layers: list[nn.Module] = []
     for maps, made, kernel, stride in sizes:
         layers.append(nn.Conv2d(maps, made, kernel, stride, padding=kernel // 2, bias=False))
@@ -129,8 +129,8 @@ def _convolutions(*sizes: tuple[int, int, int, int]) -> list[nn.Module]:
 def _unit(shape: ResNetShape, maps: int, inner: int, stride: int) -> Unit:
     """A basic or bottleneck unit.
 
-    The 3x3 convolution of a bottleneck halves the resolution, not the first 1x1 as in 2015, which leaves three pixels of four
-    unseen.
+    In a bottleneck, the 3x3 convolution halves the resolution. In 2015, the first 1x1 convolution did, which ignores three of four
+    pixels.
     """
     if shape.unit == "basic":
         made = inner
@@ -148,7 +148,7 @@ def _unit(shape: ResNetShape, maps: int, inner: int, stride: int) -> Unit:
 
 
 def imagenet_stem(channels: int, maps: int) -> nn.Module:
-    """A 7x7 convolution and pooling: a quarter of the resolution is left."""
+    """A 7x7 convolution and pooling, to a quarter of the resolution."""
     return nn.Sequential(
         nn.Conv2d(channels, maps, kernel_size=7, stride=2, padding=3, bias=False),
         nn.BatchNorm2d(maps),
@@ -167,7 +167,7 @@ def _stem(shape: ResNetShape, channels: int) -> nn.Module:
 
 
 def initialize(module: nn.Module) -> None:
-    """He et al. ("Delving Deep into Rectifiers", 2015) for convolutions, as the papers do."""
+    """Initializes convolutions by He et al. ("Delving Deep into Rectifiers", 2015), as in the papers."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight)
     elif isinstance(module, nn.Linear):

@@ -1,12 +1,12 @@
-"""V-Net, segmentation of volumes, as a chain.
+"""V-Net, a network for the segmentation of volumes, as a chain.
 
-Milletari, Navab, Ahmadi, "V-Net: Fully Convolutional Neural Networks for Volumetric Medical Image Segmentation" (2016): four
-times down to a sixteenth of the resolution and up again. On the way up each stage also gets what the stage of the same
-resolution made on the way down.
+The network is that of Milletari, Navab, Ahmadi, "V-Net: Fully Convolutional Neural Networks for Volumetric Medical Image
+Segmentation" (2016). Four stages lead down to a sixteenth of the resolution, and four lead up again. Each stage on the way up also
+gets the features of the same resolution from the way down.
 
-Those skip connections reach over most of the network. To be a chain all the same, a stage takes and returns the current
-features together with all the features that later stages still need, as one tuple, the newest first; a cut between any two
-stages is then a cut through every skip connection over it, and nothing is kept behind the back of whoever recomputes.
+These skip connections span most of the network. To form a chain, a stage takes and returns a tuple of the current features and of
+all features that later stages need, the newest first. A cut between two stages then cuts all skip connections across it, and
+nothing is kept outside of the chain.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from torch import nn
 from hvd_ckpt.app.models.catalog import at_least_1
 from hvd_ckpt.recompute.sequential import as_arguments
 
-DOWN = (2, 3, 3, 3)  # convolutions in each stage of the way down, after the first stage's one (figure 2)
-UP = (3, 3, 2, 1)  # and of the way up
+DOWN = (
+    2,
+    3,
+    3,
+    3,
+)  # convolutions of each stage on the way down, after the first stage with one convolution (figure 2)
+UP = (3, 3, 2, 1)  # convolutions of each stage on the way up
 SCALE = 2 ** len(DOWN)
 KERNEL = 5
 
@@ -31,13 +36,13 @@ NORMS: dict[str, Callable[[int], nn.Module] | None] = {
     "instance": lambda maps: nn.InstanceNorm3d(maps, affine=True),
     "none": None,
 }
-"""Normalization after each convolution: the paper has no normalization, most implementations since then a batch norm."""
+"""Normalization after each convolution. The paper has none; most later implementations have a batch norm."""
 
 Flow = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class Residual(nn.Module):
-    """Convolutions of 5x5x5, added to what they are made from: (batch, maps, depth, height, width) in and out."""
+    """Convolutions of 5x5x5 with a residual connection, from and to (batch, maps, depth, height, width)."""
 
     def __init__(self, maps: int, convolutions: int, norm: str) -> None:
         super().__init__()
@@ -54,10 +59,10 @@ class Residual(nn.Module):
 
 
 class Entry(nn.Module):
-    """The first stage: (batch, channels, depth, height, width) to ``width`` maps, to each of which a channel is added.
+    """The first stage, from (batch, channels, depth, height, width) to ``width`` maps. A channel is added to each map.
 
     Raises:
-        ValueError: for a volume with other channels, or a side that cannot be halved four times.
+        ValueError: the volume has another number of channels, or a side that cannot be halved four times.
     """
 
     def __init__(self, channels: int, width: int, norm: str) -> None:
@@ -79,14 +84,14 @@ class Entry(nn.Module):
                 f"the sides of a V-Net's volume must be multiples of {SCALE}, got {sides}: pad or crop it"
             )
         convolved: torch.Tensor = self.convolution(volume)
-        # A view of the maps in groups of as many as there are channels: nothing is copied to repeat the channels.
+        # A view of the maps in groups of the size of the channels, so that the channels are repeated without a copy.
         groups = convolved.reshape(len(volume), -1, *volume.shape[1:])
         made: torch.Tensor = self.activation((groups + volume.unsqueeze(1)).flatten(1, 2))
         return made
 
 
 class Down(nn.Module):
-    """A stage on the way down: twice the maps at half the resolution; what it takes stays in the tuple for the way up."""
+    """A stage on the way down, to twice the maps at half the resolution. Its input stays in the tuple for the way up."""
 
     def __init__(self, maps: int, convolutions: int, norm: str) -> None:
         super().__init__()
@@ -101,9 +106,9 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """A stage on the way up: twice the resolution, joined with the newest features in the tuple, which leave it.
+    """A stage on the way up, to twice the resolution. It removes the newest features from the tuple and joins them.
 
-    ``maps`` in, ``made`` out; half of these come from below and half from the way down.
+    It has ``maps`` input maps and ``made`` output maps, half of which come from below and half from the way down.
     """
 
     def __init__(self, maps: int, made: int, convolutions: int, norm: str) -> None:
@@ -123,12 +128,12 @@ class Up(nn.Module):
 class VNet(nn.Sequential):
     """A V-Net whose children are its stages: entry, four down, four up, and a 1x1x1 convolution.
 
-    Input (batch, channels, depth, height, width), output (batch, classes, depth, height, width) of scores before the
+    The input is (batch, channels, depth, height, width), the output (batch, classes, depth, height, width) of scores before the
     softmax. Depth, height and width must be multiples of 16.
 
     Raises:
-        ValueError: for an unknown norm; channels, classes or width below 1; a width that is not a multiple of channels; in the
-            forward pass, for a volume of another shape.
+        ValueError: the norm is unknown, channels, classes or width are below 1, the width is not a multiple of channels, or, in the
+            forward pass, the volume has another shape.
     """
 
     def __init__(self, channels: int, classes: int, width: int, norm: str) -> None:
@@ -145,7 +150,7 @@ class VNet(nn.Sequential):
             chain[f"down{stage}"] = Down(maps, convolutions, norm)
             maps *= 2
         for stage, convolutions in enumerate(UP, start=1):
-            made = width * 2 ** (len(UP) - stage + 1)  # twice the maps of the way down at this resolution
+            made = width * 2 ** (len(UP) - stage + 1)  # twice the maps on the way down at this resolution
             chain[f"up{stage}"] = Up(maps, made, convolutions, norm)
             maps = made
         chain["classifier"] = nn.Conv3d(maps, classes, kernel_size=1)
@@ -154,14 +159,14 @@ class VNet(nn.Sequential):
 
 
 def vnet(*, channels: int = 1, classes: int = 2, width: int = 16, norm: str = "batch") -> VNet:
-    """A V-Net, randomly initialized; the defaults are the paper's but for ``norm``, where it has ``"none"``.
+    """A randomly initialized V-Net. The defaults are those of the paper, except for ``norm``, which is ``"none"`` there.
 
     Args:
-        channels: of the volume.
-        classes: of a voxel.
-        width: maps of the first stage; the deepest has 16 times as many.
-        norm: what follows each convolution but the last, a key of :data:`NORMS`. Batch norm takes more than one value per
-            channel: two volumes at least if their sides are 16.
+        channels: number of channels of the volume.
+        classes: number of classes of a voxel.
+        width: number of maps of the first stage; the deepest stage has 16 times as many.
+        norm: normalization after each convolution except the last, a key of :data:`NORMS`. Batch norm needs more than one value per
+            channel: at least two volumes if their sides are 16.
 
     Raises:
         ValueError: see :class:`VNet`.
@@ -175,14 +180,16 @@ def _normalized(convolution: nn.Conv3d | nn.ConvTranspose3d, norm: str) -> list[
 
 
 def _initialize(module: nn.Module) -> None:
-    """He et al. ("Delving Deep into Rectifiers", 2015), who are also the source of PReLU: variance 2 / (1 + slope**2) per input."""
+    """Initialization by He et al. ("Delving Deep into Rectifiers", 2015) for PReLU: variance 2 / (1 + slope**2) per input."""
     if isinstance(module, nn.Conv3d):
         inputs = module.in_channels * math.prod(module.kernel_size)
-    elif isinstance(module, nn.ConvTranspose3d):  # kernel and stride are equal: each voxel is made from one
+    elif isinstance(
+        module, nn.ConvTranspose3d
+    ):  # kernel and stride are equal, so each voxel comes from one input voxel
         inputs = module.in_channels
     else:
         return
-    slope = 0.25  # where nn.PReLU starts
+    slope = 0.25  # initial slope of nn.PReLU
     nn.init.normal_(module.weight, std=math.sqrt(2 / (1 + slope**2) / inputs))
     if module.bias is not None:
         nn.init.zeros_(module.bias)

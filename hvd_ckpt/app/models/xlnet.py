@@ -1,11 +1,11 @@
 """Hugging Face's XLNet with its language-model head, as a chain of blocks with two streams.
 
-XLNet (Yang et al., 2019) predicts tokens in a random order. The content stream ``h`` sees a token itself; the query stream ``g``,
-there only for the tokens to be predicted, sees its position but not the token. Both flow through the chain as a tuple; who sees
-whom, and how far apart positions are, is the same for all layers.
+XLNet (Yang et al., 2019) predicts tokens in a random order. The content stream ``h`` sees a token itself. The query stream ``g``,
+which only exists for the predicted tokens, sees the position of a token and not the token. Both streams flow through the chain as
+a tuple. All layers share the masks and the relative positions.
 
-Tensors are batch-first at the chain's ends and (length, batch, ...) within, as in ``transformers``. There is no memory of earlier
-segments (``mems``).
+Tensors are batch-first at the ends of the chain and (length, batch, ...) inside, as in ``transformers``. There is no memory of
+earlier segments (``mems``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvd_ckpt.pipeline.chain import WrappedChain
 
 
 class EmbeddingsBlock(nn.Module):
-    """Token numbers (batch, length) to the content stream (length, batch, width), and to both streams where there are targets."""
+    """Embeddings, from token numbers (batch, length) to the content stream (length, batch, width), or, with targets, to both."""
 
     def __init__(self, tokens: nn.Module, query: nn.Parameter, dropout: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class EmbeddingsBlock(nn.Module):
 
 
 class StreamsBlock(nn.Module):
-    """One layer: the content stream (length, batch, width), and the query stream (predicted, batch, width) if there is one."""
+    """One layer of the content stream (length, batch, width) and of the query stream (predicted, batch, width), if there is one."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class StreamsBlock(nn.Module):
 
 
 class HeadBlock(nn.Module):
-    """The query stream, or the content stream alone, to scores of every token: (batch, predicted or length, vocabulary)."""
+    """The head, from the query or else the content stream to scores of each token (batch, predicted or length, vocabulary)."""
 
     def __init__(self, dropout: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class HeadBlock(nn.Module):
 class XLNetChain(WrappedChain):
     """A ``transformers.XLNetLMHeadModel`` as a chain: embeddings, layers of two streams, head.
 
-    ``chain(tokens, ...)`` gives what ``model(tokens, ...).logits`` gives with the same keyword arguments, bit for bit; only dropout
-    draws its random numbers in another order (those of the positions first).
+    ``chain(tokens, ...)`` returns the same bits as ``model(tokens, ...).logits`` with the same keyword arguments. With dropout,
+    random numbers are drawn in another order (those of the positions first).
     """
 
     def __init__(self, model: XLNetLMHeadModel, checkpoint_interval: int = 0) -> None:
@@ -101,14 +101,14 @@ class XLNetChain(WrappedChain):
         target_mapping: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The keyword arguments that all layers share.
+        """Splits the arguments into the tokens and the keyword arguments that all layers share.
 
         Args:
             tokens: token numbers (batch, length).
             attention_mask: (batch, length); 0 hides a position.
             perm_mask: (batch, length, length); 1 hides the position of dimension 2 from that of dimension 1.
             target_mapping: (batch, predicted, length); 1 where a prediction (dimension 1) is for a position (dimension 2).
-            token_type_ids: (batch, length); which of several sentences.
+            token_type_ids: (batch, length); the number of the sentence.
         """
         body: Any = self.transformers_model.base_model
         batch, length = tokens.shape
@@ -130,7 +130,7 @@ class XLNetChain(WrappedChain):
     def _query_mask(
         self, length: int, attention_mask: Tensor | None, perm_mask: Tensor | None
     ) -> Tensor | None:
-        """1 where a position (dimension 0) does not see another (1) in a batch (2), or None if each sees all."""
+        """A mask that is 1 where a position (dimension 0) does not see another one (1) in a batch (2); None if each sees all."""
         body: Any = self.transformers_model.base_model
         hidden: list[Tensor] = []
         if body.attn_type == "uni":
@@ -155,12 +155,12 @@ def xlnet(
     dropout: float = 0.1,
     checkpoint_interval: int = 0,
 ) -> XLNetChain:
-    """An XLNet, small by default; XLNet-base is ``width=768, heads=12, layers=12``. Sequences may be of any length.
+    """A randomly initialized XLNet, small by default. XLNet-base has ``width=768, heads=12, layers=12``. Sequences have any length.
 
     Options are those of :mod:`hvd_ckpt.app.models.bert`.
 
     Raises:
-        ValueError: for sizes that fit no transformer.
+        ValueError: the sizes are invalid for a transformer.
     """
     check_sizes(vocabulary, width, heads, layers, dropout)
     config = XLNetConfig(

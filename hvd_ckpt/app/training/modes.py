@@ -293,10 +293,10 @@ class Replicas(Plain):
     def state(self, logged: Sequence[tuple[float, float]]) -> dict[str, Any]:
         rows: Tensor = hvd.allgather(torch.tensor(logged, dtype=torch.float64), name="hvd_ckpt.train.logged")
         entries = [tuple(row) for row in rows.tolist()]
-        return {"replicas": {**self._replicas.state_dict(), "logged": entries}}
+        return {"logged": entries}
 
     def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
-        entries = snapshot.replicated["replicas"]["logged"]
+        entries = snapshot.replicated["logged"]
         return [entries[index] for index in self._replicas.indices]
 
     @property

@@ -22,7 +22,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.local import OF_A_PERIOD, check_period
-from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.sharding.averaging import AveragedWeights
@@ -160,20 +159,11 @@ class Progress(Strict):
             self.waited += 1
 
 
-class _Replicas(ReplicasState):
-    """With the loss and terms of each replica that the next entry of the log counts so far."""
-
-    logged: list[Logged]
-
-    @model_validator(mode="after")
-    def _has_entries(self) -> _Replicas:
-        if len(self.logged) != self.number:
-            raise ValueError(f"logged must be those of {self.number} replicas")
-        return self
-
-
 class _Replicated(ReplicatedState):
-    """State that is the same on every rank."""
+    """State that is the same on every rank.
+
+    ``logged``: the loss and terms of each logical replica that the next entry of the log counts so far.
+    """
 
     config: dict[str, Any]
     steps: Count
@@ -181,7 +171,13 @@ class _Replicated(ReplicatedState):
     progress: Progress
     plan: Annotated[str, AfterValidator(_unicode)] | None
     samples: Positive
-    replicas: _Replicas | None
+    logged: list[Logged] | None = None
+
+    @model_validator(mode="after")
+    def _has_entries(self) -> _Replicated:
+        if self.replicas is not None and len(self.logged or ()) != self.replicas.number:
+            raise ValueError(f"logged must be those of {self.replicas.number} replicas")
+        return self
 
 
 class _PerRank(PerRankState):

@@ -144,7 +144,12 @@ class CompareSettings(BenchSettings):
             threads=threads_per_rank(self.size),
             passes=preset.passes if self.passes is None else self.passes,
             settings=Settings(
-                self.steps or preset.steps, self.seed, scale, text, self.precision, self.device
+                self.steps or preset.steps,
+                self.seed,
+                scale,
+                text,
+                precision=self.precision,
+                device=self.device,
             ),
             timeout=self.timeout or preset.timeout,
             folder=run.jobs,

@@ -92,8 +92,8 @@ class Comparison:
                 checks[engine],
                 timed[engine],
                 failures[engine].get(cell.key),
-                self.size,
-                self.settings.precision,
+                size=self.size,
+                precision=self.settings.precision,
             )
             for cell in self.cells
             for engine in present

@@ -81,7 +81,9 @@ def make_reference(
             torch.set_rng_state(random_states[rank])
             batches = [batch.to(device) for batch in workload.batches(rank, size, number)]
             optimizer.zero_grad()
-            step = Step(model, rank, size, number, batches, precise.autocast, precise.backward)
+            step = Step(
+                model, rank, size, number, batches, autocast=precise.autocast, backward=precise.backward
+            )
             each = workload.run(step)
             losses[rank].append(sum(loss.item() for loss in each) / len(each))
             for index, parameter in enumerate(parameters):

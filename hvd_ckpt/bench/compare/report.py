@@ -181,13 +181,13 @@ def make_stage_report(
                 mark=_mark,
             )
         ],
-        verdicts,
-        [
+        results=verdicts,
+        remarks=[
             "{scenario}, {engine}: {status}, {reason}".format(**verdict)
             for verdict in verdicts
             if verdict["reason"]
         ],
-        STAGE_LEGEND,
+        notes=STAGE_LEGEND,
         settings=chosen,
         success=all(result.right for result in results if result.engine == subject),
     )

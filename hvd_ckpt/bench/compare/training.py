@@ -160,8 +160,8 @@ def train(
                 engine.size,
                 number,
                 batches,
-                step_precision.autocast,
-                step_precision.backward,
+                autocast=step_precision.autocast,
+                backward=step_precision.backward,
             )
             losses = workload.run(step)
             step_precision.step(optimizer)

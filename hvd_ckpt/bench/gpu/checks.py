@@ -85,6 +85,7 @@ def optimizer(job: CheckJob) -> Outcome:
     if device.type == "cuda":
         stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
+        # All kernels of this run are on the side stream, where a communication that waits for the default one is a race.
         with torch.cuda.stream(stream):
             beside = train(sizes, device)
         expect(same_bits(first, beside), "the run within a side stream ends in other bits")
@@ -208,6 +209,7 @@ def planner(job: CheckJob) -> Outcome:
 
     kept = gradients()
     peak = hc.measure_peak(lambda: loss(model(inputs)).backward(), device).peak_bytes  # type: ignore[no-untyped-call]
+    # A head that is computed in chunks adds its losses up in another order, so gradients would be equal to rounding only.
     exact = hc.plan(model, inputs, loss=loss, budget="min", chunk_head=False)
     budget = "0.8x" if job.tiny else "0.5x"
     half = hc.plan(model, inputs, loss=loss, budget=budget)
@@ -245,6 +247,7 @@ def overflow(job: CheckJob) -> Outcome:
         optimizer.zero_grad()
         with precision.autocast():
             loss = sizes.loss(model(inputs), targets)
+        # On one rank alone: all must skip the step, and halve the scale.
         precision.backward(loss * float("inf") if step == 1 and hc.rank() == 0 else loss, optimizer)
         precision.step(optimizer)
         scales.append(precision.scaler.get_scale())
@@ -289,6 +292,7 @@ def ddp(job: CheckJob) -> Outcome:
             take_steps(model, its_optimizer, sizes, device, [step])
             seconds[name].append(now(device) - begun)
     torch.distributed.destroy_process_group()
+    # The first steps learn the order of gradients and fill caches.
     median = {name: 1000 * statistics.median(times[2:]) for name, times in seconds.items()}
     same = same_bits(ours.state_dict(), theirs.module.state_dict())
     worst = max(

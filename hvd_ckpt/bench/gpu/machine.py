@@ -109,12 +109,14 @@ class Builds:
 
 def builds(folder: Path) -> Builds:
     """The builds of this environment; a wheel of Horovod that stages through the host is unpacked into the folder."""
+    # In a process of its own, since importing either may fail, crash or hang.
     text = answer([sys.executable, "-m", __spec__.name], environment=launcher_environment())
     if text is None:
         missing = {"error": f"it does not load within {SECONDS:.0f} s: run `hvd-ckpt doctor`"}
         return Builds(missing, missing)
     loaded = json.loads(text.splitlines()[-1])
     torch, horovod = loaded["torch"], loaded["horovod"]
+    # This environment's Horovod copies to the host already.
     if horovod.get("cuda") and not horovod.get("nccl"):
         return Builds(torch, horovod, {})
     return Builds(torch, horovod, _staged_environment(folder) if torch.get("gpus") else None)

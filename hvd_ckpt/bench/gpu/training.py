@@ -44,6 +44,7 @@ def begin(job: CheckJob, **options: Any) -> torch.device:
     device = own_device(job.device)
     hc.init(**options)
     use_deterministic_kernels()
+    # TensorFloat-32 has 10 bits where float32 has 23: the reference could not be met.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return device
 

@@ -60,6 +60,7 @@ class Column:
         key: in ``results.json``; empty for a value of tables alone.
         left: aligned left.
         itself: the engine to which the value is a ratio: its own entry is 1.
+        missing: the entry where the value is None.
     """
 
     title: str
@@ -68,6 +69,7 @@ class Column:
     key: str = ""
     left: bool = False
     itself: str = ""
+    missing: str = "-"
 
     def entry(self, case: Any) -> str:
         """The value of a case as an entry of the table."""
@@ -75,7 +77,7 @@ class Column:
             return "1"
         value = self.of(case)
         if value is None:
-            return "-"
+            return self.missing
         return self.form(value) if callable(self.form) else f"{value:{self.form}}"
 
 

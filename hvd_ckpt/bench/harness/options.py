@@ -22,21 +22,15 @@ from hvd_ckpt.bench.harness.jobs import R, RankJob
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
 from hvd_ckpt.bench.harness.settings import (
     BenchSettings,
-    check_devices,
-    check_replicas,
     chosen_values,
     in_words,
     options_of,
-    whole_numbers,
 )
 
 LONGEST = 7200.0  # seconds, of a job
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 ONE_THREAD = {"threads per rank": 1}
 """A fact of the report, where each rank has one."""
-
-__all__ = ["check_devices", "check_replicas", "whole_numbers"]
 
 
 class Steps:
@@ -209,17 +203,3 @@ def bench_command(
         return made
 
     return decorate
-
-
-def timeout_option(seconds: float = LONGEST, what: str = "job") -> Decorator:
-    """The option ``--timeout``, with its default."""
-    text = f"Seconds for one {what}."
-    return click.option("--timeout", type=click.FloatRange(1), default=seconds, show_default=True, help=text)
-
-
-def device_option(command: Callable[..., None]) -> Callable[..., None]:
-    """The option ``--device`` of a command that starts jobs."""
-    kinds = click.Choice(["cpu", "cuda"])
-    return click.option(
-        "--device", type=kinds, default="cpu", show_default=True, help="Of the ranks, each of which has one."
-    )(command)

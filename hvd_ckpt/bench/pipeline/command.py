@@ -181,7 +181,7 @@ def pipeline(run: BenchRun, settings: Settings) -> None:
                 controller=controller,
                 threads=1,
             )
-            if name == UNSTAGED and UNSTAGED in " ".join(run.failures):
+            if name == UNSTAGED and where in run.failures:
                 break  # without costs there are no cuts
             for case in cases:
                 if ranks and (case.engine, case.at["np"]) == (engine, size):

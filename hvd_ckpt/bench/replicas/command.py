@@ -160,7 +160,12 @@ def replicas(run: BenchRun, settings: Settings) -> None:
             )
             if losses:
                 so_far.losses[kind][size] = losses[0]
-    run.finish(success=not run.failures and not so_far.several())
+    report = make_report(run, settings, so_far)
+    report.success = not run.failures and not so_far.several()
+    report.conclusion = (
+        "Every workload ends in the same bits everywhere." if report.success else "Not all bits are the same."
+    )
+    run.finish(report, report.success)
 
 
 def _places(settings: Settings) -> list[tuple[int, str]]:
@@ -188,18 +193,8 @@ def make_report(run: BenchRun, settings: Settings, so_far: Hashes) -> Report:
             {"workload": name, "hashes": hashes, "one": name not in several, "skipped_steps": skipped}
         )
     table = Table(("workload", *(title for title, _ in so_far.runs), "one hash"), rows, left=("workload",))
-    success = not run.failures and not several
-    report = run.report(
-        "Logical replicas: one hash on any number of ranks",
-        [table],
-        results,
-        ONE_THREAD,
-        notes=NOTES,
-        success=success,
-        conclusion="Every workload ends in the same bits everywhere."
-        if success
-        else "Not all bits are the same.",
-    )
+    title = "Logical replicas: one hash on any number of ranks"
+    report = run.report(title, [table], results, ONE_THREAD, notes=NOTES)
     report.remarks += [f"{name}: several hashes" for name in several]
     if settings.curves:
         report.data = {"losses": so_far.losses}

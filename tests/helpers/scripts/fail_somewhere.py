@@ -1,4 +1,4 @@
-"""``hvd-ckpt train`` in which rank 1 fails in its third step, in the place that the first argument names; the others are flags."""
+"""``hvd-ckpt train`` whose rank 1 fails in its third step, at the place in the first argument; the others are flags."""
 
 from __future__ import annotations
 

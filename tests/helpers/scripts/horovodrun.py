@@ -1,4 +1,4 @@
-"""``horovodrun`` that takes it as given that Horovod has Gloo and MPI: to find out, it would import PyTorch at each start."""
+"""``horovodrun`` that assumes that Horovod has Gloo and MPI. Checking would import PyTorch at each start."""
 
 from __future__ import annotations
 

@@ -1,0 +1,226 @@
+"""Requests for plans, ``hc.plan`` and ``hc.largest_batch``: one plan for all ranks, from the cache or from a new planner."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.planning.budget import Budget, BudgetError, Given, parse_budget
+from hvd_ckpt.planning.cache import cached, key_of
+from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.planning.planner import Planner, free_failed_step
+from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
+from hvd_ckpt.planning.step import device_of
+from hvd_ckpt.utils.memory import free_memory
+from hvd_ckpt.utils.text import show_bytes, talking
+
+_SILENT_SECONDS = 10.0  # before progress is printed, by default
+
+
+def plan(
+    model: nn.Module,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    budget: Given = None,
+    blocks: Sequence[str] | None = None,
+    autocast: torch.dtype | None = None,
+    lossy: torch.dtype | None = None,
+    chunk_head: bool = True,
+    offload: bool = False,
+    verbose: bool | None = None,
+    stages: int | None = None,
+    chunks: int | None = None,
+    schedule: str = "1f1b",
+    virtual_stages: int | None = None,
+    param_scale: float = PARAM_SCALE,
+    cache: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Chooses for each block of ``model`` what its forward pass keeps, so that a training step fits ``budget`` and loses least
+    time.
+
+    With ``stages``, the plan also cuts a chain into pipeline stages. The longest stage takes the least possible time, and each
+    stage fits ``budget`` with its own number of micro-batches in flight. The sample is then *one micro-batch*, and the plan is for
+    ``hc.Pipeline(model, plan=plan)``. Such a plan is predicted from blocks that are measured on one process, so one process can
+    make it.
+
+    Args:
+        model: a module in training mode, on its device, with a chain of blocks in an ``nn.Sequential`` or ``nn.ModuleList``.
+        args, kwargs: a sample batch: the step is ``loss(model(*args, **kwargs)).backward()``.
+        loss: takes the output of the model and returns one number. By default, it is the output if that is one number, else its
+            ``loss`` attribute, else the sum of its tensors.
+        budget: limit of the peak of a step above its start, where the gradients of the parameters exist already. Bytes, or
+            text: ``"6GiB"``; ``"0.3x"`` of the peak without recomputation; ``"80%"`` of the device's memory; ``"min"``, the
+            smallest peak that does not double the time; None for the fastest plan at any memory.
+        blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default, the planner finds
+            them.
+        autocast: dtype of :class:`torch.autocast`, if the forward pass will run under it.
+        lossy: ``torch.bfloat16`` or ``torch.float16``: kept tensors may be stored in this dtype. The gradients then change by
+            about its rounding.
+        chunk_head: whether the cross entropy of a language model's head may be computed in chunks of rows (as by
+            :func:`hvd_ckpt.chunked_cross_entropy`). Results are then equal up to float32 rounding. With False, they keep their
+            bits. With ``stages``, the head is never computed in chunks.
+        offload: on a GPU, large tensors that a block keeps may be kept in host memory, as a third choice beside keeping and
+            recomputing them. Results keep their bits.
+        verbose: whether to print progress on standard error of rank 0; None to print it once planning has taken 10 seconds.
+        stages: number of pipeline stages. The model must be a chain of this library or an ``nn.Sequential``, and its children are
+            the blocks. The budget then covers all memory of a stage: parameters, gradients and optimizer state (see
+            ``param_scale``), activations, and gradients that travel between stages. ``"0.3x"`` is a share of the memory of the
+            largest stage without recomputation. ``"min"`` is the smallest budget that does not double the time of the longest
+            stage.
+        chunks: number of micro-batches of a step; by default, 2 for each stage.
+        schedule, virtual_stages: as in :class:`hvd_ckpt.Pipeline`. If a stage has several parts of the model, each part gets an
+            equal share of the budget.
+        param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone: 4 for
+            Adam, 3 for SGD with momentum, 2 for SGD, 2 + 2 / replicas for Adam with ``shard="optimizer"``.
+        cache: a folder for plans. A plan in it is returned without a measurement if it was made for the same model (code, settings
+            and shapes), shapes of the sample, loss, options, device, threads and versions. ``"80%"`` is always measured.
+
+    Planning runs training steps of the model and restores parameters, buffers, gradients and random state. It can be called before
+    or after an optimizer is wrapped. All ranks must call it: rank 0 plans with the smallest budget of all ranks.
+
+    Returns:
+        The measured plan, which is not applied yet: call ``plan.apply(model)``.
+
+    Raises:
+        ValueError: the model has no blocks, the budget is invalid, the loss is not a single number, ``offload`` is set without a
+            GPU, or ``stages`` is set for a model that is not a chain or has too few blocks.
+        BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
+            and the block that sets it, and the error has the plan that reaches it. A budget in bytes that the code around the
+            blocks (embeddings, head, loss) exceeds is refused before the blocks are measured.
+    """
+    from hvd_ckpt.planning.ranks import on_rank_0
+
+    layout = None
+    if stages is not None:
+        if blocks is not None:
+            raise ValueError("blocks: with stages the blocks are the children of the chain")
+        layout = Layout.make(stages, chunks, schedule, virtual_stages)
+
+    device = device_of(model, args)
+    options = {
+        "blocks": blocks,
+        "autocast": autocast,
+        "lossy": lossy,
+        "chunk_head": chunk_head,
+        "offload": offload,
+    }
+    of_stages = {"layout": layout, "param_scale": param_scale}
+
+    def find(limit: Budget) -> Plan:
+        with _talking(verbose) as say:
+            given: dict[str, Any] = {"kwargs": kwargs, "loss": loss, "say": say, **options, **of_stages}
+            make = functools.partial(make_plan, model, *args, budget=limit, **given)
+            if cache is None or limit.kind == "device":  # its bytes depend on the free memory
+                return make()
+            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options, **of_stages})
+            return cached(cache, key, model, make, say)
+
+    return on_rank_0(find, budget, device)
+
+
+def make_plan(
+    model: nn.Module,
+    *args: Any,
+    budget: Budget,
+    layout: Layout | None = None,
+    param_scale: float = PARAM_SCALE,
+    **options: Any,
+) -> Plan:
+    """Makes a plan in this process, without other ranks.
+
+    Args:
+        layout: pipeline stages and their schedule, or None.
+        options: arguments of :class:`.planner.Planner`.
+
+    Raises:
+        ValueError, BudgetError: as in :func:`plan`.
+    """
+    with _out_of_memory_exceeds_budgets(device_of(model, args)):
+        if layout is None:
+            return Planner(model, *args, budget=budget, **options).plan(budget)
+        options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
+        return Planner(model, *args, **options).plan_stages(layout, budget, param_scale)
+
+
+def largest_batch(
+    model: nn.Module,
+    make_sample: Callable[[int], Any],
+    budget: int | float | str,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    most: int = 65536,
+    autocast: torch.dtype | None = None,
+) -> tuple[int, Plan]:
+    """The largest batch whose step fits ``budget``, and the plan that makes it fit.
+
+    Args:
+        make_sample: takes a batch size and returns the model's arguments, a tensor or a tuple of tensors.
+        budget: bytes, text with a unit, or a share of the device, as in :func:`plan`.
+        most: the largest batch to try.
+
+    Returns:
+        The batch size and the plan.
+
+    Raises:
+        ValueError: the budget depends on the batch (``"0.3x"``, ``"min"``, None).
+        BudgetError: a batch of one does not fit.
+    """
+    bound = parse_budget(budget)
+    if not bound.is_absolute:
+        raise ValueError(
+            f"largest_batch needs a budget that does not depend on the batch, such as '6GiB' or '80%', got {budget!r}"
+        )
+
+    def attempt(batch: int) -> Plan:
+        sample = make_sample(batch)
+        return plan(
+            model,
+            *(sample if isinstance(sample, tuple) else (sample,)),
+            loss=loss,
+            budget=bound,
+            autocast=autocast,
+        )
+
+    best, chosen = 1, attempt(1)
+    limit = chosen.budget or 0
+    too_large: int | None = None
+    while best < most and (too_large is None or too_large - best > 1):
+        if too_large is None:  # the smallest peak grows about linearly with the batch
+            guess = min(int(0.98 * limit * best / chosen.smallest.peak_bytes), 4 * best, most)
+        else:
+            guess = (best + too_large) // 2
+        guess = max(guess, best + 1)
+        try:
+            best, chosen = guess, attempt(guess)
+        except BudgetError:
+            too_large = guess
+    return best, chosen
+
+
+@contextlib.contextmanager
+def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
+    """Raises a BudgetError in place of an OutOfMemoryError."""
+    try:
+        yield
+        return
+    except torch.OutOfMemoryError:
+        pass
+    free_failed_step()
+    free = free_memory(device)
+    raise BudgetError(
+        f"No budget is enough for this batch: planning has run out of memory with {show_bytes(free)} free on {device}. Give a "
+        "smaller batch.",
+        free,
+    )
+
+
+def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+    quiet = contextlib.nullcontext(lambda text: None)
+    return quiet if verbose is False else talking("plan", after=0.0 if verbose else _SILENT_SECONDS)
