@@ -150,8 +150,7 @@ def load_arrays(source: Source, samples: str) -> tuple[NDArray[Any], NDArray[Any
 
     Raises:
         ValueError: the file is missing or invalid; arrays are missing, empty, of different lengths or not numeric; or labels are
-        not
-            whole numbers from 0. The message is one sentence.
+            not whole numbers from 0. The message is one sentence.
     """
     if isinstance(source, tuple):
         name = "the arrays"

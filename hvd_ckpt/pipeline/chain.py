@@ -33,8 +33,7 @@ class Chain(nn.Sequential):
     Args:
         blocks: modules, or one ``OrderedDict`` of names and modules, as in ``nn.Sequential``.
         checkpoint_interval: number of blocks in each recomputed segment, as DeepSpeed's ``activation_checkpoint_interval``. The
-        last
-            segment is kept. 0 recomputes nothing. The value may be changed between forward passes.
+            last segment is kept. 0 recomputes nothing. The value may be changed between forward passes.
         use_reentrant: which of PyTorch's two variants recomputes, as in :func:`hvd_ckpt.checkpoint`.
 
     Raises:

@@ -217,10 +217,9 @@ class Pipeline(nn.Module):
 
         Args:
             batch: a :class:`hvd_ckpt.data.objectives.Batch`, or ``(inputs, targets)`` or ``(inputs, targets, shared)``: the
-            argument
-                of the model (or a tuple of several positional arguments), the targets of the loss, and a dict of keyword arguments,
-                such as masks, that all blocks share. It is split along the first dimension of its tensors. Micro-batches may
-                differ in size.
+                argument of the model (or a tuple of several positional arguments), the targets of the loss, and a dict of keyword
+                arguments, such as masks, that all blocks share. It is split along the first dimension of its tensors. Micro-batches
+                may differ in size.
             loss_fn: takes the output of the model and the targets of a micro-batch, and returns the mean loss. It is called on the
                 last stage.
             weight: takes a micro-batch, in the form of ``batch``, and returns the number of terms that its loss is the mean of; by

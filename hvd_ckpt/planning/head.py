@@ -85,7 +85,7 @@ class Head:
 
 
 def find_head(step: Step) -> Head | None:
-    """The head of a model, found by one forward pass with its loss, which save nothing; None if there is none."""
+    """The head of a model, or None. One forward pass with its loss, which save nothing, shows where it is."""
     candidates: dict[nn.Module, str] = {}
     for name, module in step.model.named_modules():
         if is_compiled(module):

@@ -93,8 +93,7 @@ class BlockPlan:
 
     Attributes:
         members: names of its modules as in ``model.named_modules()``. There are several only if one ``nn.Sequential`` calls them
-        one
-            after the other.
+            one after the other.
         kind: class of the module (or ``A+B+C``). With ``parameters``, it tells whether a model is the planned one.
         parameters: shapes of its parameters, in order.
         policy: its checkpoint policy.
@@ -221,8 +220,7 @@ class Plan:
         sample: dtype and shape of each tensor of the sample batch.
         budget: budget in bytes; None for the fastest plan.
         autocast: dtype of the autocast that the plan was made under, such as ``"bfloat16"``, or None. A model that runs under
-        another
-            one warns.
+            another one warns.
         predicted: the predicted cost of a step.
         measured: the measured cost of a step with this plan, or None.
         baseline: the predicted cost without recomputation.

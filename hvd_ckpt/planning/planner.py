@@ -167,7 +167,7 @@ class Planner:
         return any(len(block.choices) > 1 or block.joins_next for block in self._chain)
 
     def _recompute_less(self, problem: str) -> None:
-        """Removes segments from the search, or, if there are none, all recomputation, and notes the problem."""
+        """Removes all segments from the search, or all recomputation from a search without segments. Notes the problem."""
         if any(block.joins_next for block in self._chain):
             self._notes.append(f"There are no segments of blocks: a step with them {problem}.")
             self._chain = [dataclasses.replace(block, joins_next=False) for block in self._chain]

@@ -89,8 +89,7 @@ def apply_to_chain(module: nn.Module, items: Sequence[Any]) -> None:
 
     Args:
         items: (names of children, policy) for consecutive children that share a policy, or a list of such items for a segment,
-        which
-            is recomputed as a whole. Other children are called as before.
+            which is recomputed as a whole. Other children are called as before.
     """
     remove_policy(module)
     module.__dict__[_ITEMS] = {_names(item)[0]: item for item in items}

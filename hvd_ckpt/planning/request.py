@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from hvd_ckpt.planning.budget import Budget, BudgetError, Given, parse_budget
 from hvd_ckpt.planning.cache import cached, key_of
+from hvd_ckpt.planning.inputs import tensors_of
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.planner import Planner, free_failed_step
 from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
 from hvd_ckpt.planning.step import device_of
 from hvd_ckpt.utils.memory import free_memory
-from hvd_ckpt.utils.text import show_bytes, talking
+from hvd_ckpt.utils.text import one_line, show_bytes, talking
 
 _SILENT_SECONDS = 10.0  # before progress is printed, by default
 
@@ -90,7 +91,8 @@ def plan(
 
     Raises:
         ValueError: the model has no blocks, the budget is invalid, the loss is not a single number, ``offload`` is set without a
-            GPU, or ``stages`` is set for a model that is not a chain or has too few blocks.
+            GPU, ``stages`` is set for a model that is not a chain or has too few blocks, or the model is on ``meta`` or on
+            another device than the sample.
         BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
             and the block that sets it, and the error has the plan that reaches it. A budget in bytes that the code around the
             blocks (embeddings, head, loss) exceeds is refused before the blocks are measured.
@@ -142,7 +144,8 @@ def make_plan(
     Raises:
         ValueError, BudgetError: as in :func:`plan`.
     """
-    with _out_of_memory_exceeds_budgets(device_of(model, args)):
+    sample = (args, options.get("kwargs"))
+    with _out_of_memory_exceeds_budgets(device_of(model, args)), _explained_by_devices(model, sample):
         if layout is None:
             return Planner(model, *args, budget=budget, **options).plan(budget)
         options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
@@ -219,6 +222,25 @@ def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
         "smaller batch.",
         free,
     )
+
+
+@contextlib.contextmanager
+def _explained_by_devices(model: nn.Module, sample: Any) -> Iterator[None]:
+    """Raises a ValueError in place of an error of a model that has no values, or is on other devices than the sample."""
+    try:
+        yield
+    except RuntimeError as error:
+        places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+        given = sorted({str(tensor.device) for tensor in tensors_of(sample)})
+        if "meta" in (*places, *given):
+            what = "need values, which the device 'meta' has not"
+            way = "build them on the device on which they will run"
+        elif places and given and not set(places) & set(given):
+            what = f"are on different devices, the model on {', '.join(places)} and the sample on {', '.join(given)}"
+            way = "move one to the device of the other"
+        else:
+            raise
+        raise ValueError(f"model and sample {what}: {way} ({one_line(str(error))})") from None
 
 
 def _talking(verbose: bool | None) -> contextlib.AbstractContextManager[Callable[[str], None]]:

@@ -124,7 +124,7 @@ class Solver:
         return self._solution(-1)
 
     def solve(self, budget: int) -> Solution | None:
-        """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step; None if there is none."""
+        """The fastest schedule with a peak of at most ``budget`` bytes above the start of the step, or None."""
         if self._holds_casts:
             within = [solution for solution in self._simulated if solution.peak <= budget]
             return within[-1] if within else None

@@ -54,12 +54,10 @@ def chunked_cross_entropy(
         hidden: hidden states, (..., width).
         targets: class numbers, (...).
         chunks: number of chunks. At most the logits of ``ceil(rows / chunks)`` rows are in memory at a time, where ``rows``
-        includes
-            rows without a target.
+            includes rows without a target.
         ignore_index: the target of rows that are ignored.
-        reduction: ``"mean"`` for the weighted mean over the rows with a target (nan if there are none), ``"sum"``, or ``"none"``
-        for
-            the loss of each row, (...), which is 0 without a target.
+        reduction: ``"mean"`` for the weighted mean over the rows with a target (nan without such rows), ``"sum"``, or ``"none"``
+            for the loss of each row, (...), which is 0 without a target.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         token_weights: factor of the loss of each row, (...); gets no gradient.
 

@@ -23,6 +23,7 @@ from hvd_ckpt.torch_private import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
     disable_dynamo,
+    identity_of,
     untraceable,
 )
 from hvd_ckpt.utils.frames import is_checkpointing, is_recomputing
@@ -296,7 +297,9 @@ class DeferredLogits(Tensor):
         else:
             return None
         # A view of the logits stays one: whoever changes the one in place changes the other.
-        shares = like is not None and like.untyped_storage()._cdata == state.like.untyped_storage()._cdata
+        shares = like is not None and identity_of(like.untyped_storage()) == identity_of(
+            state.like.untyped_storage()
+        )
         view = (self, lambda result: func(result, *args[1:], **kwargs)) if shares else None
         return DeferredLogits.of(call.with_hidden(hidden), dtype, like, view)
 

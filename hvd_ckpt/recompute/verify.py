@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from hvd_ckpt.recompute.keeper import in_layout
-from hvd_ckpt.torch_private import current_graph_task_id, execution_engine
+from hvd_ckpt.torch_private import current_graph_task_id, execution_engine, identity_of
 from hvd_ckpt.utils.backward_errors import hand_over
 from hvd_ckpt.utils.fingerprint import distinct, fingerprints
 from hvd_ckpt.utils.frames import aside
@@ -216,8 +216,8 @@ def _has_values(tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         size = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride())) + 1
         end = (int(tensor.storage_offset()) + (size if tensor.numel() else 0)) * tensor.element_size()
-        return storage._cdata not in absent_storages and storage.nbytes() >= end
-    except (RuntimeError, NotImplementedError):  # a wrapper has no storage that can be asked for
+        return identity_of(storage) not in absent_storages and storage.nbytes() >= end
+    except RuntimeError:  # a wrapper has no storage that can be asked for
         return False
 
 

@@ -92,6 +92,7 @@ def join(device: int = -1) -> int:
         ValueError: an optimizer is sharded, has logical replicas, or is one of ``LocalSGD`` or of a process set. Or a rank that has
             not joined needs the others for more than an allreduce: for sparse gradients (pass ``sparse_as_dense=True``), say; on
             every rank.
+        RuntimeError: gradients are being reduced that neither ``step()`` nor ``synchronize()`` has waited for.
     """
     gc.collect()  # an optimizer that nobody has any more is no reason to refuse
     for optimizer in live_optimizers():
@@ -115,6 +116,12 @@ def join(device: int = -1) -> int:
                 raise ValueError(
                     f"join() cannot be used while an optimizer {reason}; give every rank as many batches"
                 )
+        # Gradients of this rank are in the others' sums already, and what arrived after them never would be.
+        if optimizer.reducer is not None and optimizer.reducer.has_in_flight:
+            raise RuntimeError(
+                f"join() was called while gradients of {type(optimizer).__name__} are being reduced that no step has used; call "
+                f"its step() or synchronize() on every rank first"
+            )
     last = meet_after_join(device, None)
     level_after("join()", last)
     return last

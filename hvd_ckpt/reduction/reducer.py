@@ -106,6 +106,11 @@ class Reducer(OwningReducer):
     def process_set(self) -> Any:
         return self._communicator.process_set
 
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether buckets have left that no synchronization has waited for yet."""
+        return bool(self._in_flight)
+
     # ---------------------------------------------------------------------------------- the backward pass
 
     def before_accumulation(self, index: int) -> None:

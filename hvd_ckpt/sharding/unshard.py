@@ -79,7 +79,7 @@ class _Flat:
                 layout.specs[index].flatten(layout.parameters[index])[span.start : span.stop]
             )
         nothing = _nothing(group)
-        self.absence = nothing.untyped_storage()._cdata
+        self.absence = identity_of(nothing.untyped_storage())
         self.members = []
         for index, whole in zip(group.indices, layout.views(group, self.whole)):
             parameter = layout.parameters[index]
@@ -424,14 +424,17 @@ class UnitParameters:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory that :meth:`reshard` gives back."""
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._identities
+        return tensor.layout is torch.strided and identity_of(tensor.untyped_storage()) in self._identities
 
     def check(self) -> None:
         """Raises RuntimeError if a parameter was given another dtype, device or shape, or data while it was sharded."""
         for index, parameter, *_ in self._members:
             if not self._layout.fits(index):
                 raise RuntimeError(self._layout.changed(index))
-            if self._state is not _State.WHOLE and parameter.untyped_storage()._cdata not in self._absences:
+            if (
+                self._state is not _State.WHOLE
+                and identity_of(parameter.untyped_storage()) not in self._absences
+            ):
                 raise RuntimeError(
                     f"parameter '{self._layout.names[index]}' was given data outside optimizer.gathered_parameters(), where only "
                     "a part of it is on this rank; assign inside it"

@@ -29,6 +29,14 @@ PREFERRED = (
 )  # order of preference among the extras with a package
 
 
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, which is not imported, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def pip_command(extra: str) -> str:
     """The command that installs an extra of this package from the origin of the package."""
     try:
@@ -104,7 +112,7 @@ def apex_unavailable() -> str | None:
 
 
 def _extra_of(package: str) -> str | None:
-    """The extra with a package, by the metadata of this package; None if there is none."""
+    """The extra with a package, by the metadata of this package, or None."""
     try:
         requirements = importlib.metadata.requires("hvd_ckpt") or []
     except importlib.metadata.PackageNotFoundError:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hvd_ckpt.torch_private import TorchDispatchMode
+from hvd_ckpt.torch_private import TorchDispatchMode, identity_of
 
 _thread = threading.local()
 
@@ -103,7 +103,7 @@ _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 def noting_written(model: nn.Module) -> Iterator[None]:
     """A context that notes the parameters that a forward pass writes, as an embedding with ``max_norm`` does, and restores them."""
     places = {
-        parameter.untyped_storage()._cdata: (module, name, parameter)
+        identity_of(parameter.untyped_storage()): (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.layout is torch.strided
@@ -139,7 +139,7 @@ class _Writes(TorchDispatchMode):
     def _copy(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return
-        place = self._places.pop(tensor.untyped_storage()._cdata, None)
+        place = self._places.pop(identity_of(tensor.untyped_storage()), None)
         if place is not None:
             module, name, parameter = place
             self._restored.callback(_restoring_contents(parameter))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, pytree
+from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, identity_of, pytree
 
 absent_storages: dict[int, Callable[[], None]] = {}
 """Storages without contents, by identity, and the functions that bring the contents back."""
@@ -91,7 +91,9 @@ class Absent:
 
 
 def _same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.layout is torch.strided and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return first.layout is torch.strided and identity_of(first.untyped_storage()) == identity_of(
+        second.untyped_storage()
+    )
 
 
 @functools.cache
@@ -127,7 +129,7 @@ def is_absent(parameter: Any) -> bool:
 def present(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, after the contents of its storage have been brought back if they were absent."""
     if absent_storages and tensor.layout is torch.strided:
-        bring = absent_storages.get(tensor.untyped_storage()._cdata)
+        bring = absent_storages.get(identity_of(tensor.untyped_storage()))
         if bring is not None:
             bring()
     return tensor

@@ -288,6 +288,9 @@ class _Draw:
         join = tuple(
             self.choose([len(steps), len(steps), len(steps) - 1, len(steps) - 2]) for _ in range(self.ranks)
         )
+        everyone = {0, 1} if self.several else {0}
+        if any(set(steps[count - 1].optimizers) != everyone for count in join):
+            return steps, ()  # join() refuses gradients that are being reduced
         first = min(join)
         rest = [
             dataclasses.replace(

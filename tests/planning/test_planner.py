@@ -372,6 +372,14 @@ def test_largest_batch_is_the_largest():
             hc.largest_batch(model, sample, relative)
 
 
+def test_a_model_without_values_is_named():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for sample in (torch.randn(4, 8), torch.randn(4, 8, device="meta")):
+        with pytest.raises(ValueError, match="'meta'"):
+            hc.plan(model, sample, loss=torch.sum, budget="0.5x")
+
+
 def test_floats_in_fewer_bytes_only_if_asked():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2)))
     x = torch.randn(64, 8)

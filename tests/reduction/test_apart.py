@@ -422,6 +422,21 @@ def test_join_with_an_optimizer_of_a_process_set(some: Any) -> None:
     train(model, optimizer, range(1))
 
 
+@pytest.mark.ranks(gloo=(2,), mpi=(2,))
+def test_join_while_gradients_are_being_reduced() -> None:
+    """The others would add their later gradients to sums that have this rank's."""
+    model = chain()
+    optimizer = wrap(model)
+    train(model, optimizer, range(3))  # from the second step on, buckets leave in the backward pass
+    optimizer.zero_grad()
+    loss(model, 3, hc.rank()).backward()
+    with pytest.raises(RuntimeError, match=r"join\(\).*step\(\)"):
+        hc.join()
+    optimizer.step()
+    hc.join()
+    same_everywhere(model)
+
+
 @pytest.mark.ranks(gloo=(2, 4), mpi=(2, 4))
 def test_join_with_replicas() -> None:
     model = chain()

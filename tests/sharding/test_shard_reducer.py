@@ -271,8 +271,12 @@ def test_few_groups_exist_at_once() -> None:
     kept = layers * nbytes // hc.size()
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
     optimizer = split(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    peaks = []
-    for step in range(8):
+    peaks: list[int] = []
+    few = 4 * nbytes + nbytes // 2
+    for step in range(32):
+        # How soon Horovod's thread lets go of buffers depends on the machine: a busy one needs more steps to show a low peak.
+        if step >= 8 and all(hc.allgather_object(min(peaks) < few)):
+            break
         x = torch.randn(2, width)
         optimizer.zero_grad()
         with recording_peak() as memory:
@@ -287,7 +291,7 @@ def test_few_groups_exist_at_once() -> None:
             optimizer.step()
     # A gradient and the buffer that it is packed into, one in flight, and what arrives; at times also buffers of groups that
     # have arrived, until Horovod's thread lets go of them.
-    assert min(peaks) < 4 * nbytes + nbytes // 2
+    assert min(peaks) < few
     assert max(peaks) <= layers // 2 * nbytes
 
 

@@ -8,7 +8,6 @@ Horovod's build but tried with two ranks (:mod:`hvd_ckpt.processes.probe`).
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -27,7 +26,7 @@ from hvd_ckpt.app.install.offline import LIMIT, fill
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.app.install.recipe import detect_target
 from hvd_ckpt.processes.probe import OPERATIONS, probe
-from hvd_ckpt.utils.extras import apex_unavailable, explain_import_error, first_line
+from hvd_ckpt.utils.extras import apex_unavailable, explain_import_error, first_line, installed_version
 from hvd_ckpt.utils.folders import cache_folder, make_writable
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
@@ -94,7 +93,7 @@ def horovod_facts() -> Facts:
     """Horovod's version and what it was built with; or ``error``, one sentence with the way out."""
     if importlib.util.find_spec("horovod") is None:
         return {"error": f"Horovod is not installed: {BUILD_HOROVOD}."}
-    facts: Facts = {"version": _version_of("horovod")}
+    facts: Facts = {"version": installed_version("horovod")}
     try:
         from hvd_ckpt.processes import runtime
 
@@ -141,7 +140,7 @@ def _controller_facts(name: str, horovod: Facts, timeout: float) -> Facts:
 
 def mpi_facts() -> Facts:
     """MPI's version as mpi4py sees it, mpi4py's own, and where the launcher and what it reaches other machines with are."""
-    facts: Facts = {"mpi4py": _version_of("mpi4py"), "mpirun": _find_program("mpirun")}
+    facts: Facts = {"mpi4py": installed_version("mpi4py"), "mpirun": _find_program("mpirun")}
     facts["ssh"] = shutil.which("ssh") or shutil.which("rsh")
     try:
         mpi4py = importlib.import_module("mpi4py")
@@ -245,13 +244,6 @@ def _find_program(name: str) -> str | None:
     # A virtual environment that is not activated has its programs beside its Python, and not on PATH.
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @click.command()

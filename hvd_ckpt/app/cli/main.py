@@ -8,13 +8,12 @@ command only where it lives and what its one line of help says; ``hvd-ckpt --hel
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import click
 
 from hvd_ckpt.processes.launchers import adopt_launcher
-from hvd_ckpt.utils.extras import explain_import_error
+from hvd_ckpt.utils.extras import explain_import_error, installed_version
 
 
 class _Entry(NamedTuple):
@@ -99,13 +98,10 @@ class LazyGroup(click.Group):
 def _print_versions(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
     """Prints the versions of this package and of what it runs on, as installed: nothing is imported."""
     if asked:
-        versions = []
-        for name, distribution in (("hvd-ckpt", "hvd_ckpt"), ("Horovod", "horovod"), ("PyTorch", "torch")):
-            try:
-                versions.append(f"{name} {version(distribution)}")
-            except PackageNotFoundError:
-                versions.append(f"{name} is missing")
-        click.echo(", ".join(versions))
+        packages = {"hvd-ckpt": "hvd_ckpt", "Horovod": "horovod", "PyTorch": "torch"}
+        click.echo(
+            ", ".join(f"{name} {installed_version(packages[name]) or 'is missing'}" for name in packages)
+        )
         ctx.exit()
 
 

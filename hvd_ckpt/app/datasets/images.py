@@ -157,8 +157,7 @@ class ImageFolder(Images):
 
     Raises:
         ValueError: the folder is missing, or a class has no images. Later, from ``batch``: an image cannot be decoded. The message
-        is
-            one sentence.
+            is one sentence.
     """
 
     def __init__(self, folder: str | os.PathLike[str], pixels: int, *, seed: int = 0) -> None:

@@ -41,8 +41,7 @@ class Shards(Tokens):
 
     Raises:
         ValueError: the vocabulary is unknown, a file is missing, unreadable, empty or invalid, or an id is not in the vocabulary.
-        The
-            message is one sentence.
+            The message is one sentence.
     """
 
     def __init__(

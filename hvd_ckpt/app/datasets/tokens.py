@@ -61,8 +61,7 @@ class Tokens:
             library.
         tokenizer: a JSON file of the ``tokenizers`` library; without it, tokens are bytes.
         documents: one of :data:`hvd_ckpt.utils.text.DOCUMENTS`. Each nonblank line of UTF-8 text is a document (``lines``), or a
-        JSON
-            object whose "text" is a document (``jsonl``). Each document is tokenized by itself and followed by a separator.
+            JSON object whose "text" is a document (``jsonl``). Each document is tokenized by itself and followed by a separator.
         cache: a folder; by default ``$XDG_CACHE_HOME/hvd_ckpt/tokens`` or ``~/.cache/hvd_ckpt/tokens``.
 
     Attributes:
@@ -70,8 +69,7 @@ class Tokens:
         ordinary: number of tokens of the tokenizer, or of bytes. Ordinary tokens are below this number.
         vocabulary: number of tokens, including special tokens.
         mask, padding, start, separator: the special tokens. If the tokenizer has one under a usual name ([MASK], <mask>, ...), it
-        is
-            that token. Otherwise, it is a number above the tokens of the tokenizer.
+            is that token. Otherwise, it is a number above the tokens of the tokenizer.
         boundary: the separator, if it ends documents; else None.
 
     Raises:

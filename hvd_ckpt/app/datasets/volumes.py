@@ -96,8 +96,7 @@ class VolumeArrays(StandardisedSamples):
     Args:
         source: an .npz file with ``volumes`` and ``labels``, or the two arrays, each (N, D, H, W). Labels are whole numbers from 0.
         pixels: number of pixels of a side, to which volumes and labels are scaled (labels to the nearest voxel). By default, they
-        keep
-            their size.
+            keep their size.
         seed: seed of the split.
 
     Raises:

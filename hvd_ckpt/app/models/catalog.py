@@ -221,8 +221,7 @@ class DenseNetShape:
         blocks: number of dense layers in each dense block. Between two blocks, a transition halves maps and resolution.
         initial: number of feature maps of the stem.
         large_images: whether the stem is that for ImageNet (7x7 convolution and pooling, to a quarter of the resolution) or that
-        for
-            CIFAR (3x3 convolution at full resolution).
+            for CIFAR (3x3 convolution at full resolution).
     """
 
     growth: int
@@ -255,9 +254,8 @@ class ResNetShape:
         units: number of residual units in each stage. From stage to stage, maps double and the resolution halves.
         maps: number of maps of the 3x3 convolutions in the first stage.
         large_images: whether the network has the stem for ImageNet (7x7 convolution and pooling, to a quarter of the resolution)
-        and
-            projecting shortcuts, or the stem for CIFAR (3x3 convolution at full resolution) and, for basic units, shortcuts that
-            pad with zeros.
+            and projecting shortcuts, or the stem for CIFAR (3x3 convolution at full resolution) and, for basic units, shortcuts
+            that pad with zeros.
     """
 
     unit: str

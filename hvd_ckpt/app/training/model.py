@@ -27,7 +27,7 @@ from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 
 def device_of(config: Config) -> torch.device:
-    """The configured device: by default this process's own GPU, or the CPU where there is none that Horovod can use.
+    """The configured device; by default, this process's own GPU, or the CPU if Horovod cannot use a GPU.
 
     Raises:
         ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.

@@ -101,13 +101,15 @@ class Comparison:
         ]
         add_ratios(results)
         told = self._told()
-        make = make_stage_report if CATALOG[self.cells[0].workload].staged else make_report
-        return make(
+        facts = machine_facts(self.threads, told)
+        if CATALOG[self.cells[0].workload].staged:
+            return make_stage_report(results, workloads, self.subject, told, facts)
+        return make_report(
             results,
             workloads,
             self.subject,
             told,
-            machine_facts(self.threads, told),
+            facts,
             absent=absent,
             left_out=[
                 f"{engine}, {cell.workload} {cell.variant} is left out: {left_out[engine][cell.key]}"

@@ -144,8 +144,6 @@ def make_stage_report(
     subject: str,
     settings: dict[str, Any],
     facts: dict[str, str],
-    absent: Mapping[str, str],
-    left_out: Sequence[str],
 ) -> Report:
     """The report of a comparison in pipeline stages, as :func:`make_report`, with a column for each engine and schedule."""
     engines, names = engines_of(results), list(workloads)

@@ -5,7 +5,6 @@ the facts of the machine to print beside a measured number.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import math
 import os
 import platform
@@ -19,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.text import Text
 
-from hvd_ckpt.utils.extras import say_no_pictures
+from hvd_ckpt.utils.extras import installed_version, say_no_pictures
 from hvd_ckpt.utils.schema import write_json
 
 if TYPE_CHECKING:
@@ -211,7 +210,10 @@ def machine_facts(threads: int | None = None, settings: Mapping[str, Any] | None
     from hvd_ckpt.processes.runtime import allowed_cpus  # which imports PyTorch
 
     per_rank = "" if threads is None else f", {threads} thread(s) per rank"
-    versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in PACKAGES)]
+    versions = [
+        f"Python {platform.python_version()}",
+        *(f"{name} {installed_version(name) or 'missing'}" for name in PACKAGES),
+    ]
     chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)]
     return {
         "machine": f"{platform.system()} {platform.machine()}, {allowed_cpus()} CPUs{per_rank}",
@@ -226,10 +228,3 @@ def device_name(kind: str) -> str:
     import torch
 
     return "CPU" if kind == "cpu" else torch.cuda.get_device_name()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
