@@ -37,6 +37,10 @@ _TIMED = 3  # steps
 _OUT_OF_MEMORY = 1 << 63  # the peak of a step that ran out of memory: larger than every budget
 
 
+def _say_nothing(text: str) -> None:
+    pass
+
+
 class _Tried(NamedTuple):
     """A schedule with its measured peak and its memory over time."""
 
@@ -65,7 +69,7 @@ class Planner:
         *args: Any,
         kwargs: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        say: Callable[[str], None] = _say_nothing,
         budget: Given = None,
         **options: Any,
     ) -> None:
@@ -88,6 +92,23 @@ class Planner:
         with undisturbed(model, self._step.device), verifying("never"):
             self.profile = Profile(self._step, given, say, limit)
             self._calibrate()
+
+    def bind(
+        self,
+        model: nn.Module,
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
+        say: Callable[[str], None] = _say_nothing,
+    ) -> None:
+        """Takes another model, sample and loss for which the measurements hold, too."""
+        self._step.bind(model, args, kwargs or {}, loss)
+        self._say = say
+
+    def release(self) -> None:
+        """Keeps the measurements, and no model, sample and loss, until :meth:`bind`."""
+        self._step.release()
+        self._say = _say_nothing
 
     @property
     def baseline(self) -> Cost:
@@ -199,7 +220,8 @@ class Planner:
 
         pairs = zip(self._chain, [0, *self.profile.waiting, 0])
         chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
-        planner = StagePlanner(chain, [block.modules[0] for block in blocks], layout, param_scale)
+        modules = [self._step.model.get_submodule(block.members[0]) for block in blocks]
+        planner = StagePlanner(chain, modules, layout, param_scale)
         make = functools.partial(self.profile.plan_of, sample=self._sample)
         return plan_stages(planner, parse_budget(budget), self._step.device, make)
 

@@ -19,7 +19,7 @@ from hvd_ckpt.planning.budget import BudgetError
 from hvd_ckpt.planning.candidates import PlanOptions, candidates
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.ends import Ends, measure_ends
-from hvd_ckpt.planning.head import Head, HeadCost, find_head, without_head
+from hvd_ckpt.planning.head import HeadCost, find_head, without_head
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, in_chunks
@@ -41,7 +41,7 @@ class Profile:
     Attributes:
         blocks: the blocks of the chain.
         policies: for each block, the measured policies.
-        head: the head whose cross entropy may be computed in chunks, or None. The block that it is in is not in ``blocks``.
+        head: name of the head whose cross entropy may be computed in chunks, or None. The block that it is in is not in ``blocks``.
         head_costs: costs of head and loss for each choice of the last block of ``chain``. The first is without chunks, the last has
             the smallest peak.
         chain: the chain for the solver, with a pseudo-block at each end.
@@ -73,7 +73,7 @@ class Profile:
         self._repeats: dict[int | None, bool] = {}
         self._lossy, self._offload = options.lossy_name, options.offload
         self.blocks = find_blocks(step.model, step.forward, options.blocks)
-        self.head: Head | None = None
+        self.head: str | None = None
         self.head_costs = [HeadCost(None, 0, 0.0)]
         if options.chunk_head and options.blocks is None:
             self._look_for_head(say)
@@ -102,6 +102,10 @@ class Profile:
             for block, extra in zip(inner, self.waiting)
         ]
         self.chain = self._with_ends(inner)
+        for block in (
+            self.blocks
+        ):  # the measurements serve other budgets later, and must not keep a model and its inputs alive
+            block.modules, block.args, block.kwargs = [], None, None
 
     def _look_for_head(self, say: Callable[[str], None]) -> None:
         head = find_head(self.step)
@@ -111,7 +115,7 @@ class Profile:
         say(f"measuring the head '{head.name}' in chunks")
         costs = head.costs(self.step)
         if len(costs) > 1:
-            self.head, self.head_costs, self.blocks = head, costs, others
+            self.head, self.head_costs, self.blocks = head.name, costs, others
 
     def _check_floor(self, limit: int) -> None:
         """Refuses a budget that the code around the blocks exceeds under all policies, before minutes of measurements.
@@ -395,7 +399,7 @@ class Profile:
                 )
                 # A segment holds only the output of its last block.
                 kept = measured.choices[choice].kept if not depth else measured.output if last else 0
-            members = dict(zip(block.members, block.modules))
+            members = {name: self.step.model.get_submodule(name) for name in block.members}
             blocks.append(BlockPlan.of(members, self.policies[index][choice], kept, added))
         if chunks is not None:
             assert self.head is not None
@@ -405,7 +409,7 @@ class Profile:
                 number = [cost.chunks for cost in self.head_costs].index(chunks)
                 added = behind[number].seconds - behind[0].seconds
             items = (*items, len(blocks))
-            members = {self.head.name: self.head.module}
+            members = {self.head: self.step.model.get_submodule(self.head)}
             blocks.append(BlockPlan.of(members, in_chunks(chunks), added_seconds=added))
         facts.setdefault("notes", tuple(self.described()))
         return Plan(tuple(blocks), items, autocast=self.step.autocast_name, **facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -144,12 +145,39 @@ def make_plan(
     Raises:
         ValueError, BudgetError: as in :func:`plan`.
     """
-    sample = (args, options.get("kwargs"))
-    with _out_of_memory_exceeds_budgets(device_of(model, args)), _explained_by_devices(model, sample):
-        if layout is None:
-            return Planner(model, *args, budget=budget, **options).plan(budget)
-        options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
-        return Planner(model, *args, **options).plan_stages(layout, budget, param_scale)
+    device, sample = device_of(model, args), (args, options.get("kwargs"))
+    with _out_of_memory_exceeds_budgets(device), _explained_by_devices(model, sample):
+        if layout is not None:
+            options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
+        with _planner(model, args, None if layout else budget, device, **options) as planner:
+            if layout is None:
+                return planner.plan(budget)
+            return planner.plan_stages(layout, budget, param_scale)
+
+
+# The planner of the last plan of a model. A plan for another budget takes its measurements, and is measured and checked itself.
+_planners: weakref.WeakKeyDictionary[nn.Module, tuple[str, Planner]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _planner(
+    model: nn.Module, args: tuple[Any, ...], budget: Budget | None, device: torch.device, **options: Any
+) -> Iterator[Planner]:
+    """The planner that has measured this model on such a sample, or a new one."""
+    given = ("kwargs", "loss", "say")
+    bound = {name: options[name] for name in given if name in options}
+    settings = {name: value for name, value in options.items() if name not in given}
+    key = key_of(model, (args, options.get("kwargs")), options.get("loss"), device, settings)
+    known, planner = _planners.get(model, ("", None))
+    if planner is not None and known == key:
+        planner.bind(model, *args, **bound)
+    else:
+        planner = Planner(model, *args, budget=budget, **options)
+    try:
+        yield planner
+    finally:
+        planner.release()
+        _planners[model] = key, planner
 
 
 def largest_batch(

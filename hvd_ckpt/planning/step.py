@@ -26,11 +26,25 @@ class Step:
         loss: Callable[[Any], Tensor] | None,
         autocast: torch.dtype | None,
     ) -> None:
-        self.model = model
         self.device = device_of(model, args)
+        self._autocast = autocast
+        self.bind(model, args, kwargs, loss)
+
+    def bind(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        """Takes another model, sample and loss of the same kind."""
+        self.model = model
         self._sample = (args, dict(kwargs))
         self._loss_function = loss
-        self._autocast = autocast
+
+    def release(self) -> None:
+        """Holds no model, sample and loss until :meth:`bind`."""
+        del self.model, self._sample, self._loss_function
 
     @property
     def autocast_name(self) -> str | None:

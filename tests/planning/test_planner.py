@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -239,20 +241,69 @@ def test_an_impossible_budget_names_the_smallest_and_what_sets_it():
 
 
 def test_planning_prints_progress_if_verbose_or_slow(monkeypatch, capsys):
-    model, args, _ = listed()
     kinds = ["measuring block 'layers.0' (kind 1 of 1)"]
 
     def told(**options):
+        model, args, _ = listed()
         hc.plan(model, *args, **options)
-        lines = capsys.readouterr().err.splitlines()
-        assert all(line.startswith("plan: ") for line in lines)
-        return [line.removeprefix("plan: ") for line in lines if "(kind " in line]
+        return kinds_told(capsys)
 
     assert told(verbose=True) == kinds
     assert told() == []
     monkeypatch.setattr("hvd_ckpt.planning.request._SILENT_SECONDS", 0.0)
     assert told(verbose=False) == []
     assert told() == kinds
+
+
+def kinds_told(capsys):
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("plan: ") for line in lines)
+    return [line.removeprefix("plan: ") for line in lines if "(kind " in line]
+
+
+def test_a_further_budget_takes_the_measurements_of_the_first(capsys):
+    model, args, _ = listed()
+    first = hc.plan(model, *args, budget="0.8x", verbose=True)
+    assert len(kinds_told(capsys)) == 1
+    second = hc.plan(model, *args, budget="min", verbose=True)
+    assert kinds_told(capsys) == []
+    assert second.baseline == first.baseline
+    assert second.measured.peak_bytes <= second.budget < first.measured.peak_bytes <= first.budget
+
+    with pytest.raises(hc.BudgetError):
+        hc.plan(model, *args, budget=1)
+    # Whatever changes the measurements is measured anew.
+    hc.plan(model, args[0][:8], budget="min", verbose=True)
+    assert len(kinds_told(capsys)) == 1
+    model.layers[1].requires_grad_(False)
+    hc.plan(model, args[0][:8], budget="min", verbose=True)
+    assert len(kinds_told(capsys)) == 2
+    hc.plan(copy.deepcopy(model), args[0][:8], budget="min", verbose=True)
+    assert len(kinds_told(capsys)) == 2
+
+
+def test_a_further_budget_uses_the_values_and_the_loss_of_its_own_sample(capsys):
+    model, (ids,), _ = listed()
+    torch.manual_seed(1)  # of dropout
+    model(ids).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    hc.plan(model, ids.flip(0), budget="0.8x")
+    model.zero_grad()
+    hc.plan(model, ids, loss=lambda loss: 2 * loss, budget="min").apply(model)
+    torch.manual_seed(1)
+    model(ids).backward()
+    for gradient, parameter in zip(expected, model.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)
+
+
+def test_plans_keep_neither_model_nor_sample_alive():
+    model, (ids,), _ = listed()
+    plan = hc.plan(model, ids, budget="min")
+    weak = [weakref.ref(value) for value in (model, ids, model.layers[0])]
+    del model, ids
+    gc.collect()
+    assert [value() for value in weak] == [None] * 3
+    assert plan.blocks
 
 
 def test_a_plan_that_needs_more_than_predicted_is_corrected():
