@@ -28,9 +28,9 @@ pytestmark = [
 SAMPLES, WIDTH = 48, 8
 
 
-def data(shuffle: bool = True, batch: int = 4) -> DataLoader:
+def data(shuffle: bool = True, batch: int = 4, samples: int = SAMPLES) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
+    inputs = torch.randn(samples, WIDTH, generator=generator)
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch, shuffle=shuffle)
 
 
@@ -387,8 +387,8 @@ def test_a_budget(quick_planner, monkeypatch, shard: str, precision: str) -> Non
         hc, "plan", lambda *args, **options: plans.append(plan(*args, **options)) or plans[-1]
     )
     module, other = Long(), Long()
-    batches = {"loader": data(batch=24), "precision": precision}
-    fitted(module, strategy=HorovodStrategy(budget="0.6x", shard=shard), **batches)
+    batches = {"loader": data(batch=512, samples=1024), "precision": precision}
+    fitted(module, strategy=HorovodStrategy(budget="0.5x", shard=shard), **batches)
     fitted(other, strategy=HorovodStrategy(shard=shard), **batches)
     same_bits(module, other)
     assert len(plans) == 1 and plans[0].measured.peak_bytes <= plans[0].budget

@@ -24,7 +24,7 @@ from torch import nn
 from torchmetrics import Metric
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.integrations.loading import ResumableLoader, take_own_batches
+from hvd_ckpt.app.integrations.loading import ResumableLoader, local_replicas, take_own_batches
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 
 STATE = "hvd_ckpt"  # key of a checkpoint
@@ -188,7 +188,7 @@ class HorovodStrategy(ParallelStrategy):
                     f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) does not go with "
                     f"HorovodStrategy(replicas={self._replicas}): give more replicas instead"
                 )
-            trainer.accumulate_grad_batches = max(self._replicas // hc.size(), 1)
+            trainer.accumulate_grad_batches = local_replicas(self._replicas, hc.size())
 
     def _plan(self, trainer: Trainer, whole: TrainingStep) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
@@ -319,6 +319,18 @@ class HorovodStrategy(ParallelStrategy):
             ]
             checkpoint[STATE] = {"ranks": hc.allgather_object(_stored(own)), "replicas": replicas}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The checkpoint, with the number of replicas' batches that this rank would have had in as many steps."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        if self._replicas is not None and STATE in checkpoint and "loops" in checkpoint:
+            before = local_replicas(self._replicas, len(checkpoint[STATE]["ranks"]))
+            now = local_replicas(self._replicas, hc.size())
+            loop = checkpoint["loops"]["fit_loop"]
+            batches = loop["epoch_loop.batch_progress"]
+            for counts in (batches["total"], batches["current"], *loop["state_dict"]["combined_loader"]):
+                counts.update({name: count * now // before for name, count in counts.items()})
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

@@ -59,6 +59,11 @@ class ResumableLoader:
         self._passed_over = state["batches"]
 
 
+def local_replicas(replicas: int, ranks: int) -> int:
+    """The number of logical replicas that a rank has."""
+    return max(replicas // ranks, 1)
+
+
 class OwnBatches:
     """A rank's batches: in each step the next ``replicas`` batches of the order are those of the replicas.
 
@@ -67,7 +72,7 @@ class OwnBatches:
 
     def __init__(self, batches: Any, replicas: int) -> None:
         self._batches, self._replicas = batches, replicas
-        local = max(replicas // hc.size(), 1)
+        local = local_replicas(replicas, hc.size())
         self._own = range(hc.rank() * local, (hc.rank() + 1) * local)
 
     def __len__(self) -> int:
