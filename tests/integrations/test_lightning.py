@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from hvd_ckpt.app.integrations.lightning import HorovodStrategy  # noqa: E402
 
 pytestmark = [
-    pytest.mark.ranks(gloo=(1, 2)),
+    pytest.mark.ranks(gloo=(2,)),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 
@@ -137,6 +137,7 @@ def plain_loop(epochs: int = 2, accumulate: int = 1, clip: float = 0.0) -> nn.Mo
     return module
 
 
+@pytest.mark.ranks(gloo=(1, 2))
 def test_the_bits_of_a_plain_loop() -> None:
     module = Regression(rate=0.0)
     run = fitted(module, strategy="hvd_ckpt", accumulate_grad_batches=2, gradient_clip_val=0.5)
@@ -189,9 +190,7 @@ class Gan(pl.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.judge)], []
 
 
-@pytest.mark.parametrize(
-    "toggled, shard", [(True, "none"), (False, "none"), (True, "optimizer"), (False, "optimizer")]
-)
+@pytest.mark.parametrize("toggled, shard", [(False, "none"), (False, "optimizer"), (True, "optimizer")])
 def test_a_gan_with_two_optimizers(toggled: bool, shard: str) -> None:
     module, other = Gan(toggled), Gan(toggled=True)
     before = weights(module)
@@ -237,8 +236,16 @@ def test_manual_optimization() -> None:
     same_bits(*modules)
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "shard, precision",
+    [
+        ("none", "bf16-mixed"),
+        ("optimizer", "16-mixed"),
+        ("gradients", "32-true"),
+        ("parameters", "32-true"),
+        ("parameters", "16-mixed"),
+    ],
+)
 def test_sharding_and_precision(shard: str, precision: str) -> None:
     """Close to the same training without either."""
     plugins = (
@@ -273,8 +280,16 @@ def test_an_overflow_on_one_rank_is_skipped_by_all() -> None:
     assert all(value.isfinite().all() for value in module.parameters())
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
+@pytest.mark.parametrize(
+    "algorithm, shard",
+    [
+        ("norm", "none"),
+        ("norm", "gradients"),
+        ("value", "none"),
+        ("value", "optimizer"),
+        ("value", "gradients"),
+    ],
+)
 def test_gradients_are_clipped(algorithm: str, shard: str) -> None:
     module = Sgd(rate=0.0, lr=1.0)
     settings = {
@@ -296,26 +311,22 @@ class Saves(ModelCheckpoint):
         super().__init__(folder, filename="{step}", save_top_k=-1, **when)
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
-@pytest.mark.parametrize("when", [{"every_n_train_steps": 5}, {"every_n_epochs": 1}])
+@pytest.mark.parametrize(
+    "shard, when",
+    [
+        ("none", {"every_n_train_steps": 5}),
+        ("optimizer", {"every_n_epochs": 1}),
+        ("parameters", {"every_n_train_steps": 5}),
+    ],
+)
 def test_a_resume_in_the_same_bits(folder, shard: str, when: dict[str, int]) -> None:
     """In the middle of an epoch and at its end, with dropout, batch norm, momentum and a schedule."""
     whole, resumed = Regression(), Regression()
     per_epoch = SAMPLES // 4 // hc.size()
-    batches = {"limit_train_batches": 6} if hc.size() == 1 else {}
-    fitted(
-        whole,
-        strategy=HorovodStrategy(shard=shard),
-        callbacks=[Saves(folder, **when)],
-        max_epochs=3,
-        **batches,
-    )
-    step = 5 if "every_n_train_steps" in when else min(per_epoch, 6)
-    path = folder / f"step={step}.ckpt"
-    run = fitted(
-        resumed, strategy=HorovodStrategy(shard=shard), max_epochs=3, seed=99, ckpt_path=path, **batches
-    )
-    assert run.global_step == 3 * min(per_epoch, 6)
+    fitted(whole, strategy=HorovodStrategy(shard=shard), callbacks=[Saves(folder, **when)])
+    path = folder / f"step={when.get('every_n_train_steps', per_epoch)}.ckpt"
+    run = fitted(resumed, strategy=HorovodStrategy(shard=shard), seed=99, ckpt_path=path)
+    assert run.global_step == 2 * per_epoch
     same_bits(resumed, whole)
     for (name, one), two in zip(resumed.named_buffers(), whole.buffers(), strict=True):
         assert torch.equal(one, two), name
@@ -340,6 +351,7 @@ def test_all_ranks_stop_early() -> None:
     assert run.current_epoch == 2
 
 
+@pytest.mark.ranks(gloo=(1, 2))
 def test_what_is_asked_of_ranks() -> None:
     strategy = HorovodStrategy()
     rank, size = float(hc.rank()), hc.size()
@@ -373,8 +385,7 @@ def test_a_metric_counts_all_ranks() -> None:
     assert run.callback_metrics["mean"].item() == (hc.size() - 1) / 2
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("shard", ["none", "parameters"])
+@pytest.mark.parametrize("shard, precision", [("none", "bf16-mixed"), ("parameters", "32-true")])
 def test_a_budget(quick_planner, monkeypatch, shard: str, precision: str) -> None:
     """The bits of the run without recomputation."""
 
@@ -392,21 +403,6 @@ def test_a_budget(quick_planner, monkeypatch, shard: str, precision: str) -> Non
     fitted(other, strategy=HorovodStrategy(shard=shard), **batches)
     same_bits(module, other)
     assert len(plans) == 1 and plans[0].measured.peak_bytes <= plans[0].budget
-
-
-def test_replicas_resume_in_the_same_bits(folder) -> None:
-    whole, resumed = Regression(), Regression()
-    settings = {"loader": data(batch=2), "gradient_clip_val": 0.5}
-    run = fitted(
-        whole,
-        strategy=HorovodStrategy(replicas=4),
-        callbacks=[Saves(folder, every_n_train_steps=4)],
-        **settings,
-    )
-    assert run.global_step == 2 * (SAMPLES // 2 // 4)
-    path = folder / "step=4.ckpt"
-    fitted(resumed, strategy=HorovodStrategy(replicas=4), ckpt_path=path, **settings)
-    same_bits(resumed, whole)
 
 
 def refused(match: str, module: Any = None, strategy: Any = None, **settings: Any) -> None:

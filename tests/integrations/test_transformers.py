@@ -18,7 +18,7 @@ import transformers
 
 from hvd_ckpt.app.integrations.transformers import Seq2SeqTrainer, Trainer
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2))
+pytestmark = pytest.mark.ranks(gloo=(2,))
 
 SIZES = {
     "vocab_size": 32,
@@ -104,7 +104,7 @@ def test_fine_tuning_bert_with_evaluation(folder) -> None:
         Rows(),
         eval_strategy="steps",
         eval_steps=5,
-        max_steps=20,
+        max_steps=12,
         extra={"compute_metrics": accuracy},
     )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -114,6 +114,7 @@ def test_fine_tuning_bert_with_evaluation(folder) -> None:
     assert trainer.is_world_process_zero() == (hc.rank() == 0)
 
 
+@pytest.mark.ranks(gloo=(1, 2))
 def test_a_causal_model_weighs_tokens_of_all_ranks(folder) -> None:
     """Rows have different numbers of tokens: one step is that of one process on all rows."""
     data, model = Rows(4 * hc.size(), causal=True), causal()
@@ -141,7 +142,7 @@ def test_a_causal_model_weighs_tokens_of_all_ranks(folder) -> None:
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_sharding_evaluates_generates_and_saves(folder, shard: str) -> None:
     data = Rows(causal=True)
     extra = {"shard": shard}
@@ -180,8 +181,7 @@ def test_generation_during_evaluation(folder) -> None:
     assert len(shapes[0]) == 2 and shapes[0][0] == len(data)  # tokens, not logits
 
 
-@pytest.mark.parametrize("shard", ["none", "parameters"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("shard, checkpointing", [("none", True), ("parameters", False)])
 def test_a_resume_in_the_same_bits(folder, shard: str, checkpointing: bool) -> None:
     """With dropout, gradient checkpointing and a schedule, in the middle of an epoch."""
     extra, settings = (

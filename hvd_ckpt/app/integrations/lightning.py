@@ -53,6 +53,7 @@ class HorovodStrategy(ParallelStrategy):
     strategy_name = "hvd_ckpt"
     is_distributed = True  # samplers are distributed, and sync_dist=True is heard
     num_nodes = 1  # as the Trainer sets it
+    optimizers: list[Any]
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class HorovodStrategy(ParallelStrategy):
             with plugin.train_step_context():
                 return module.training_step(*args)
 
-        module.log = lambda *args, **options: None  # type: ignore[method-assign]
+        module.log = lambda *args, **options: None
         whole.function = step
         try:
             mixed = plugin.precision if isinstance(plugin, MixedPrecision) else ""

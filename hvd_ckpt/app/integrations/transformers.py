@@ -65,7 +65,7 @@ class _OverHorovod:
         _check(args, budget, shard, self._options)
         if type(args).__dict__.get("__reduce_ex__") is not _stored:
             args.__class__ = type(type(args).__name__, (type(args),), dict(_OF_RANKS))
-        super().__init__(*positional, **others)  # type: ignore[call-arg]
+        super().__init__(*positional, **others)
         if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
             raise ValueError(
                 "Trainer: train_dataset has no length, so that it cannot be split over ranks; give numbered samples"
@@ -159,11 +159,11 @@ class _OverHorovod:
                 buffer.copy_(own["buffers"][name])
 
 
-class Trainer(_OverHorovod, transformers.Trainer):
+class Trainer(_OverHorovod, transformers.Trainer):  # type: ignore[misc]
     __doc__ = f"``transformers.Trainer`` over all ranks of a Horovod job.\n\n    {_OverHorovod.__doc__}"
 
 
-class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """``transformers.Seq2SeqTrainer`` in the same way: it generates during evaluation."""
 
 
