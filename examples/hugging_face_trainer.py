@@ -2,68 +2,21 @@
 
     horovodrun -np 2 python examples/hugging_face_trainer.py --text FILE
 
-HorovodTrainer overrides documented methods of the Trainer. 15 % of the tokens, bytes here, are hidden and predicted.
+15 % of the tokens, bytes here, are hidden and predicted.
 """
 
-import math
 import os
 from pathlib import Path
 
 import click
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForMaskedLM, TrainingArguments
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.integrations.transformers import Trainer
 
 MASK, VOCABULARY = 256, 257
-
-
-class HorovodArguments(TrainingArguments):
-    """Tells the Trainer of Horovod's ranks, so that rank 0 alone logs and writes."""
-
-    process_index = property(lambda self: hc.rank())
-    local_process_index = property(lambda self: hc.local_rank())
-    world_size = property(lambda self: hc.size())
-
-
-class HorovodTrainer(Trainer):
-    """Trains on each rank's part of a map-style data set. Each rank evaluates on the whole of its ``eval_dataset``."""
-
-    def __init__(self, model, args, **options):
-        super().__init__(model, args, **options)
-        self.model_accepts_loss_kwargs = False  # a loss is the mean of its micro-batch, as BERT's is
-
-    def create_optimizer(self, model=None):
-        if self.optimizer is None:
-            optimizer = super().create_optimizer(model)
-            hc.broadcast_parameters(self.model.state_dict(), root_rank=0)
-            self.optimizer = hc.DistributedOptimizer(optimizer, self.model.named_parameters())
-        return self.optimizer
-
-    def get_train_dataloader(self):
-        args, data = self.args, self.train_dataset
-        sampler = DistributedSampler(data, hc.size(), hc.rank(), seed=args.seed)
-        loader = DataLoader(
-            data,
-            args.per_device_train_batch_size,
-            sampler=sampler,
-            collate_fn=self.data_collator,
-            num_workers=args.dataloader_num_workers,
-            drop_last=args.dataloader_drop_last,
-        )
-        return self.accelerator.prepare(loader)  # which passes the epoch on to the sampler
-
-    def training_step(self, *args, **options):
-        loss = super().training_step(*args, **options)
-        if self.accelerator.sync_gradients:  # the last micro-batch: reduce now, since the Trainer clips next
-            hc.clip_grad_norm_(self.model.parameters(), math.inf)
-        return loss
-
-    def log(self, logs, *args, **options):
-        if "loss" in logs:
-            logs["loss"] = hc.allreduce(torch.tensor(logs["loss"]), name="logged loss").item()
-        super().log(logs, *args, **options)
 
 
 class MaskedBytes(Dataset):
@@ -96,12 +49,12 @@ def main(text, steps, batch, accumulate, length, width, layers, output):
     hc.init()
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
     model = BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, num_attention_heads=4, **sizes))
-    model.gradient_checkpointing_enable()
-    arguments = HorovodArguments(
+    arguments = TrainingArguments(
         output,
         max_steps=steps,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulate,
+        gradient_checkpointing=True,
         learning_rate=1e-3,
         logging_steps=2,
         save_strategy="no",
@@ -109,7 +62,8 @@ def main(text, steps, batch, accumulate, length, width, layers, output):
         disable_tqdm=True,
     )
     data = MaskedBytes(Path(text).read_bytes(), length)
-    trainer = HorovodTrainer(model, arguments, train_dataset=data)
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.model_accepts_loss_kwargs = False  # a loss is the mean of its micro-batch, as BERT's is
     torch.manual_seed(1 + hc.rank())  # different dropout on each rank
     trainer.train()
     trainer.save_model()  # by rank 0

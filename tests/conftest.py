@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kinds import SELECTIONS, kind_of
+from kinds import SELECTIONS, kind_of, sizes_of
 
 from hvd_ckpt.processes.launchers import RANK_VARIABLES
 
@@ -51,12 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out files of another kind before they are imported."""
+    """Leaves out files of another kind, and of other numbers of ranks, before they are imported."""
     if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
-    kind = kind_of(collection_path.read_text(encoding="utf-8"))
-    if LAUNCHED or kind == "ranks":
-        return None if LAUNCHED and kind == "ranks" else True
+    text = collection_path.read_text(encoding="utf-8")
+    kind = kind_of(text)
+    if LAUNCHED:
+        import hvd_ckpt as hc
+
+        return None if kind == "ranks" and hc.size() in sizes_of(text) else True
+    if kind == "ranks":
+        return True
     only = {selection: kind for kind, selection in SELECTIONS.items()}.get(config.option.markexpr)
     return None if only in (None, kind) else True
 

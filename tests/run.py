@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import functools
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -33,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from helpers.kinds import SELECTIONS, kind_of
+from helpers.kinds import SELECTIONS, kind_of, sizes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = {"passed": 0, "skipped": 1, "failed": 2}
@@ -81,8 +80,7 @@ def belongs(path: str, run: Run) -> bool:
     ]
     if run.kind != "ranks":
         return bool(texts)
-    sizes = re.findall(r"(?:gloo|mpi)=\(([\d, ]+)\)", "".join(texts))
-    return str(run.ranks) in re.findall(r"\d+", " ".join(sizes))
+    return any(run.ranks in sizes_of(text) for text in texts)
 
 
 @functools.cache

@@ -19,7 +19,14 @@ from urllib.request import url2pathname
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "pil": "pillow", "yaml": "pyyaml"}  # by import name
-PREFERRED = ("training", "mpi", "peers", "build")  # order of preference among the extras with a package
+PREFERRED = (
+    "training",
+    "mpi",
+    "peers",
+    "build",
+    "lightning",
+    "transformers",
+)  # order of preference among the extras with a package
 
 
 def installed_version(package: str) -> str | None:

@@ -79,7 +79,7 @@ def same_bits(model, other):
 
 
 def test_the_trainer_and_accelerate_end_in_the_bits_of_a_plain_loop(example, data, folder):
-    arguments = example["HorovodArguments"](
+    arguments = example["TrainingArguments"](
         str(folder / "run"),
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=ACCUMULATE,
@@ -97,7 +97,8 @@ def test_the_trainer_and_accelerate_end_in_the_bits_of_a_plain_loop(example, dat
     )
 
     def trained(resume=None):
-        trainer = example["HorovodTrainer"](build(example), arguments, train_dataset=data)
+        trainer = example["Trainer"](build(example), arguments, train_dataset=data)
+        trainer.model_accepts_loss_kwargs = False
         torch.manual_seed(hc.rank())
         trainer.train(resume_from_checkpoint=resume)
         hc.barrier()

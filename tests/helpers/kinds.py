@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 SELECTIONS = {"hosts": "hosts", "launch": "launch and not hosts", "process": "not launch"}
 """The ``-m`` of pytest for each kind but ``ranks``, which a launcher selects."""
 
@@ -9,3 +11,9 @@ SELECTIONS = {"hosts": "hosts", "launch": "launch and not hosts", "process": "no
 def kind_of(text: str) -> str:
     """The kind of the tests in a file."""
     return next((kind for kind in ("hosts", "launch", "ranks") if f"pytest.mark.{kind}" in text), "process")
+
+
+def sizes_of(text: str) -> set[int]:
+    """The numbers of ranks, over any controller, that the tests in a file name."""
+    tuples = re.findall(r"(?:gloo|mpi)=\(([\d, ]+)\)", text)
+    return {int(number) for numbers in tuples for number in re.findall(r"\d+", numbers)}

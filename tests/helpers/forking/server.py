@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -30,6 +30,7 @@ PRELOADED = [
     "transformers.models.gpt2.modeling_gpt2",
     "hvd_ckpt.app.cli.main",
     "hvd_ckpt.app.training.trainer",
+    *(["lightning.pytorch"] if importlib.util.find_spec("lightning") else []),
 ]
 OUR_FILES = (__file__, runpy.__file__, "<frozen runpy>")  # whose frames no traceback of a rank shows
 

@@ -1,0 +1,1 @@
+"""Other frameworks' trainers over this library: :mod:`.lightning` and :mod:`.transformers`."""

@@ -1,0 +1,420 @@
+"""Lightning over Horovod: a strategy for its Trainer, also by the name ``"hvd_ckpt"`` once this module is imported.
+
+The launcher (``horovodrun``, ``mpirun``, ``torchrun``) starts the processes. Lightning's loop stays as it is: the strategy gives it
+distributed optimizers, reduces before hooks and clipping see gradients, and adds each rank's own state to checkpoints.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import nn
+from torchmetrics import Metric
+
+import hvd_ckpt as hc
+from hvd_ckpt.app.integrations.loading import ResumableLoader, local_replicas, take_own_batches
+from hvd_ckpt.snapshots.random_state import random_state, set_random_state
+
+STATE = "hvd_ckpt"  # key of a checkpoint
+OPERATIONS = {"mean": hc.Average, "avg": hc.Average, "sum": hc.Sum, "max": hc.Max, "min": hc.Min}
+
+
+class HorovodStrategy(ParallelStrategy):
+    """Trains a LightningModule over all ranks of a Horovod job, recomputed and sharded as asked for.
+
+    ::
+
+        trainer = Trainer(strategy=HorovodStrategy(budget="0.5x"), max_epochs=3)    # under horovodrun -np 4
+
+    Args:
+        budget: of the memory of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch before training.
+            Needs automatic optimization.
+        shard: what is split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
+        replicas: a number of logical replicas, whose weights have the same bits on 1, 2, 4, ... ranks. ``batch_size`` is that of a
+            replica, the steps of an epoch are full ones, and each rank evaluates on all data. Needs automatic optimization.
+        options: further arguments of :func:`hvd_ckpt.DistributedOptimizer`.
+
+    Raises:
+        ValueError: a setting of the Trainer or the module does not go with these; when training begins, on every rank.
+    """
+
+    strategy_name = "hvd_ckpt"
+    is_distributed = True  # samplers are distributed, and sync_dist=True is heard
+    num_nodes = 1  # as the Trainer sets it
+    optimizers: list[Any]
+
+    def __init__(
+        self,
+        budget: int | float | str | None = None,
+        shard: str | int = "none",
+        replicas: int | None = None,
+        **options: Any,
+    ) -> None:
+        hc.init()
+        super().__init__(cluster_environment=LightningEnvironment())  # asked for nothing
+        rank_zero_only.rank = utilities_rank_zero_only.rank = hc.rank()
+        self._budget, self._replicas = budget, replicas
+        self._options = {"shard": shard, "replicas": replicas, **options}
+        self._bare: list[
+            torch.optim.Optimizer
+        ] = []  # optimizers as the module has made them: schedulers have these
+        self._whole: list[list[torch.Tensor]] = []  # their parameters, also where the groups have shards
+        self._step: Iterator[Any] | None = None  # replicas of the present step
+        self._replica: Any = None
+        self._random: Any = None  # random state to resume with
+
+    # -------------------------------------------------------------------------------- processes and messages
+
+    global_rank = property(lambda self: hc.rank())
+    local_rank = property(lambda self: hc.local_rank())
+    node_rank = property(lambda self: hc.cross_rank())
+    world_size = property(lambda self: hc.size())
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if devices[0].type == "cpu" or len(devices) > 1:
+            return devices[hc.local_rank() % len(devices)]
+        device = hc.local_device()
+        if device.type == "cpu":
+            raise ValueError(
+                "Trainer(accelerator='gpu'): this Horovod has no operations on GPUs; give accelerator='cpu'"
+            )
+        return device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """With replicas a rank takes its batches from all of them; see :func:`take_own_batches`."""
+        alone = self._replicas is not None
+        return {"num_replicas": 1 if alone else hc.size(), "rank": 0 if alone else hc.rank()}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A tensor's mean (or sum, max, min) over the ranks; anything else as it is. Collective."""
+        check_group(group)
+        name = str(reduce_op).rpartition(".")[2].lower()
+        if name not in OPERATIONS:
+            raise ValueError(f"reduce_op={reduce_op!r} is not one of {', '.join(OPERATIONS)}")
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        averages = OPERATIONS[name] == hc.Average and not tensor.is_floating_point()
+        return hc.allreduce(tensor.float() if averages else tensor, op=OPERATIONS[name])
+
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when all ranks have come here."""
+        hc.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of one rank, on every rank. Collective."""
+        return hc.broadcast_object(obj, src)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """All ranks' tensors, of one shape, in a new first dimension. Collective."""
+        check_group(group)
+        own = (tensor if sync_grads else tensor.detach())[None]
+        gathered: torch.Tensor = hc.allgather(own)
+        if own.requires_grad:  # Horovod averages the gradients that the ranks have of this rank's part
+            gathered.register_hook(lambda gradient: gradient.contiguous() * hc.size())
+        return gathered if hc.size() > 1 else gathered[0]
+
+    # -------------------------------------------------------------------------------- before training
+
+    def setup_environment(self) -> None:
+        """Raises ValueError where the Trainer was given other processes than the launcher has started."""
+        devices, local = self.parallel_devices or [], hc.local_size()
+        if len(devices) not in (1, local) and (devices[0].type == "cpu" or len(devices) < local):
+            raise ValueError(
+                f"Trainer(devices={len(devices)}): the launcher has started {local} processes on this host; leave devices out"
+            )
+        if self.num_nodes not in (1, hc.cross_size()):
+            raise ValueError(
+                f"Trainer(num_nodes={self.num_nodes}): the launcher has started {hc.size()} processes on {hc.cross_size()} hosts; "
+                f"leave num_nodes out"
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        plugin = self.precision_plugin
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None and not isinstance(scaler, hc.GradScaler):
+            plugin.scaler = hc.GradScaler(plugin.device, enabled=scaler.is_enabled())
+            plugin.scaler.load_state_dict(scaler.state_dict())
+        plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_norm, self._clip_value
+        for wrapper, optimizer, whole in zip(self._lightning_optimizers, self.optimizers, self._whole):
+            wrapper.zero_grad = partial(zero_grad, optimizer, whole)
+
+    def model_to_device(self) -> None:
+        self.model.to(self.root_device)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        trainer = self.lightning_module.trainer
+        if self._layer_sync is not None:
+            hc.SyncBatchNorm.convert(model)
+        for module in model.modules():
+            if isinstance(module, Metric) and module.dist_sync_fn is None:
+                module.dist_sync_fn = lambda value, group=None: hc.allgather_object(value)
+                module.distributed_available_fn = lambda: True
+        hc.broadcast_parameters([*model.named_parameters(), *model.named_buffers()], root_rank=0)
+        if not trainer.training:
+            return model
+        whole = TrainingStep(model)
+        self._check(trainer)
+        if self._budget is not None:
+            self._plan(trainer, whole)
+        return whole
+
+    def _check(self, trainer: Trainer) -> None:
+        """Raises ValueError for a setting that does not go with another one."""
+        if not self.lightning_module.automatic_optimization:
+            for name, value in (("budget", self._budget), ("replicas", self._replicas)):
+                if value is not None:
+                    raise ValueError(
+                        f"HorovodStrategy({name}={value!r}) needs automatic optimization, and automatic_optimization is False"
+                    )
+        if self._replicas is not None:
+            if trainer.accumulate_grad_batches != 1:
+                raise ValueError(
+                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) does not go with "
+                    f"HorovodStrategy(replicas={self._replicas}): give more replicas instead"
+                )
+            trainer.accumulate_grad_batches = local_replicas(self._replicas, hc.size())
+
+    def _plan(self, trainer: Trainer, whole: TrainingStep) -> None:
+        module, plugin = self.lightning_module, self.precision_plugin
+        loaders = (
+            trainer.fit_loop._data_source.dataloader()
+        )  # which leaves the loop's own loader, and its position, alone
+        with isolate_rng():
+            batch, number, _ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
+            batch = self.batch_to_device(plugin.convert_input(batch))
+        given = (batch, number)[: len(inspect.signature(module.training_step).parameters)]
+
+        def step(*args: Any) -> Any:
+            with plugin.train_step_context():
+                return module.training_step(*args)
+
+        module.log = lambda *args, **options: None
+        whole.function = step
+        try:
+            mixed = plugin.precision if isinstance(plugin, MixedPrecision) else ""
+            autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(mixed)
+            plan = hc.plan(whole, *given, loss=loss_of, budget=self._budget, autocast=autocast)
+        finally:
+            del module.log
+            whole.function = None
+        plan.apply(whole)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._bare = self.optimizers
+        shard = self._options["shard"]
+        if len(self._bare) > 1 and shard in ("gradients", "parameters", 2, 3):
+            raise ValueError(
+                f"HorovodStrategy(shard={shard!r}) needs one optimizer, and configure_optimizers gives {len(self._bare)}; use "
+                f"shard='optimizer'"
+            )
+        self._whole = [parameters_of(bare) for bare in self._bare]
+        named = list(self.model.named_parameters())
+        self.optimizers = [
+            hc.DistributedOptimizer(bare, named, model=self.model, **self._options) for bare in self._bare
+        ]
+        if self.optimizers[0].shard_stage == 3:  # which gathers parameters that the training step then uses
+            trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        trainer = self.lightning_module.trainer
+        if not trainer.training or not isinstance(dataloader, torch.utils.data.DataLoader):
+            return dataloader
+        if self._replicas is not None:
+            take_own_batches(dataloader, self._replicas)
+        if isinstance(dataloader.dataset, torch.utils.data.IterableDataset) or hasattr(
+            dataloader, "state_dict"
+        ):
+            return dataloader
+        return ResumableLoader(dataloader, lambda: trainer.is_last_batch)
+
+    # -------------------------------------------------------------------------------- a step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._replicas is not None:
+            self._step = self._step or self.optimizers[0].local_replicas()
+            self._replica = next(self._step)
+            self._replica.__enter__()
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._replicas is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        local = (
+            self.lightning_module.trainer.accumulate_grad_batches
+        )  # by which Lightning has divided, a power of two
+        loss = super().backward(closure_loss * local, *args, **kwargs)
+        self._replica.__exit__(None, None, None)
+        return loss / local
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: LightningModule | None = None, **kwargs: Any
+    ) -> Any:
+        """Reduces after each run of the closure, so that hooks, clipping and the update see the gradients of all ranks."""
+
+        def reduced() -> Any:
+            result = closure()
+            if self._step is not None:
+                next(self._step, None)
+                self._step = None
+            optimizer.synchronize()
+            return result
+
+        with optimizer.without_reduction():
+            return super().optimizer_step(optimizer, reduced, model, **kwargs)
+
+    def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
+        hc.clip_grad_norm_(getattr(optimizer, "optimizer", optimizer), clip_val)
+
+    def _clip_value(self, optimizer: Any, clip_val: float) -> None:
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        hc.clip_grad_norm_(optimizer, float("inf"))  # reduces, unless that is done
+        whole = self._whole[self.optimizers.index(optimizer)]
+        torch.nn.utils.clip_grad_value_(
+            parameters_of(optimizer) if optimizer.shard_stage > 1 else whole, clip_val
+        )
+
+    def on_validation_start(self) -> None:
+        for optimizer in self.optimizers:
+            if optimizer.replicas is not None:
+                optimizer.replicas.average_buffers()
+
+    # -------------------------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.on_validation_start()
+        for optimizer in self.optimizers:
+            if optimizer.shard_stage == 3:
+                return optimizer.full_model_state_dict(self.lightning_module) or {}
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return getattr(optimizer, "optimizer", optimizer).full_state_dict() or {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if "optimizer_states" in checkpoint:
+            own = {
+                "random": random_state(),
+                "buffers": dict(self.lightning_module.named_buffers()),
+                "reduction": [optimizer.reduction_state_dict() for optimizer in self.optimizers],
+            }
+            replicas = [
+                optimizer.replicas and optimizer.replicas.state_dict() for optimizer in self.optimizers
+            ]
+            checkpoint[STATE] = {"ranks": hc.allgather_object(_stored(own)), "replicas": replicas}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The checkpoint, with the number of replicas' batches that this rank would have had in as many steps."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        if self._replicas is not None and STATE in checkpoint and "loops" in checkpoint:
+            before = local_replicas(self._replicas, len(checkpoint[STATE]["ranks"]))
+            now = local_replicas(self._replicas, hc.size())
+            loop = checkpoint["loops"]["fit_loop"]
+            batches = loop["epoch_loop.batch_progress"]
+            for counts in (batches["total"], batches["current"], *loop["state_dict"]["combined_loader"]):
+                counts.update({name: count * now // before for name, count in counts.items()})
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        for bare, optimizer in zip(self._bare, self.optimizers):
+            bare.param_groups = optimizer.param_groups
+        state = checkpoint.get(STATE, {"ranks": [], "replicas": []})
+        for optimizer, replicas in zip(self.optimizers, state["replicas"]):
+            if replicas is not None and optimizer.replicas is not None:
+                optimizer.replicas.load_state_dict(replicas)
+        if len(state["ranks"]) != hc.size():
+            return  # of other ranks: each draws new random numbers
+        own = torch.load(io.BytesIO(state["ranks"][hc.rank()].numpy().tobytes()), weights_only=True)
+        for optimizer, reduction in zip(self.optimizers, own["reduction"]):
+            optimizer.load_reduction_state_dict(reduction)
+        with torch.no_grad():
+            for name, buffer in self.lightning_module.named_buffers():
+                buffer.copy_(own["buffers"][name])
+        self._random = own["random"]
+
+    def on_train_start(self) -> None:
+        if self._random is not None:
+            set_random_state(self._random)
+            self._random = None
+
+    def on_train_end(self) -> None:
+        if self._replicas is not None:
+            self.lightning_module.trainer.accumulate_grad_batches = 1  # as it was
+        for optimizer in self.optimizers:
+            if optimizer.shard_stage == 3 and not optimizer.is_offloaded:
+                optimizer.unshard()
+
+
+class TrainingStep(nn.Module):
+    """The module, or ``function``, as the one forward pass that plans and shards see."""
+
+    function: Callable[..., Any] | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A training step."""
+        return (self.function or self.module)(*args, **kwargs)
+
+
+def _stored(state: Any) -> torch.Tensor:
+    """A rank's state as bytes: not every dtype can be sent in a tensor."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss that a training step has returned."""
+    loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def check_group(group: Any) -> None:
+    """Raises ValueError for a group of ranks that is not all of them."""
+    if group is not None:
+        raise ValueError(
+            f"group={group!r} (sync_dist_group): HorovodStrategy reduces over all ranks; leave it out"
+        )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters in the groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def zero_grad(optimizer: Any, parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    """Clears gradients, also those that another loss's backward pass has left, as in a GAN whose optimizers are not toggled."""
+    try:
+        optimizer.zero_grad(*args, **kwargs)
+    except AssertionError:
+        if optimizer.shard_stage > 1:
+            raise
+        for parameter in parameters:
+            parameter.grad = None
+
+
+StrategyRegistry.register(
+    HorovodStrategy.strategy_name, HorovodStrategy, "Horovod with recomputation and sharding", override=True
+)

@@ -1,0 +1,195 @@
+"""Transformers' Trainer over Horovod: ``Trainer`` and ``Seq2SeqTrainer``, with memory plans, sharding and resume in the same bits.
+
+They override methods of the Trainer, whose loop stays as it is; Accelerate sees one process.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import DistributedSampler
+
+import hvd_ckpt as hc
+
+
+def _stored(args: Any, protocol: Any) -> Any:
+    """Has arguments stored as those of the user's class."""
+    return object.__new__, (type(args).__base__,), vars(args)
+
+
+_OF_RANKS = {
+    "process_index": property(lambda args: hc.rank()),
+    "local_process_index": property(lambda args: hc.local_rank()),
+    "world_size": property(lambda args: hc.size()),
+    "device": property(lambda args: torch.device("cpu") if args.use_cpu else hc.local_device()),
+    "n_gpu": property(lambda args: int(args.device.type == "cuda")),
+    "__reduce_ex__": _stored,
+}
+"""What training arguments say of processes here, so that rank 0 alone logs and writes."""
+
+
+class _OverHorovod:
+    """Methods of the Trainer that know of ranks.
+
+    Args:
+        budget: of the memory of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch.
+        shard: what is split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
+        distributed: further arguments of :func:`hvd_ckpt.DistributedOptimizer`.
+        others: arguments of the Trainer. Each rank trains on its part of ``train_dataset`` and evaluates on all of
+            ``eval_dataset``.
+
+    Raises:
+        ValueError: a setting does not go with Horovod, or with another one; names it.
+    """
+
+    def __init__(
+        self: Any,
+        *positional: Any,
+        budget: int | float | str | None = None,
+        shard: str | int = "none",
+        distributed: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        hc.init()
+        args = others.get("args") or (positional[1] if len(positional) > 1 else None)
+        self._distributed: Any = None
+        self._budget, self._options = budget, {"shard": shard, **(distributed or {})}
+        if args is None:
+            raise ValueError(
+                "Trainer: args is missing; give TrainingArguments, which name the folder of the run"
+            )
+        _check(args, budget, shard, self._options)
+        if type(args).__dict__.get("__reduce_ex__") is not _stored:
+            args.__class__ = type(type(args).__name__, (type(args),), dict(_OF_RANKS))
+        super().__init__(*positional, **others)
+        if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
+            raise ValueError(
+                "Trainer: train_dataset has no length, so that it cannot be split over ranks; give numbered samples"
+            )
+
+    def create_optimizer(self: Any, model: Any = None) -> Any:
+        """The Trainer's optimizer over all ranks, made after the plan."""
+        if (
+            self.optimizer is not None
+            and getattr(self.optimizer, "optimizer", self.optimizer) is self._distributed
+        ):
+            return self.optimizer
+        if self._budget is not None:
+            with torch.random.fork_rng(), self.compute_loss_context_manager():
+                inputs = self._prepare_inputs(next(iter(self.get_train_dataloader())))
+            dtype = torch.bfloat16 if self.args.bf16 else None
+            plan = hc.plan(self.model, kwargs=inputs, budget=self._budget, autocast=dtype)
+            plan.apply(self.model)
+        optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        hc.broadcast_parameters([*self.model.named_parameters(), *self.model.named_buffers()], root_rank=0)
+        named = self.model.named_parameters()
+        self.optimizer = hc.DistributedOptimizer(optimizer, named, model=self.model, **self._options)
+        self._distributed = self.optimizer  # which Accelerate will wrap
+        return self.optimizer
+
+    def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
+        data = self.train_dataset if train_dataset is None else train_dataset
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return DistributedSampler(data, hc.size(), hc.rank(), seed=seed)
+
+    def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        if items is None or not self.args.average_tokens_across_devices:
+            return items
+        return hc.allreduce(
+            torch.as_tensor(items, dtype=torch.float32), name="items of a batch"
+        )  # the mean over ranks
+
+    def _clip_grad_norm(self: Any, model: Any) -> Any:
+        return hc.clip_grad_norm_(self._distributed, self.args.max_grad_norm)
+
+    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+        return hc.clip_grad_norm_(self._distributed, math.inf) if grad_norm is None else grad_norm
+
+    def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Logs, with the mean of all ranks' losses."""
+        if "loss" in logs:
+            logs["loss"] = hc.allreduce(torch.tensor(logs["loss"]), name="logged loss").item()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trains; afterwards the model is whole on every rank."""
+        result = super().train(*args, **kwargs)  # type: ignore[misc]
+        if self._distributed.shard_stage == 3:
+            self._distributed.unshard()
+            self.optimizer = self.lr_scheduler = None  # so that another training makes them anew
+        return result
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model, whole, on rank 0."""
+        if self._distributed is None or self._distributed.shard_stage < 3:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        state = self._distributed.full_model_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        state = self._distributed.full_state_dict()
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, "optimizer.pt"))
+
+    def _save_rng_state(self: Any, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        own = {
+            "reduction": self._distributed.reduction_state_dict(),
+            "buffers": dict(self.model.named_buffers()),
+        }
+        torch.save(own, Path(output_dir, f"hvd_ckpt_{hc.rank()}_of_{hc.size()}.pt"))
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        path = Path(checkpoint or "", f"hvd_ckpt_{hc.rank()}_of_{hc.size()}.pt")
+        if checkpoint is None or not path.is_file():
+            return  # of other ranks: each draws new random numbers
+        own = torch.load(path, weights_only=True)
+        self._distributed.load_reduction_state_dict(own["reduction"])
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(own["buffers"][name])
+
+
+class Trainer(_OverHorovod, transformers.Trainer):  # type: ignore[misc]
+    __doc__ = f"``transformers.Trainer`` over all ranks of a Horovod job.\n\n    {_OverHorovod.__doc__}"
+
+
+class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """``transformers.Seq2SeqTrainer`` in the same way: it generates during evaluation."""
+
+
+def _check(args: Any, budget: Any, shard: Any, options: dict[str, Any]) -> None:
+    """Raises ValueError for a setting that does not go with Horovod, or with another one."""
+    whole = shard in ("parameters", 3)
+    wrong = {
+        "auto_find_batch_size=True": args.auto_find_batch_size
+        and "ranks would choose batches of different sizes; give per_device_train_batch_size, or budget=",
+        "fp16=True": args.fp16
+        and "Accelerate's scaler does not ask other ranks of an overflow; give bf16=True",
+        "gradient_checkpointing=True": args.gradient_checkpointing
+        and budget is not None
+        and f"budget={budget!r} chooses what is recomputed; leave one of them out",
+        "load_best_model_at_end=True": args.load_best_model_at_end
+        and whole
+        and f"shard={shard!r} has no whole model to load it into; load it after train()",
+        f"train_sampling_strategy={args.train_sampling_strategy!r}": args.train_sampling_strategy != "random"
+        and "samples are in the order of a DistributedSampler; leave it out",
+        "deepspeed": args.deepspeed and "use shard=",
+        "fsdp": args.fsdp and "use shard=",
+    }
+    if "replicas" in options:
+        raise ValueError(
+            "Trainer(replicas=): the Trainer's loop has no replicas; use HorovodStrategy of Lightning, or hc.Trainer"
+        )
+    for setting, reason in wrong.items():
+        if reason:
+            raise ValueError(f"TrainingArguments({setting}) cannot be used here: {reason}")

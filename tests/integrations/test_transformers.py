@@ -1,0 +1,227 @@
+"""Transformers' Trainer over Horovod, against plain loops and against itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import hvd_ckpt as hc
+
+pytest.importorskip(
+    "accelerate", reason="accelerate is not installed: pip install -r install/requirements-tests.txt"
+)
+import transformers
+
+from hvd_ckpt.app.integrations.transformers import Seq2SeqTrainer, Trainer
+
+pytestmark = pytest.mark.ranks(gloo=(2,))
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+
+
+class Rows(Dataset):
+    """Rows of tokens; a label for each row, or for each token, of which rows have different numbers."""
+
+    def __init__(self, rows: int = 12, causal: bool = False) -> None:
+        self.tokens = torch.randint(1, 32, (rows, 8), generator=torch.Generator().manual_seed(0))
+        self.causal = causal
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.tokens[index]
+        kept = torch.where(torch.arange(8) < 3 + index % 5, row, -100)
+        kept[0] = -100  # which is never predicted
+        return {"input_ids": row, "labels": kept if self.causal else row.sum() % 2}
+
+
+def bert() -> Any:
+    torch.manual_seed(7 + hc.rank())  # rank 0's weights count
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=2))
+
+
+def causal(dropout: float = 0.0) -> Any:
+    torch.manual_seed(7 + hc.rank())
+    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def arguments(folder: Any, kind: Any = transformers.TrainingArguments, **settings: Any) -> Any:
+    given = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 5,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "optim": "adamw_torch",
+    }
+    return kind(str(folder / "run"), **{**given, **settings})
+
+
+def trained(
+    folder: Any, model: Any, data: Any, resume: Any = None, seed: int = 1, extra: Any = None, **settings: Any
+) -> Any:
+    trainer = Trainer(
+        model, arguments(folder, **settings), train_dataset=data, eval_dataset=data, **(extra or {})
+    )
+    torch.manual_seed(seed + hc.rank())
+    trainer.train(resume_from_checkpoint=resume)
+    hc.barrier()
+    return trainer
+
+
+def same_bits(model: Any, other: Any) -> None:
+    hc.check_equal_weights(model)
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_fine_tuning_bert_with_evaluation(folder) -> None:
+    def accuracy(prediction):
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    trainer = trained(
+        folder,
+        bert(),
+        Rows(),
+        eval_strategy="steps",
+        eval_steps=5,
+        max_steps=12,
+        extra={"compute_metrics": accuracy},
+    )
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    metrics = hc.allgather_object(trainer.evaluate())
+    assert len({(one["eval_loss"], one["eval_accuracy"]) for one in metrics}) == 1
+    assert trainer.is_world_process_zero() == (hc.rank() == 0)
+
+
+@pytest.mark.ranks(gloo=(1, 2))
+def test_a_causal_model_weighs_tokens_of_all_ranks(folder) -> None:
+    """Rows have different numbers of tokens: one step is that of one process on all rows."""
+    data, model = Rows(4 * hc.size(), causal=True), causal()
+    alone = copy.deepcopy(model)
+    hc.broadcast_parameters(alone.state_dict(), root_rank=0)
+    batch = {name: torch.stack([data[row][name] for row in range(len(data))]) for name in data[0]}
+    loss = alone(**batch).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9)
+    trainer = trained(
+        folder,
+        model,
+        data,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        optim="sgd",
+        learning_rate=1.0,
+        max_grad_norm=1e9,
+    )
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    torch.optim.SGD(alone.parameters(), lr=1.0).step()
+    for one, two in zip(trainer.model.parameters(), alone.parameters()):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_sharding_evaluates_generates_and_saves(folder, shard: str) -> None:
+    data = Rows(causal=True)
+    extra = {"shard": shard}
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.1}
+    trainer = trained(folder, causal(), data, extra=extra, **settings)
+    other = trained(folder, causal(), data, **settings)
+    for one, two in zip(trainer.model.parameters(), other.model.parameters()):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    made = trainer.model.generate(data.tokens[:2, :3], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made.shape[0] == 2
+    trainer.save_model()
+    hc.barrier()
+    same_bits(transformers.GPT2LMHeadModel.from_pretrained(folder / "run"), trainer.model)
+
+
+def test_generation_during_evaluation(folder) -> None:
+    torch.manual_seed(7)
+    config = transformers.BartConfig(
+        vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config)
+    args = arguments(
+        folder, transformers.Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6
+    )
+    shapes = []
+
+    def seen(prediction):
+        shapes.append(prediction.predictions.shape)
+        return {}
+
+    data = Rows(4, causal=True)
+    trainer = Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data, compute_metrics=seen)
+    trainer.train()
+    trainer.evaluate()
+    assert len(shapes[0]) == 2 and shapes[0][0] == len(data)  # tokens, not logits
+
+
+@pytest.mark.parametrize("shard, checkpointing", [("none", True), ("parameters", False)])
+def test_a_resume_in_the_same_bits(folder, shard: str, checkpointing: bool) -> None:
+    """With dropout, gradient checkpointing and a schedule, in the middle of an epoch."""
+    extra, settings = (
+        {"shard": shard},
+        {"gradient_checkpointing": checkpointing, "gradient_accumulation_steps": 1},
+    )
+    data = Rows(causal=True)
+    whole = trained(folder, causal(0.1), data, extra=extra, save_strategy="steps", save_steps=4, **settings)
+    path = folder / "run" / "checkpoint-4"
+    assert len(list(path.glob("rng_state*.pth"))) == hc.size()
+    resumed = trained(folder, causal(0.1), data, resume=str(path), seed=50, extra=extra, **settings)
+    same_bits(resumed.model, whole.model)
+    stored = torch.load(path / "training_args.bin", weights_only=False)
+    assert type(stored) is transformers.TrainingArguments
+
+
+def test_gradient_checkpointing_and_a_budget_keep_the_bits(folder, quick_planner) -> None:
+    data = Rows(causal=True)
+    plain = trained(folder, causal(0.1), data)
+    same_bits(trained(folder, causal(0.1), data, gradient_checkpointing=True).model, plain.model)
+    same_bits(trained(folder, causal(0.1), data, extra={"budget": "0.8x"}).model, plain.model)
+
+
+def test_bf16(folder) -> None:
+    trainer = trained(folder, causal(), Rows(causal=True), bf16=True)
+    hc.check_equal_weights(trainer.model)
+
+
+def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
+    for setting, extra in (
+        ({"auto_find_batch_size": True}, {}),
+        ({"gradient_checkpointing": True}, {"budget": "0.5x"}),
+        ({"train_sampling_strategy": "sequential"}, {}),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            {"shard": "parameters"},
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*cannot be used here") as refused:
+            Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match="args is missing"):
+        Trainer(causal())
