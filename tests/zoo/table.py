@@ -22,7 +22,7 @@ RIGHT = ("equal", "rounding", "refused")
 LEFT_OUT = ("untrainable", "random")
 HEAD = """# Zoo of architectures
 
-Every architecture of transformers that builds from a small random configuration, and one of the smallest models of each family of timm and torchvision, trains for two steps in training mode, dropout included, in plain PyTorch and
+The zoo has every architecture of transformers that builds from a small random configuration, and one of the smallest models of each family of timm and torchvision. Each trains for two steps in training mode, with dropout, in plain PyTorch and
 in every way of recomputation and sharding. Loss, gradients, buffers and random state must have the same bits, or an error says in one sentence why not.
 
 ```bash
@@ -31,9 +31,9 @@ python tests/zoo/run.py gpt2 timm:densenet121 --out /dev/stdout --trace
 python tests/zoo/run.py --out zoo.jsonl --table             # this page
 ```
 
-Configurations are shrunk by one function (`tests/zoo/shrinking.py`): two layers or as many as there are kinds, width 32 or a sixteenth, 256 tokens; samples are guessed from the signature of the forward pass
-(`tests/zoo/inputs.py`). In segments, each block of the outermost `nn.ModuleList`s is a region of `hc.checkpoint`, and each outermost `nn.Sequential` an `hc.CheckpointSequential` of two segments. Plans recompute as much as they can, whatever it costs
-(the limit of `"min"` on the time of a step is off); where no plan fits `"0.5x"`, the nearest is taken. For stage 3 the reference is `shard="none"` on the same ranks, each with its own random numbers and order of the batch."""
+One function shrinks configurations (`tests/zoo/shrinking.py`) to two layers or one of each kind, width 32 or a sixteenth, and 256 tokens. Samples are guessed from the signature of the forward pass
+(`tests/zoo/inputs.py`). In segments, each block of the outermost `nn.ModuleList`s is a region of `hc.checkpoint`, and each outermost `nn.Sequential` an `hc.CheckpointSequential` of two segments. Plans recompute as much as they can at any cost
+(the limit of `"min"` on the time of a step is off). If no plan fits `"0.5x"`, the nearest is used. For stage 3 the reference is `shard="none"` on the same ranks, each with its own random numbers and order of the batch."""
 
 
 def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
