@@ -45,16 +45,15 @@ class Job(RankJob):
     """Parts that take steps with both engines in turn."""
 
     worker = "hvd_ckpt.bench.tensor"
-
     settings: Settings
 
 
 @dataclass
 class RankResult:
-    """For each engine the seconds of a step in each round; of ours also the seconds in sums."""
+    """For each engine the seconds of a step in each round; of ours also the share of sums."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {OURS: [], THEIRS: []})
-    sums: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
 
 
 def parallelize(model: nn.Module) -> nn.Module:
@@ -123,34 +122,28 @@ def measure(job: Job) -> RankResult:
         start, spent = time.perf_counter(), 0.0
         for _ in range(steps):
             ways[engine]()
-        result.seconds[engine].append((time.perf_counter() - start) / steps)
+        took = time.perf_counter() - start
+        result.seconds[engine].append(took / steps)
         if engine == OURS:
-            result.sums.append(spent / steps)
+            result.shares.append(spent / took)
     return result
 
 
 @bench_command("tensor", width=100, settings=Settings)
 def tensor(run: BenchRun, settings: Settings) -> None:
-    """Time steps of a GPT whose layers are split over parts, beside PyTorch's parallelize_module.
-
-    Run it on a machine that does nothing else.
-    """
+    """Time steps of a GPT whose layers are split over parts, beside PyTorch's parallelize_module."""
     job = Job(run.jobs / "steps", settings.parts, settings)
     with run.progress(1) as progress:
         ranks = progress.job(f"{settings.parts} parts", job, RankResult, threads=1)
-    tables = []
+    table = Table(("engine", "step ms", f"of {THEIRS}", "sums"), left=("engine",))
     if ranks:
         seconds = {engine: slowest(rank.seconds[engine] for rank in ranks) for engine in (OURS, THEIRS)}
         ratios = quartiles_of_ratios(seconds[OURS], seconds[THEIRS])
-        shares = quartiles([spent / step for spent, step in zip(ranks[0].sums, ranks[0].seconds[OURS])])
-        figures = {OURS: (f"{ratios:.2f}", f"{shares:.2f}"), THEIRS: ("", "")}
-        rows: list[tuple[str, ...]] = [
-            (engine, f"{quartiles(steps).times(1e3):.1f}", *figures[engine])
-            for engine, steps in seconds.items()
-        ]
-        tables = [Table(("engine", "step ms", f"of {THEIRS}", "sums"), rows, left=("engine",))]
+        figures = {OURS: (f"{ratios:.2f}", f"{quartiles(ranks[0].shares):.2f}"), THEIRS: ("", "")}
+        for engine, values in seconds.items():
+            table.rows.append((engine, f"{quartiles(values).times(1e3):.1f}", *figures[engine]))
     facts = {**SIZES, "batch": BATCH, **ONE_THREAD}
-    run.finish(run.report("Tensor parallelism: time of a step", tables, ranks, facts, notes=NOTES))
+    run.finish(run.report("Tensor parallelism: time of a step", [table], ranks, facts, notes=NOTES))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,10 @@ def test_the_command_trains_in_parts_and_resumes_in_one(tmp_path: Path) -> None:
             (4, "2", "2", "none"),
             [(4, "2", "2", "none", "same"), (2, "2", "1", "none"), (2, "1", "2", "none")],
         ),
+        (
+            (4, "2", "2", "none", "sequence"),
+            [(4, "2", "2", "none", "same", "sequence"), (1, "1", "1", "none", "sequence")],
+        ),
     ],
 )
 def test_any_number_of_parts_stages_and_replicas_resumes(

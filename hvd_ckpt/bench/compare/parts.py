@@ -113,8 +113,9 @@ class Tied(InParts):
     title = "the head has the weights of the embedding"
 
     def model(self, recompute: Recompute) -> nn.Module:
-        model: Any = super().model(recompute)
-        model.chain[-1].weight = model.chain[0].tokens.weight
+        model = super().model(recompute)
+        chain: Any = model.chain
+        chain[-1].weight = chain[0].tokens.weight
         return model
 
 
@@ -132,9 +133,10 @@ class Frozen(InParts):
     title = "a column layer and a norm are frozen"
 
     def model(self, recompute: Recompute) -> nn.Module:
-        model: Any = super().model(recompute)
-        model.chain[1].up.requires_grad_(False)
-        model.chain[2].norms[0].requires_grad_(False)
+        model = super().model(recompute)
+        chain: Any = model.chain
+        chain[1].up.requires_grad_(False)
+        chain[2].norms[0].requires_grad_(False)
         return model
 
 

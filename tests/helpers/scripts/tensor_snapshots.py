@@ -1,5 +1,5 @@
 """A job with tensor parallelism that saves, or one of another shape that resumes. Arguments: folder, save or resume, stages,
-tensor, shard, and "same" where the next step has the bits of the job that saved."""
+tensor, shard, "same" where the next step has the bits of the job that saved, and "sequence" for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensor_models import LENGTH, SIZES, assert_close, batch_of
+from tensor_models import LENGTH, SEQUENCE, SIZES, assert_close, batch_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -53,7 +53,7 @@ def whole_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 torch.manual_seed(3 if mode == "save" else 4)
 model: Any = gpt(**SIZES, length=LENGTH, dropout=0.0, tied=stages == 1 and "tied" in sys.argv)
 if tensor > 1:
-    model = hc.tensor_parallel(model)
+    model = hc.tensor_parallel(model, sequence=SEQUENCE)
 if stages > 1:
     model = hc.Pipeline(model, chunks=1)
 optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
