@@ -82,7 +82,7 @@ class Sgd(Regression):
 
 
 def trainer(folder: Any = None, strategy: Any = None, callbacks: Any = (), **settings: Any):
-    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, **settings}
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "limit_val_batches": 2, **settings}
     return pl.Trainer(
         accelerator="cpu",
         strategy=HorovodStrategy() if strategy is None else strategy,
@@ -190,9 +190,9 @@ class Gan(pl.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.judge)], []
 
 
-@pytest.mark.parametrize("toggled, shard", [(False, "none"), (False, "optimizer"), (True, "optimizer")])
-def test_a_gan_with_two_optimizers(toggled: bool, shard: str) -> None:
-    module, other = Gan(toggled), Gan(toggled=True)
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_a_gan_with_two_optimizers(shard: str) -> None:
+    module, other = Gan(toggled=False), Gan(toggled=True)
     before = weights(module)
     torch.manual_seed(1)
     trainer(strategy=HorovodStrategy(shard=shard)).fit(module, data())
@@ -236,6 +236,13 @@ def test_manual_optimization() -> None:
     same_bits(*modules)
 
 
+@pytest.fixture(scope="module")
+def in_float32() -> nn.Module:
+    module = Sgd(rate=0.0)
+    fitted(module, gradient_clip_val=0.5)
+    return module
+
+
 @pytest.mark.parametrize(
     "shard, precision",
     [
@@ -246,7 +253,7 @@ def test_manual_optimization() -> None:
         ("parameters", "16-mixed"),
     ],
 )
-def test_sharding_and_precision(shard: str, precision: str) -> None:
+def test_sharding_and_precision(in_float32: nn.Module, shard: str, precision: str) -> None:
     """Close to the same training without either."""
     plugins = (
         [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))]
@@ -254,14 +261,13 @@ def test_sharding_and_precision(shard: str, precision: str) -> None:
         else []
     )
     given = {"plugins": plugins} if plugins else {"precision": precision}
-    module, other = Sgd(rate=0.0), Sgd(rate=0.0)
+    module = Sgd(rate=0.0)
     run = fitted(module, strategy=HorovodStrategy(shard=shard), gradient_clip_val=0.5, **given)
     if plugins:
         assert isinstance(run.precision_plugin.scaler, hc.GradScaler)
-    fitted(other, gradient_clip_val=0.5)
     hc.check_equal_weights(module)
     loose = {"rtol": 0.1, "atol": 0.05} if precision != "32-true" else {"rtol": 1e-4, "atol": 1e-5}
-    for one, two in zip(module.parameters(), other.parameters()):
+    for one, two in zip(module.parameters(), in_float32.parameters()):
         torch.testing.assert_close(one, two, **loose)
 
 

@@ -223,5 +223,3 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*cannot be used here") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match="args is missing"):
-        Trainer(causal())
