@@ -17,7 +17,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 @pytest.mark.parametrize("page, needs", [("lightning", "lightning"), ("transformers", "accelerate")])
 def test_the_script_of_a_page(
-    page: str, needs: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: str,
+    needs: str,
+    folder: Path,
+    quick_planner: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     monkeypatch.chdir(folder)
