@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up everything this repository needs in .venv, then runs a command of it.
 #
-#   bash main.sh                   the main job: hvd-ckpt compare
+#   bash main.sh                   the main job: hvd-ckpt compare --quick
 #   bash main.sh setup             set up only, with what the tests need
 #   bash main.sh test [ARGS]       the same, then the tests (ARGS go to pytest)
 #   bash main.sh docs              build the documentation into site/ (needs no PyTorch and no Horovod)
@@ -116,8 +116,8 @@ install_requirements() {
     hash="$(hash_of "$list")"
     if is_done requirements "$hash"; then return; fi
     say "Installing the requirements. The download is 0.4 GB with PyTorch's CPU build, and 2.9 GB with the CUDA build that" \
-        "the default package index has. For the CPU build, name its index, as pytorch.org says under Get Started:" \
-        "PIP_EXTRA_INDEX_URL=... bash main.sh"
+        "the default package index has. For the CPU build, pytorch.org shows the address of an index under Get Started:" \
+        'read -rp "Address: " url && PIP_EXTRA_INDEX_URL="$url" bash main.sh'
     install_with_pip -r "$list" ||
         die "the requirements could not be installed; the reason is above. What was installed is kept: run it again."
     if [[ -n "$torch" ]]; then mark_done torch "$torch"; fi
@@ -228,10 +228,10 @@ fi
 set_up "${1:-}"
 export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
 
-case "${1:-compare}" in
+case "${1:-}" in
+    "") exec "$venv/bin/hvd-ckpt" compare --quick ;;
     setup) say "Ready: $venv" ;;
     test) shift; exec "$venv/bin/python" "$root/tests/run.py" "$@" ;;
-    compare) exec "$venv/bin/hvd-ckpt" compare "${@:2}" ;;
     gpu) exec "$venv/bin/hvd-ckpt" doctor --gpu "${@:2}" ;;
     *) exec "$venv/bin/hvd-ckpt" "$@" ;;
 esac

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the container image of this repository, then runs a command of main.sh in a container of it.
 #
-#   bash run_docker_checkpoint_sequential.sh                  the main job: hvd-ckpt compare
-#   bash run_docker_checkpoint_sequential.sh COMMAND [ARGS]   any command of main.sh: compare --quick, test, doctor, ...
+#   bash run_docker_checkpoint_sequential.sh                  the main job: hvd-ckpt compare --quick
+#   bash run_docker_checkpoint_sequential.sh COMMAND [ARGS]   any command of main.sh: compare, test, doctor, ...
 #
 # Results appear in ./runs on this side and belong to you (if you are root, to the owner of the current folder); the
 # container sees no other file of yours. The exit status is the command's. The first build compiles Horovod: minutes,

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'hvd_ckpt' has no attribute {name!r}")
     try:
-        import_module("hvd_ckpt.torch_private")  # refuses a PyTorch that does not fit
+        import_module("hvd_ckpt.utils.torch_private")  # refuses a PyTorch that does not fit
         module = import_module(str(_MODULES[name]))
     except ImportError as error:
         from hvd_ckpt.utils.extras import explain_import_error

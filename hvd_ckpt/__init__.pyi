@@ -26,8 +26,6 @@ from horovod.torch import (
     ccl_built as ccl_built,
     check_extension as check_extension,
     compression as compression,
-    cross_rank as cross_rank,
-    cross_size as cross_size,
     cuda_built as cuda_built,
     ddl_built as ddl_built,
     elastic as elastic,
@@ -42,8 +40,6 @@ from horovod.torch import (
     grouped_allreduce_async as grouped_allreduce_async,
     grouped_allreduce_async_ as grouped_allreduce_async_,
     is_initialized as is_initialized,
-    local_rank as local_rank,
-    local_size as local_size,
     mpi_built as mpi_built,
     mpi_enabled as mpi_enabled,
     mpi_lib_v2 as mpi_lib_v2,
@@ -52,11 +48,9 @@ from horovod.torch import (
     nccl_built as nccl_built,
     optimizer as optimizer,
     poll as poll,
-    rank as rank,
     remove_process_set as remove_process_set,
     rocm_built as rocm_built,
     shutdown as shutdown,
-    size as size,
     sparse_allreduce_async as sparse_allreduce_async,
     start_timeline as start_timeline,
     stop_timeline as stop_timeline,
@@ -132,11 +126,19 @@ from hvd_ckpt.processes.devices import (
 from hvd_ckpt.processes.grid import (
     stage as stage,
     stages as stages,
+    tensor_rank as tensor_rank,
+    tensor_size as tensor_size,
 )
 from hvd_ckpt.processes.runtime import (
     controller as controller,
+    cross_rank as cross_rank,
+    cross_size as cross_size,
     init as init,
+    local_rank as local_rank,
+    local_size as local_size,
     mpi_communicator as mpi_communicator,
+    rank as rank,
+    size as size,
 )
 from hvd_ckpt.recompute import (
     CheckpointFunction as CheckpointFunction,
@@ -189,6 +191,9 @@ from hvd_ckpt.sharding.memory_estimate import (
 )
 from hvd_ckpt.snapshots.snapshots import (
     Snapshots as Snapshots,
+)
+from hvd_ckpt.tensor.recipes import (
+    tensor_parallel as tensor_parallel,
 )
 from hvd_ckpt.utils.memory import (
     measure_peak as measure_peak,

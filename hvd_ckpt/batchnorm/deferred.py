@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvd_ckpt.batchnorm.synchronized import ForAnyShape, average_factor
-from hvd_ckpt.torch_private import (
+from hvd_ckpt.utils.frames import is_recomputing
+from hvd_ckpt.utils.torch_private import (
     AnyBatchNorm,
     DisableTorchFunction,
     LazyNormBase,
@@ -24,7 +25,6 @@ from hvd_ckpt.torch_private import (
     disable_current_modes,
     disable_dynamo,
 )
-from hvd_ckpt.utils.frames import is_recomputing
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _PENDING = ("pending_count", "pending_mean", "pending_deviations")

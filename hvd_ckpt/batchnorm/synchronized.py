@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.torch_private import AnyBatchNorm, LazyNormBase
 from hvd_ckpt.utils.frames import remembered
 from hvd_ckpt.utils.measure import is_undisturbed
+from hvd_ckpt.utils.torch_private import AnyBatchNorm, LazyNormBase
 
 _RUN = "_maybe_run_sync_bn"  # the method of Horovod's SyncBatchNorm that communicates
 

@@ -8,6 +8,7 @@ local       local SGD and DiLoCo beside synchronous training
 replicas    hashes of training as logical replicas on several numbers of ranks
 pipeline    pipeline stages beside torch.distributed.pipelining
 shard       memory and time of sharding
+tensor      layers in parts beside PyTorch's parallelize_module
 faults      runs that are killed, resumed and checked
 train       overhead of the training loop
 command     ``hvd-ckpt bench``: the group of commands

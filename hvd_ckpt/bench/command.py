@@ -14,6 +14,7 @@ COMMANDS = {
     "reduce": "hvd_ckpt.bench.reduce",
     "replicas": "hvd_ckpt.bench.replicas.command",
     "shard": "hvd_ckpt.bench.shard.command",
+    "tensor": "hvd_ckpt.bench.tensor",
     "train": "hvd_ckpt.bench.train.command",
 }
 """The module of each command; the command has the same name in it."""

@@ -36,6 +36,7 @@ class FaultSettings(BenchSettings):
     stall_rounds: int = setting("Rounds of timed snapshots.", 0, note="none", type=click.IntRange(0))
     sizes: tuple[int, ...] = ranks_setting("Numbers of ranks of the runs.", quick=None)
     stages: int = setting("Pipeline stages of the runs.", 1)
+    tensor: int = setting("Parts of a layer in the runs.", 1)
     replicas: int | None = setting(
         "Logical replicas of the runs: each launch is on another of the numbers of ranks, and all runs end in the same bits.",
         type=click.IntRange(1),
@@ -48,8 +49,10 @@ class FaultSettings(BenchSettings):
 
     def check(self) -> None:
         given = f"--np {in_words(self.sizes)}"
-        if any(size % self.stages for size in self.sizes):
-            raise BadArgument(f"--stages {self.stages}: {given} has other numbers than its multiples")
+        if any(size % (self.stages * self.tensor) for size in self.sizes):
+            raise BadArgument(
+                f"--stages {self.stages}, --tensor {self.tensor}: {given} has other numbers than multiples of their product"
+            )
         if self.replicas is not None:
             check_replicas(self.replicas, self.sizes)
         enough = self.replicas is not None and min(self.sizes) > 1 and self.controllers in ("auto", "gloo")

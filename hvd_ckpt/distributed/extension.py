@@ -108,6 +108,11 @@ def _check_replica_options(options: Options, sharding: ShardOptions | None) -> N
             f"replicas cannot be used in {current().stages} pipeline stages, whose micro-batches are not those of replicas; leave "
             f"replicas out, or use init(stages=1)"
         )
+    if current().tensor > 1:
+        raise ValueError(
+            f"replicas cannot be used with tensor={current().tensor}, which splits layers; leave replicas out, or use "
+            f"init(tensor=1)"
+        )
     if (options.op, options.gradient_predivide_factor, options.compression) != (
         Average,
         1.0,

@@ -37,8 +37,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Works with any optimizer; for a ``DistributedOptimizer`` gradients are reduced before they are unscaled and checked, so every
-    rank finds the same and takes or skips the same step. With pipeline stages, each of which needs one ``DistributedOptimizer``,
-    an overflow on one stage skips the step on all.
+    rank finds the same and takes or skips the same step. With pipeline stages or parts, each of which needs one
+    ``DistributedOptimizer``, an overflow on one of them skips the step on all.
 
     Args:
         device: the device type of the gradients; by default "cuda" where there is a GPU, else "cpu".
@@ -87,8 +87,8 @@ class GradScaler(torch.amp.GradScaler):
             error = exception
             if not (self._enabled and optimizer.finds_overflow_alone):
                 raise
-        stages = current()
-        if not self._enabled or not (optimizer.finds_overflow_alone or stages.stages > 1):
+        grid = current()
+        if not self._enabled or not (optimizer.finds_overflow_alone or grid.model_parallel_size > 1):
             return
         # What was found must be exchanged. A rank without gradients has found nothing, and takes part all the same.
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -97,8 +97,8 @@ class GradScaler(torch.amp.GradScaler):
             members = optimizer.process_set
             raise_together(error, members, "hvd_ckpt.unscale")
             mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
-        if stages.stages > 1:
-            anywhere = torch.stack(stages.gather(anywhere)).amax(0)
+        if grid.model_parallel_size > 1:
+            anywhere = torch.stack(grid.gather(anywhere)).amax(0)
         found.setdefault(torch.device("cpu"), torch.zeros((), dtype=torch.float32))
         for value in found.values():
             value.fill_(anywhere.item())

@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
-from hvd_ckpt.torch_private import foreach_copy_
 from hvd_ckpt.utils.states import Count, Positive, State
+from hvd_ckpt.utils.torch_private import foreach_copy_
 
 GENERATOR_SEED_BYTES = 8
 _entered: list[Replica] = []  # the one whose context is entered

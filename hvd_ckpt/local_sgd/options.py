@@ -12,6 +12,7 @@ from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, check_moments
 from hvd_ckpt.local_sgd.weights import Outer
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
@@ -127,6 +128,11 @@ class LocalOptions:
             raise ValueError(
                 "optimizer is a DistributedOptimizer already; give LocalSGD the bare torch.optim optimizer, and within= the ranks "
                 "whose gradients are to be reduced in every step"
+            )
+        if current().tensor > 1:
+            raise ValueError(
+                f"LocalSGD cannot be used with tensor={current().tensor}, which splits layers; use DistributedOptimizer, or "
+                f"init(tensor=1)"
             )
         if is_elastic() and not self.elastic:
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.processes.grid import Grid
-from hvd_ckpt.sharding.clipping import SplitGradients, norm_dtype, owners_of, split_gradients
+from hvd_ckpt.sharding.clipping import SplitGradients, norm_dtype, owners_of, split_gradients, whole_norms
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 
@@ -49,8 +49,10 @@ def clip_over_stages(
         return _clip_sharded(split, grid, max_norm, norm_type, error_if_nonfinite)
     measured = torch.full((count,), -1.0, dtype=torch.float64)
     gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    for parameter, gradient in gradients.items():
-        measured[places[parameter]] = torch.linalg.vector_norm(gradient, norm_type).double()
+    norms_here = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients.values()]
+    if norms_here:
+        whole = whole_norms(torch.stack(norms_here), list(gradients), norm_type)
+        measured[[places[parameter] for parameter in gradients]] = whole.cpu()
     norms, dtype = _gathered(grid, measured, {gradient.dtype for gradient in gradients.values()})
     # A stage without a parameter has -1 in its place. Copies of a tied parameter have equal norms, one of which counts.
     chosen = norms.max(dim=0).values
@@ -78,7 +80,7 @@ def _clip_sharded(
 def _gathered(grid: Grid, measured: Tensor, dtypes: Collection[torch.dtype]) -> tuple[Tensor, torch.dtype]:
     """The measurements of each stage, one row for each, and the dtype of the total norm. Collective."""
     there = torch.tensor([dtype in dtypes for dtype in _DTYPES], dtype=torch.float64)
-    rows = torch.stack(grid.gather(torch.cat([measured, there])))
+    rows = torch.stack(grid.gather(torch.cat([measured, there]), parts=False))
     norms, marks = rows[:, : len(measured)], rows[:, len(measured) :]
     return norms, norm_dtype(dtype for dtype, mark in zip(_DTYPES, marks.any(dim=0)) if mark)
 

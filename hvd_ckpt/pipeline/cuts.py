@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
+from hvd_ckpt.utils.cuts import cut_of, mark
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def release_weights(blocks: Sequence[nn.Module], kept: Sequence[nn.Module]) -> N
                 if parameter is not None:
                     # setattr() also updates the list of weights that a recurrent module keeps.
                     freed = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                    if (cut := cut_of(parameter)) is not None:
+                        mark(freed, cut)
                     setattr(module, name, freed)
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -17,10 +17,10 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from hvd_ckpt.distributed.replicas import computing_replica
-from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.utils.frames import without_recomputation
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import CHECKPOINTS
+from hvd_ckpt.utils.torch_private import pytree
 
 T = TypeVar("T")
 

@@ -417,7 +417,7 @@ class Pipeline(nn.Module):
         ]
         settings = (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual)
         digests = [zlib.crc32(repr(part).encode()) for part in (settings, (facts, crossing))]
-        gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64))
+        gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64), parts=False)
         for stage, row in enumerate(gathered):
             for index, what in enumerate(("arguments", "model")):
                 if row[index] != gathered[0][index]:
@@ -427,7 +427,8 @@ class Pipeline(nn.Module):
                         f"checkpoint={self.checkpoint!r}"
                     )
         values = [float(digest(tie.parameter)) for tie in tied]
-        for tie, *copies in zip(tied, *self._grid.gather(torch.tensor(values, dtype=torch.float64))):
+        rows = self._grid.gather(torch.tensor(values, dtype=torch.float64), parts=False)
+        for tie, *copies in zip(tied, *rows):
             first, *others = tie.stages
             for stage in others:
                 if copies[stage] != copies[first]:

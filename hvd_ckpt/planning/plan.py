@@ -29,7 +29,9 @@ from hvd_ckpt.planning.policy import (
     expect_autocast,
     remove_policy,
 )
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute.calls import tensors_in
+from hvd_ckpt.utils.cuts import shape_of_first
 from hvd_ckpt.utils.schema import Strict, Wrong, dumps, parse_json, read_bytes, shown, write_text
 from hvd_ckpt.utils.text import one_line
 
@@ -421,8 +423,12 @@ def kind_of(members: Sequence[nn.Module]) -> str:
 
 
 def parameter_shapes(members: Sequence[nn.Module]) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the parameters of modules, in order."""
-    return tuple(tuple(parameter.shape) for member in members for parameter in member.parameters())
+    """Shapes of the parameters of modules, in order; of slices those of the first part, which may be a row longer."""
+    return tuple(
+        tuple(shape_of_first(parameter, current().tensor))
+        for member in members
+        for parameter in member.parameters()
+    )
 
 
 def sample_shapes(*values: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

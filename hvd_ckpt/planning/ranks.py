@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt.planning.budget import Budget, BudgetError, Given, parse_budget
-from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes import parts, watchdog
 from hvd_ckpt.processes.grid import current
 
 T = TypeVar("T")
@@ -24,13 +24,14 @@ def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) 
     Raises:
         ValueError, BudgetError: one rank raised it; raised on every rank.
     """
-    if not hvd.is_initialized() or hvd.size() * current().stages == 1:
+    if not hvd.is_initialized() or current().size == 1:
         return make(parse_budget(budget))
     limit = _smallest_of_all(budget, device)
     answer: T | Exception | None = None
-    if hvd.rank() == 0 and current().stage == 0:
+    if current().number == 0:
         try:
-            answer = make(limit)
+            with parts.alone():
+                answer = make(limit)
         except (BudgetError, ValueError) as error:
             answer = error if isinstance(error, BudgetError) else ValueError(str(error))
         except Exception as error:  # the other ranks wait for an answer

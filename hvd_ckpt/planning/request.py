@@ -125,7 +125,11 @@ def plan(
             key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options, **of_stages})
             return cached(cache, key, model, make, say)
 
-    return on_rank_0(find, budget, device)
+    try:
+        return on_rank_0(find, budget, device)
+    except KeyboardInterrupt:
+        # Without the frames of the model and the planner, which say nothing about the reason.
+        raise KeyboardInterrupt("interrupted while planning; no plan was made") from None
 
 
 def make_plan(

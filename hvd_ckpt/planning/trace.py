@@ -18,8 +18,8 @@ from hvd_ckpt.recompute.keeper import memory_of
 from hvd_ckpt.recompute.replay import Call, unpack
 from hvd_ckpt.recompute.saved import compress
 from hvd_ckpt.recompute.tape import Policy, Tape
-from hvd_ckpt.torch_private import DisableTorchFunction
 from hvd_ckpt.utils.measure import now
+from hvd_ckpt.utils.torch_private import DisableTorchFunction
 
 
 @dataclass

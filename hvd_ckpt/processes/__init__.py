@@ -3,9 +3,11 @@
 launchers     how a job was started: horovodrun, mpirun, Slurm, alone
 hosts         hosts as ranks name them
 rendezvous    the first exchange, before Horovod runs
-grid          stages and replicas: the place of each rank
+grid          stages, replicas and parts: the place of each rank
 links         messages between all processes of a grid, and how it is formed
+parts         sums and gathers among the parts of a replica
 runtime       init, shutdown and what Horovod needs set before it starts
+single_copy   messages within a host, where ranks cannot read each other's memory
 devices       the device of each process
 watchdog      ranks that die or stand still, named
 uncaught      an exception on one rank ends the job on all

@@ -1,15 +1,17 @@
-"""The grid of a job with pipeline stages: which stage and which replica this process is, and what stages tell each other.
+"""The grid of a job: which stage, replica and part this process is, and what stages and parts tell each other.
 
-A job of np processes runs ``stages`` times ``replicas`` of them; the process number is ``stage * replicas + replica``, so the
-replicas of a stage are close together. The replicas of each stage form a Horovod world of their own. Everything that talks to
-Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data-parallel job per stage, over MPI and over Gloo.
+A job of np processes runs ``stages`` times ``replicas`` times ``tensor`` of them. The process number is
+``(stage * replicas + replica) * tensor + part``, so the parts of a layer are next to each other and the replicas of a stage are
+close together. The replicas of each stage and part form a Horovod world of their own. Everything that talks to
+Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data-parallel job, over MPI and over Gloo.
 How the processes find and reach each other is in :mod:`.links`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +29,11 @@ FIRST_TAG = 2
 
 @dataclass
 class Grid:
-    """Stages and replicas of this job, and this process's place among them.
+    """Stages, replicas and parts of this job, and this process's place among them.
 
     Attributes:
-        stages, replicas: how many; np is their product.
-        stage, replica: this process's, from 0.
+        stages, replicas, tensor: how many stages, replicas of a stage and parts of a layer; np is their product.
+        stage, replica, part: this process's, from 0.
         local_rank, local_size: its number among the processes of all stages on this host, and how many these are.
         peers: where each process of the job runs, by process number.
         link: messages between all processes; None in a job of one process that no launcher has started.
@@ -43,6 +45,8 @@ class Grid:
     replica: int
     local_rank: int = 0
     local_size: int = 1
+    tensor: int = 1
+    part: int = 0
     peers: Sequence[Peer] = ()
     link: MpiLink | GlooLink | None = None
     horovod: dict[str, Any] = field(
@@ -52,35 +56,48 @@ class Grid:
     @property
     def size(self) -> int:
         """Number of processes in the job."""
-        return self.stages * self.replicas
+        return self.stages * self.replicas * self.tensor
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of processes that one replica of the model is spread over: its stages times their parts."""
+        return self.stages * self.tensor
 
     @property
     def number(self) -> int:
-        """This process's number in the job; ``rank()`` where there are no stages."""
+        """This process's number in the job; ``rank()`` where there are neither stages nor parts."""
         return self.process(self.stage)
 
-    def process(self, stage: int, replica: int | None = None) -> int:
-        """The process number of a stage, by default that of this process's replica."""
-        return stage * self.replicas + (self.replica if replica is None else replica)
+    def process(self, stage: int, replica: int | None = None, part: int | None = None) -> int:
+        """The process number of a stage, by default that of this process's replica and part."""
+        row = stage * self.replicas + (self.replica if replica is None else replica)
+        return row * self.tensor + (self.part if part is None else part)
 
     def name(self, process: int) -> str:
-        """A process in words: ``stage 1 (rank 3 on host node7)``."""
+        """A process in words: ``stage 1 (rank 3 on host node7)``, ``part 0 (rank 2)``, ``stage 1, part 0 (rank 6)``."""
         host = f" on host {self.peers[process].host}" if process < len(self.peers) else ""
-        return f"stage {process // self.replicas} (rank {process}{host})"
+        row, part = divmod(process, self.tensor)
+        words = [f"stage {row // self.replicas}"] if self.stages > 1 or self.tensor == 1 else []
+        words += [f"part {part}"] if self.tensor > 1 else []
+        return f"{', '.join(words)} (rank {process}{host})"
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """The values (float64, of one length on all stages) of every stage of this replica, in the order of the stages. Collective
-        over the stages of a replica.
+    def gather(self, values: Tensor, parts: bool = True) -> list[Tensor]:
+        """The values (float64, of one length everywhere) of every stage and part of this replica, ordered by stage, then part.
+        Collective over the stages and parts of a replica.
+
+        Args:
+            parts: False for the values of the stages of this part alone.
 
         Raises:
-            StageFailed: another stage has ended by an error.
+            StageFailed: another stage or part has ended by an error.
         """
-        rows = [values if stage == self.stage else torch.empty_like(values) for stage in range(self.stages)]
+        chosen = range(self.tensor) if parts else [self.part]
+        others = [self.process(stage, part=part) for stage in range(self.stages) for part in chosen]
+        rows = [values if other == self.number else torch.empty_like(values) for other in others]
         requests = []
-        for stage, row in enumerate(rows):
-            if stage != self.stage:
+        for other, row in zip(others, rows):
+            if other != self.number:
                 assert self.link is not None
-                other = self.process(stage)
                 memory = values.contiguous().view(torch.uint8)
                 requests += [
                     (one, other) for one in self.link.receive(row.view(torch.uint8), other, GATHER_TAG)
@@ -92,14 +109,14 @@ class Grid:
         return rows
 
     def on_any_stage(self, happened: bool) -> bool:
-        """Whether something has happened on some stage of this replica. Collective over the stages of a replica."""
-        if self.stages == 1:
+        """Whether something has happened on some stage or part of this replica. Collective over these."""
+        if self.model_parallel_size == 1:
             return happened
         own = torch.tensor([float(happened)], dtype=torch.float64)
         return any(bool(stage) for stage in self.gather(own))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A picklable value of every stage of this replica, in the order of the stages. Collective over the stages of a replica."""
+        """A picklable value of every stage and part of this replica, ordered by stage, then part. Collective over these."""
         content = pickle.dumps(value)
         sizes = [int(size) for size in self.gather(torch.tensor([len(content)], dtype=torch.float64))]
         padded = torch.zeros(-(-max(sizes) // 8), dtype=torch.float64)  # whose bytes are the content
@@ -109,15 +126,29 @@ class Grid:
 
 
 _grid: Grid | None = None
+_pretended: Grid | None = None
 
 
 def current() -> Grid:
     """The grid of this job: that of ``hvd_ckpt.init(stages=...)``, or one stage with all ranks of Horovod."""
+    if _pretended is not None:
+        return _pretended
     if not hvd.is_initialized():  # or not any more
         return Grid(1, 1, 0, 0)
     return _grid or Grid(
         1, hvd.size(), 0, hvd.rank(), local_rank=hvd.local_rank(), local_size=hvd.local_size()
     )
+
+
+@contextlib.contextmanager
+def pretending(grid: Grid) -> Iterator[None]:
+    """Inside, :func:`current` is this grid, of which no other process exists."""
+    global _pretended
+    before, _pretended = _pretended, grid
+    try:
+        yield
+    finally:
+        _pretended = before
 
 
 def stage() -> int:
@@ -128,6 +159,16 @@ def stage() -> int:
 def stages() -> int:
     """The number of pipeline stages, as given to ``init(stages=...)``; ``size()`` is the number of replicas of each."""
     return current().stages
+
+
+def tensor_rank() -> int:
+    """The part of each split layer that this process holds, from 0. 0 in a job without tensor parallelism."""
+    return current().part
+
+
+def tensor_size() -> int:
+    """The number of parts of a split layer, as given to ``init(tensor=...)``."""
+    return current().tensor
 
 
 def set_current(grid: Grid | None) -> None:

@@ -151,26 +151,28 @@ def noticing_ends(who: str) -> Iterator[None]:
         raise StageFailed(f"{who} has ended or gone ({reason[:200]})") from None
 
 
-def enter(stages: Any, mpi: Callable[[], Any] | None) -> Grid:
+def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
     """Finds this process's place, and links all processes; before Horovod starts. Collective.
 
     Args:
-        stages: how many, 2 or more.
+        stages, tensor: how many stages, and parts of a layer.
         mpi: imports mpi4py's ``MPI``; None in a job over Gloo.
 
     Raises:
-        ValueError: ``stages`` is not a number of stages that divides np; on every process.
+        ValueError: ``stages`` or ``tensor`` is not a number from 1, or their product does not divide np; on every process.
         RuntimeError: the job is elastic, or MPI lets only one thread call it.
     """
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
         raise ValueError(f"init(): stages must be a number of pipeline stages from 1, got {stages!r}")
+    if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
+        raise ValueError(f"init(): tensor must be a number of parts of a layer from 1, got {tensor!r}")
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise RuntimeError(
-            f"init(): stages={stages} cannot be used in an elastic job; start it with a fixed -np"
+            f"init(): {_asked(stages, tensor)} cannot be used in an elastic job; start it with a fixed -np"
         )
-    grid = _over_mpi(stages, mpi()) if mpi is not None else _over_gloo(stages)
+    grid = _over_mpi(stages, tensor, mpi()) if mpi is not None else _over_gloo(stages, tensor)
     set_current(grid)
-    watchdog.introduce(grid.peers, grid.process(grid.stage))
+    watchdog.introduce(grid.peers, grid.number)
     return grid
 
 
@@ -189,37 +191,45 @@ def starting(grid: Grid) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _place(stages: int, process: int, processes: int) -> Grid:
-    if processes % stages:
+def _asked(stages: int, tensor: int) -> str:
+    given = {"stages": stages, "tensor": tensor}
+    return ", ".join(f"{name}={number}" for name, number in given.items() if number != 1)
+
+
+def _place(stages: int, tensor: int, process: int, processes: int) -> Grid:
+    each = stages * tensor
+    if processes % each:
+        names = " times ".join(name for name, n in (("stages", stages), ("tensor", tensor)) if n > 1)
         raise ValueError(
-            f"init(): stages={stages} does not divide the number of processes, {processes}; start stages times replicas of them, "
-            f"such as -np {max(1, round(processes / stages)) * stages}"
+            f"init(): {_asked(stages, tensor)} does not divide the number of processes, {processes}; start {names} times replicas "
+            f"of them, such as -np {max(1, round(processes / each)) * each}"
         )
-    replicas = processes // stages
-    return Grid(stages, replicas, *divmod(process, replicas))
+    replicas = processes // each
+    row, part = divmod(process, tensor)
+    return Grid(stages, replicas, *divmod(row, replicas), tensor=tensor, part=part)
 
 
 # ------------------------------------------------------------------------------------------------------------ MPI
 
 
-def _over_mpi(stages: int, mpi: Any) -> Grid:
+def _over_mpi(stages: int, tensor: int, mpi: Any) -> Grid:
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi)  # before Horovod registers its own end, so that it runs after that
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise RuntimeError(
-            f"init(): stages={stages} need an MPI that Horovod's thread and this one may call at the same time, with "
+            f"init(): {_asked(stages, tensor)} needs an MPI that Horovod's thread and this one may call at the same time, with "
             f"MPI_THREAD_MULTIPLE (level {mpi.THREAD_MULTIPLE}), and this one gives level {mpi.Query_thread()}: initialize it "
             f"with that, use an Open MPI that has it, or run over Gloo (`horovodrun --gloo`)"
         )
     world = mpi.COMM_WORLD.Dup()
-    grid = _place(stages, world.Get_rank(), world.Get_size())
+    grid = _place(stages, tensor, world.Get_rank(), world.Get_size())
     near = world.Split_type(mpi.COMM_TYPE_SHARED)
     grid.local_rank, grid.local_size = near.Get_rank(), near.Get_size()
     near.Free()
     grid.peers = world.allgather(Peer.here(world.Get_rank()))
     grid.link = MpiLink(world, grid.name)
-    grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage, grid.replica)}
+    grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage * tensor + grid.part, grid.replica)}
     return grid
 
 
@@ -258,11 +268,11 @@ class _Board:
         return own_address(self.address)
 
 
-def _over_gloo(stages: int) -> Grid:
+def _over_gloo(stages: int, tensor: int) -> Grid:
     if GLOO_ADDRESS not in os.environ:
-        return _place(stages, 0, 1)
+        return _place(stages, tensor, 0, 1)
     process, processes = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
-    grid = _place(stages, process, processes)
+    grid = _place(stages, tensor, process, processes)
     grid.local_rank, grid.local_size = (
         whole_in("HOROVOD_LOCAL_RANK") or 0,
         whole_in("HOROVOD_LOCAL_SIZE") or 1,
@@ -271,14 +281,14 @@ def _over_gloo(stages: int) -> Grid:
     board.put(f"rank {process}", (Peer.here(process), board.own_address()))
     everyone = [board.get(f"rank {other}") for other in range(processes)]
     grid.peers = [peer for peer, _ in everyone]
-    grid.horovod = {"environment": _stage_environment(grid, board)}
+    grid.horovod = {"environment": _world_environment(grid, board)}
     grid.link = GlooLink(_group(board, process, processes), grid.name)
     return grid
 
 
-def _stage_environment(grid: Grid, board: _Board) -> dict[str, str]:
-    """What a launcher would tell this process if the replicas of its stage were the whole job."""
-    key = f"the rendezvous server of stage {grid.stage}"
+def _world_environment(grid: Grid, board: _Board) -> dict[str, str]:
+    """What a launcher would tell this process if the replicas of its stage and part were the whole job."""
+    key = f"the rendezvous server of stage {grid.stage}, part {grid.part}"
     if grid.replica == 0:
         server = RendezvousServer()  # a daemon thread, which ends with the process
         board.put(key, (board.own_address(), server.start()))

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_ckpt.processes import single_copy
+
 OPERATIONS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
 
 
@@ -84,12 +86,14 @@ def find_launcher() -> list[str] | None:
 def launcher_environment() -> dict[str, str]:
     """This process's environment, in which a launcher finds the programs of this Python environment first, ``mpirun`` too.
 
-    Open MPI 4 wants to find ``ssh`` even where all ranks run on this machine. Where it is missing, a setting lets it do without.
+    Open MPI 4 wants to find ``ssh`` even where all ranks run on this machine. Where it is missing, a setting lets it do without. So
+    does another (:mod:`.single_copy`) where ranks cannot read each other's memory.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": path}
     if not any(shutil.which(name, path=path) for name in ("ssh", "rsh")):
         environment.setdefault("OMPI_MCA_plm_rsh_agent", "")
+    single_copy.set_default(environment)
     return environment
 
 

@@ -13,10 +13,11 @@ Importing this module loads ``horovod.torch`` but neither initializes MPI nor im
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import grid, links, rendezvous, uncaught, watchdog
+from hvd_ckpt.processes import grid, links, rendezvous, single_copy, uncaught, watchdog
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -38,7 +39,8 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 MPI_PREFIX_VARIABLE = "OPAL_PREFIX"
 CYCLE_VARIABLE = "HOROVOD_CYCLE_TIME"
 MPI_YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
-LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+MPI_LOCAL_SIZE_VARIABLE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", MPI_LOCAL_SIZE_VARIABLE, "MPI_LOCALNRANKS")
 
 CYCLE_MILLISECONDS = 5  # per rank on a CPU; see init()
 RESTARTS_SYMBOL = "horovod_restarts_with_fixed_parameters"  # see hvd_ckpt/app/install/recipe.py
@@ -58,7 +60,9 @@ class _State:
 _state = _State()
 
 
-def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwargs: Any) -> None:
+def init(
+    *args: Any, stall_timeout: float | None = None, stages: int = 1, tensor: int = 1, **kwargs: Any
+) -> None:
     """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
 
     Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
@@ -75,6 +79,8 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
       ``OMPI_MCA_mpi_yield_when_idle=1``, so that Open MPI gives its CPU away while it waits. A collective of your own that is
       waited for takes up to that many milliseconds longer. The cycle time is left alone with Horovod's autotuning, and over Gloo
       with a Horovod that `hvd-ckpt build-horovod` has not built: it cannot start twice with both variables set.
+    * ``OMPI_MCA_btl_vader_single_copy_mechanism=none``, where ranks over Open MPI cannot read each other's memory, as in most
+      containers: Open MPI would say so at every large message.
     * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
       started looks for Open MPI's helpers in the folder where the library was compiled.
 
@@ -100,6 +106,9 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
             replicas of each stage: process ``stage * replicas + replica``. The replicas of a stage are a Horovod world of their
             own, so that ``rank()``, ``size()`` and every collective are what a data-parallel loop expects: the replica, the
             number of replicas, and an operation among them. :func:`stage` and :func:`stages` tell the rest.
+        tensor: parts of each split layer, for :func:`hvd_ckpt.tensor_parallel`. Process
+            ``(stage * replicas + replica) * tensor + part`` holds one; Horovod's world is then the replicas of one stage and part,
+            and :func:`tensor_rank` and :func:`tensor_size` tell part and number of parts.
 
     Horovod 0.28.1 has limits of its own (measured). Over Gloo a peer that is stopped or cut off raises ``HorovodInternalError``
     after ``HOROVOD_GLOO_TIMEOUT_SECONDS`` (30), from which an elastic job recovers: choose a longer ``stall_timeout`` there. A rank
@@ -110,7 +119,7 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     Raises:
         ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is not a
             number above zero, or an environment variable that must be a number is not; or the ranks of ``torchrun`` or ``srun`` do
-            not meet; or ``stages`` does not divide the number
+            not meet; or ``stages`` times ``tensor`` does not divide the number
             of processes, or differs from what Horovod was started with, or is given with ``comm``.
         RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
             elastic job later, with both variables set, and cannot.
@@ -120,10 +129,14 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     if stall_timeout is not None:
         watchdog.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
-        if stages not in (1, grid.stages()):
-            raise ValueError(
-                f"init(): Horovod runs with stages={grid.stages()} already, so it cannot have {stages}"
-            )
+        for name, asked, running in (
+            ("stages", stages, grid.stages()),
+            ("tensor", tensor, grid.tensor_size()),
+        ):
+            if asked not in (1, running):
+                raise ValueError(
+                    f"init(): Horovod runs with {name}={running} already, so it cannot have {asked}"
+                )
         _watch(stall_timeout)
         return
     if _state.started_over_mpi and not hvd.is_initialized() and _mpi_is_finalized():
@@ -137,14 +150,16 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
     _set_fusion_default()
     os.environ.setdefault(NVLS_VARIABLE, "0")
     _set_crowded_defaults()
+    if MPI_LOCAL_SIZE_VARIABLE in os.environ and _launched_local_size() > 1:
+        single_copy.set_default(os.environ)
     _check_restart()
     _set_mpi_prefix()
     _watch(stall_timeout)
-    if stages == 1:
+    if stages == tensor == 1:
         grid.set_current(None)
         hvd.init(*args, **kwargs)
     else:
-        kwargs = _init_stages(stages, *args, **kwargs)
+        kwargs = _init_grid(stages, tensor, *args, **kwargs)
     _state.started = True
     _state.started_over_mpi = _state.started_over_mpi or hvd.mpi_enabled()
     comm = args[0] if args else kwargs.get("comm")
@@ -161,13 +176,14 @@ def init(*args: Any, stall_timeout: float | None = None, stages: int = 1, **kwar
         )
 
 
-def _init_stages(stages: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Starts Horovod as one world per pipeline stage; returns its keyword arguments."""
+def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Starts Horovod as one world per pipeline stage and part; returns its keyword arguments."""
     if args or kwargs.get("comm") is not None:
         raise ValueError(
-            f"init(): stages={stages} makes the communicator of each stage itself; leave comm out"
+            f"init(): {'stages' if stages != 1 else 'tensor'}={stages if stages != 1 else tensor} makes the communicators of its "
+            f"replicas itself; leave comm out"
         )
-    own = links.enter(stages, _import_mpi if _starts_over_mpi() else None)
+    own = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
     if "comm" in own.horovod:
         kwargs["comm"] = own.horovod["comm"]
     with links.starting(own):
@@ -291,9 +307,9 @@ def controller() -> str:
     """The controller of this job: ``"mpi"`` or ``"gloo"``.
 
     Raises:
-        RuntimeError: Horovod is not initialized.
+        ValueError: Horovod is not initialized.
     """
-    _require_initialized("controller")
+    require_initialized("controller()")
     return "mpi" if hvd.mpi_enabled() else "gloo"
 
 
@@ -305,9 +321,10 @@ def mpi_communicator() -> MPI.Comm:
     Horovod talks over a duplicate of its own, so messages sent here never mix with its messages.
 
     Raises:
-        RuntimeError: Horovod is not initialized or runs over Gloo, or mpi4py is missing or uses another MPI.
+        ValueError: Horovod is not initialized.
+        RuntimeError: this job runs over Gloo, or mpi4py is missing or uses another MPI.
     """
-    _require_initialized("mpi_communicator")
+    require_initialized("mpi_communicator()")
     if controller() != "mpi":
         raise RuntimeError(
             "mpi_communicator(): this job runs over Gloo and has no MPI communicator; "
@@ -348,9 +365,27 @@ def _import_mpi() -> Any:
     return MPI
 
 
-def _require_initialized(name: str) -> None:
+def require_initialized(call: str) -> None:
+    """Raises the error of ``call`` if Horovod does not run: a ``ValueError``, as Horovod's own, that names the ``init`` to call."""
     if not hvd.is_initialized():
-        raise RuntimeError(f"{name}(): Horovod is not initialized; call hvd_ckpt.init() first.")
+        raise ValueError(f"{call}: Horovod is not initialized; call hc.init() first (import hvd_ckpt as hc)")
+
+
+def _fact(name: str) -> Callable[[], int]:
+    function = getattr(hvd, name)
+
+    @functools.wraps(function)
+    def fact() -> int:
+        require_initialized(f"{name}()")
+        return int(function())
+
+    return fact
+
+
+rank, size, local_rank, local_size, cross_rank, cross_size = map(
+    _fact, ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+)
+"""Horovod's functions, whose error names the ``init`` of this library. They are asked first in most scripts."""
 
 
 def horovod_build() -> dict[str, str | bool]:

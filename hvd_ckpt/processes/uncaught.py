@@ -1,7 +1,8 @@
 """Uncaught errors of a script that runs as ranks: one traceback per error and host, and one line from each other rank.
 
 :func:`install` replaces Python's own ``sys.excepthook``, never another one. Ranks that end with an error that a rank on this host
-is showing already, and those that only notice that another rank has gone, say so in one line; everything else is shown in full.
+is showing already, and those that only notice that another rank has gone, say so in one line; so does a Ctrl-C that names what
+it interrupted. Everything else is shown in full.
 Ranks find each other without waiting: the first one binds a socket whose name is made of the job and the text of the traceback,
 which others cannot bind as long as that rank lives. Exit status and everything that runs at exit are Python's own.
 """
@@ -35,19 +36,26 @@ _held: list[socket.socket] = []
 
 
 def install() -> None:
-    """Shows uncaught errors by :func:`show` from now on, unless something else than Python shows them or no launcher is there."""
+    """Shows uncaught errors by :func:`show` from now on, unless something else than Python shows them."""
     interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
-    if sys.excepthook == sys.__excepthook__ and launched_rank() is not None and not interactive:
+    if sys.excepthook == sys.__excepthook__ and not interactive:
         sys.excepthook = _show
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    show(error)
+    if launched_rank() is None and not _says_what_it_interrupted(error):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        show(error)
+
+
+def _says_what_it_interrupted(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) and bool(error.args)  # Python's own has no text
 
 
 def show(error: BaseException) -> None:
-    """Shows an error that ends this process: its traceback, or one line where another rank explains it."""
-    line = ""
+    """Shows an error that ends this process: its traceback, or one line where another rank or the error itself explains it."""
+    line = f"{_who()}: {error}" if _says_what_it_interrupted(error) else ""
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):  # a doubt is resolved by showing everything
             line = _line_for(error, error.__traceback__)

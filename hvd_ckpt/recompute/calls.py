@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvd_ckpt.torch_private import OpOverload, OpOverloadPacket
+from hvd_ckpt.utils.torch_private import OpOverload, OpOverloadPacket
 
 _STATISTICS = {
     functional.batch_norm: 1,

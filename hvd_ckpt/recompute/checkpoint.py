@@ -22,10 +22,11 @@ from torch.utils.checkpoint import (
 )
 
 from hvd_ckpt.recompute.containers import Arguments, flatten
+from hvd_ckpt.recompute.partition import partitioned
 from hvd_ckpt.recompute.region import Reach, Region, reach
 from hvd_ckpt.recompute.transforms import refuse_transforms
-from hvd_ckpt.torch_private import disable_dynamo
 from hvd_ckpt.utils.frames import keeps_everything
+from hvd_ckpt.utils.torch_private import disable_dynamo
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -40,6 +41,7 @@ class Options:
     determinism_check: str = "default"
     debug: bool = False
     early_stop: bool = True
+    partition: bool = False
 
     def __post_init__(self) -> None:
         if self.use_reentrant not in (None, True, False):
@@ -59,6 +61,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    partition: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Runs ``function(*args, **kwargs)`` and keeps its arguments instead of its activations.
@@ -81,6 +84,8 @@ def checkpoint(
         use_reentrant: False for the non-reentrant variant, which stops recomputing when the last needed tensor is there and works
             with :func:`torch.autograd.grad`. True for the reentrant variant, which does not. None means False, without a warning
             (in PyTorch it means True, with a warning).
+        partition: whether each part of a job with tensor parallelism keeps 1 / t of each argument that requires grad, and the
+            backward pass gathers them (partitioned activations of ZeRO-R). For arguments that all parts have alike.
         preserve_rng_state: whether to recompute with the random state of the first pass, on the CPU and on every device of the
             arguments.
         context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.
@@ -95,7 +100,9 @@ def checkpoint(
         RuntimeError (in the backward pass of the reentrant variant): an argument requires gradients, but no result of
             ``function`` does.
     """
-    options = Options(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    options = Options(
+        use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, partition
+    )
     return run_checkpointed(function, args, kwargs, options)
 
 
@@ -112,6 +119,13 @@ def run_checkpointed(
     if not torch.is_grad_enabled() or keeps_everything():
         return function(*args, **kwargs)
     refuse_transforms(function, args, kwargs)
+    with partitioned() if options.partition else nullcontext():
+        return _run(function, args, kwargs, options)
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     reached = reach(function, args, kwargs)
     run = _FlatRun(function, reached, args, kwargs, options)
     if options.use_reentrant:

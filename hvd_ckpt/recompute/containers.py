@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.torch_private import pytree
+from hvd_ckpt.utils.torch_private import pytree
 
 
 class Structure:

@@ -50,7 +50,8 @@ def chunked_cross_entropy(
 
     Args:
         head: the linear layer, an embedding whose weight is tied to it, or its weight (vocabulary, width). Its parameters may be
-            tied or frozen. Each gradient accumulates once per backward pass. Hooks of the module do not run.
+            tied or frozen. Each gradient accumulates once per backward pass. Hooks of the module do not run. Of a vocabulary
+            parallel head (:func:`hvd_ckpt.tensor_parallel`), each part computes the scores of its own tokens. Collective then.
         hidden: hidden states, (..., width).
         targets: class numbers, (...).
         chunks: number of chunks. At most the logits of ``ceil(rows / chunks)`` rows are in memory at a time, where ``rows``
@@ -74,7 +75,13 @@ def chunked_cross_entropy(
         ValueError: shapes do not fit, or an option has an invalid value.
         RuntimeError: the backward pass runs with ``create_graph=True``.
     """
-    if isinstance(head, nn.Module) and type(head).forward not in (nn.Linear.forward, nn.Embedding.forward):
+    slice_of: Any = getattr(type(head), "vocabulary", None)
+    vocabulary = None if slice_of is None else slice_of(head)
+    if (
+        isinstance(head, nn.Module)
+        and vocabulary is None
+        and type(head).forward not in (nn.Linear.forward, nn.Embedding.forward)
+    ):
         raise TypeError(
             f"head must be an nn.Linear, an nn.Embedding or a weight, got {type(head).__name__}: give its last linear layer, and "
             "apply what comes before to hidden"
@@ -88,12 +95,14 @@ def chunked_cross_entropy(
     device = hidden.device.type
     mixed = torch.is_autocast_enabled(device)
     product = torch.get_autocast_dtype(device) if mixed else hidden.dtype
+    if vocabulary is not None:
+        hidden = vocabulary.entering(hidden)
     return cross_entropy_of(
         Product(hidden, weight, bias, product),
         targets,
         chunks,
         torch.float32 if mixed else product,
-        LossOptions(ignore_index, reduction, label_smoothing, token_weights),
+        LossOptions(ignore_index, reduction, label_smoothing, token_weights, vocabulary),
     )
 
 
@@ -113,12 +122,16 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of the loss: the keyword arguments of :func:`chunked_cross_entropy`."""
+    """Options of the loss: the keyword arguments of :func:`chunked_cross_entropy`.
+
+    ``vocabulary``: of a weight that is a slice of the whole one, its :class:`hvd_ckpt.tensor.head.SplitVocabulary`.
+    """
 
     ignore_index: int = -100
     reduction: str = "mean"
     label_smoothing: float = 0.0
     token_weights: Tensor | None = None
+    vocabulary: Any = None
 
 
 def cross_entropy_of(
@@ -151,7 +164,13 @@ def cross_entropy_of(
         and not (is_checkpointing() or is_recomputing())
     )
     how = _ChunkOptions(
-        rows_of_chunk, product.dtype, dtype, options.label_smoothing, reduction != "none", early
+        rows_of_chunk,
+        product.dtype,
+        dtype,
+        options.label_smoothing,
+        reduction != "none",
+        early,
+        options.vocabulary,
     )
     loss: Tensor = _CrossEntropy.apply(hidden, product.weight, product.bias, targets, weights, how)  # type: ignore[no-untyped-call]
     if reduction != "none":
@@ -188,6 +207,7 @@ class _ChunkOptions(NamedTuple):
         smoothing: label smoothing.
         reduced: whether the result is the weighted sum of the losses.
         early: whether gradients are computed in the forward pass.
+        vocabulary: the slice of it that the weight has; None for all.
     """
 
     rows: int
@@ -196,6 +216,7 @@ class _ChunkOptions(NamedTuple):
     smoothing: float
     reduced: bool
     early: bool
+    vocabulary: Any
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -255,7 +276,8 @@ def _chunk_by_chunk(
     #     slope  = f * (p - s / c), and at the target less f * (1 - s): the gradient of f * loss by the logits
     #
     # Summed over rows, the gradients are slope @ weight by hidden, slope.T @ hidden by weight, and slope by bias.
-    classes = len(weight)
+    vocabulary = options.vocabulary
+    classes = len(weight) if vocabulary is None else vocabulary.size
     losses = torch.empty(len(targets), dtype=options.softmax, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     # Sums over the chunks, at least in float32. They are allocated once the logits of the first chunk have become its slope.
@@ -269,18 +291,28 @@ def _chunk_by_chunk(
             rows = slice(start, start + options.rows)
             inputs, target, factor = hidden[rows], targets[rows, None], factors[rows, None]
             logits = product.rows(inputs).to(options.softmax)
-            scores = functional.log_softmax(logits, -1)
+            if vocabulary is None:
+                scores = functional.log_softmax(logits, -1)
+                of_target, mean = (
+                    scores.gather(1, target),
+                    scores.mean(1, keepdim=True) if options.smoothing else None,
+                )
+                hit = factor
+            else:
+                scores, of_target, mean = vocabulary.log_softmax(logits, target)
+                target, here = vocabulary.local(target)
+                hit = factor * here
             del logits
-            loss = -scores.gather(1, target)
-            if options.smoothing:
-                loss = (1 - options.smoothing) * loss - options.smoothing * scores.mean(1, keepdim=True)
+            loss = -of_target
+            if mean is not None and options.smoothing:
+                loss = (1 - options.smoothing) * loss - options.smoothing * mean
             losses[rows] = loss[:, 0]
             if not any(wanted):
                 continue
             slope = scores.exp_()  # derivative of the loss by the logits, in the memory of the scores
             if options.smoothing:
                 slope.sub_(options.smoothing / classes)
-            slope.mul_(factor).scatter_add_(1, target, (options.smoothing - 1) * factor)
+            slope.mul_(factor).scatter_add_(1, target, (options.smoothing - 1) * hit)
             slope = slope.to(options.product)
             if of_hidden is not None:
                 of_hidden[rows] = slope @ cast

@@ -19,14 +19,14 @@ from torch.nn import functional
 
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.cross_entropy import REDUCTIONS, LossOptions, Product, cross_entropy_of
-from hvd_ckpt.torch_private import (
+from hvd_ckpt.utils.frames import is_checkpointing, is_recomputing
+from hvd_ckpt.utils.torch_private import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
     disable_dynamo,
     identity_of,
     untraceable,
 )
-from hvd_ckpt.utils.frames import is_checkpointing, is_recomputing
 from hvd_ckpt.utils.unmaterialized import is_split
 
 _FACTS = {
@@ -150,6 +150,7 @@ def defer(
         or is_checkpointing()
         or is_recomputing()
         or current_graph_task_id() != -1
+        or hasattr(type(head), "vocabulary")  # of which this is only a part
     ):
         return forward(head, *args, **kwargs)
     device = hidden.device.type

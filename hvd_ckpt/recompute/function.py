@@ -19,8 +19,8 @@ from hvd_ckpt.recompute.calls import separate_tensors
 from hvd_ckpt.recompute.containers import flatten
 from hvd_ckpt.recompute.keeper import RandomState, changed_in_place, version_of
 from hvd_ckpt.recompute.region import Region, reach
-from hvd_ckpt.torch_private import get_autocast_kwargs, infer_device_type
 from hvd_ckpt.utils.frames import keeps_everything
+from hvd_ckpt.utils.torch_private import get_autocast_kwargs, infer_device_type
 
 
 class CheckpointFunction(torch.autograd.Function):

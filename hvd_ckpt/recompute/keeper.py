@@ -17,7 +17,11 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hvd_ckpt.recompute.host import HostTensors, may_leave
 from hvd_ckpt.recompute.saved import Compressed, compress
-from hvd_ckpt.torch_private import DisableTorchFunction, infer_device_type, top_saved_tensors_default_hooks
+from hvd_ckpt.utils.torch_private import (
+    DisableTorchFunction,
+    infer_device_type,
+    top_saved_tensors_default_hooks,
+)
 from hvd_ckpt.utils.unmaterialized import present
 
 

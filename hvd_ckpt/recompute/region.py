@@ -31,9 +31,9 @@ from hvd_ckpt.recompute.verify import (
 )
 from hvd_ckpt.recompute.watch import Watch
 from hvd_ckpt.recompute.written import GENERATORS
-from hvd_ckpt.torch_private import StopRecomputationError, top_saved_tensors_default_hooks
 from hvd_ckpt.utils.frames import Frame, aside
 from hvd_ckpt.utils.spans import span
+from hvd_ckpt.utils.torch_private import StopRecomputationError, top_saved_tensors_default_hooks
 
 # Limit of the functions and containers between the callable and a module: enough for a lambda around a partial of a bound method
 # over a list of modules. Containers longer than the second limit hold data and not layers.

@@ -24,8 +24,8 @@ from torch.nn.attention import sdpa_kernel
 
 from hvd_ckpt.recompute.keeper import attention_kernels, default_dtype
 from hvd_ckpt.recompute.written import Namespace, Written, namespaces_of
-from hvd_ckpt.torch_private import DisableTorchFunction
 from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.torch_private import DisableTorchFunction
 
 
 class ForwardState:

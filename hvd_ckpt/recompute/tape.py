@@ -43,9 +43,9 @@ from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, S
 from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.recompute.verify import Verification, begin_pass, observe, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
-from hvd_ckpt.torch_private import disable_dynamo, function_mode_stack, in_functorch
 from hvd_ckpt.utils.frames import depth, keeps_everything
 from hvd_ckpt.utils.measure import is_undisturbed
+from hvd_ckpt.utils.torch_private import disable_dynamo, function_mode_stack, in_functorch
 
 _TAG = "_hvd_ckpt_dropped"
 _MADE = "_hvd_ckpt_made"

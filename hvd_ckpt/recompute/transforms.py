@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from hvd_ckpt.recompute.region import reach
-from hvd_ckpt.torch_private import dual_level, in_functorch
+from hvd_ckpt.utils.torch_private import dual_level, in_functorch
 
 
 def is_transformed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

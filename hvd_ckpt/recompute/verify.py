@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from hvd_ckpt.recompute.keeper import in_layout
-from hvd_ckpt.torch_private import current_graph_task_id, execution_engine, identity_of
 from hvd_ckpt.utils.backward_errors import hand_over
 from hvd_ckpt.utils.fingerprint import distinct, fingerprints
 from hvd_ckpt.utils.frames import aside
 from hvd_ckpt.utils.text import read_when
+from hvd_ckpt.utils.torch_private import current_graph_task_id, execution_engine, identity_of
 from hvd_ckpt.utils.unmaterialized import absent_storages, is_absent
 
 VARIABLE = "HVD_CKPT_VERIFY_RECOMPUTATION"

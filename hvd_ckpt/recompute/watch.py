@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hvd_ckpt.recompute.keeper import bytes_of
 from hvd_ckpt.recompute.verify import running_module, sample
-from hvd_ckpt.torch_private import disable_dynamo, sequence_number
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.torch_private import disable_dynamo, sequence_number
 
 # Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm). So a tensor is
 # handed on only when this many more have been saved.

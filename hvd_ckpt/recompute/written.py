@@ -28,8 +28,8 @@ from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.batchnorm.deferred import STATISTICS, statistics_version
 from hvd_ckpt.recompute.keeper import bytes_of, version_of
-from hvd_ckpt.torch_private import unsafe_preserve_version_counter
 from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.torch_private import unsafe_preserve_version_counter
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

@@ -27,6 +27,7 @@ from horovod.torch.mpi_ops import Sum, global_process_set
 
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.hosts import ranks_text
+from hvd_ckpt.processes.runtime import require_initialized
 
 MESSAGE = "hvd_ckpt.objects"
 
@@ -115,8 +116,10 @@ def allgather_objects(value: Any, process_set: Any, name: str, message: str = ME
 
     Raises:
         Exception: the value of a rank cannot be pickled; on every rank.
+        ValueError: Horovod is not initialized.
         RuntimeError: the ranks are in different calls; on every rank.
     """
+    require_initialized(name)
     payload, error = _pickled((name, value))
     sizes = torch.zeros(process_set.size(), dtype=torch.int64)
     sizes[process_set.rank()] = payload.numel()
@@ -141,7 +144,9 @@ def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
 
     Raises:
         Exception: the value of that rank cannot be pickled; on every rank.
+        ValueError: Horovod is not initialized.
     """
+    require_initialized(name)
     is_root = mpi_ops.rank() == root
     payload, error = _pickled(value if is_root else None)
     size, present = _sum(
@@ -245,22 +250,29 @@ def meet_after_join(device: int, error: Exception | None) -> int:
 
 
 def of_all_processes(value: Any, name: str) -> list[Any]:
-    """A picklable value of each process of the job, of all pipeline stages, in the order of their numbers. Collective.
+    """A picklable value of each process of the job, of all pipeline stages and parts, in the order of their numbers. Collective.
 
     Where Horovod does not run, this process is the only one.
     """
     if not mpi_ops.is_initialized():
         return [value]
     replicas = allgather_objects(value, mpi_ops.global_process_set, name)
-    if current().stages == 1:
+    grid = current()
+    if grid.model_parallel_size == 1:
         return replicas
-    return [one for stage in current().gather_objects(replicas) for one in stage]
+    worlds = grid.gather_objects(replicas)
+    return [
+        worlds[stage * grid.tensor + part][replica]
+        for stage in range(grid.stages)
+        for replica in range(grid.replicas)
+        for part in range(grid.tensor)
+    ]
 
 
 def of_first_process(value: Any, name: str) -> Any:
-    """The first process's value, on all processes of all pipeline stages. Collective."""
+    """The first process's value, on all processes of all pipeline stages and parts. Collective."""
     first = broadcast_from(value, 0, mpi_ops.global_process_set, name)
-    return first if current().stages == 1 else current().gather_objects(first)[0]
+    return first if current().model_parallel_size == 1 else current().gather_objects(first)[0]
 
 
 @contextmanager

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.accumulation import moved
 from hvd_ckpt.reduction.state import ReducerState
-from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
+from hvd_ckpt.utils.cuts import is_uneven, shape_of_first
+from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
 
 # Flat gradient buckets: how gradients are laid out in memory to be reduced together.
 #
@@ -244,23 +247,28 @@ def lay_out(
         Buckets in launch order. Without ``groups`` the last one is small (about 1 MiB): it cannot leave before the backward
         pass is over, so the less it holds the more can leave early.
     """
+    # The parts of tensor parallelism must lay out alike what each has whole: an allreduce of three ranks or more adds up elements
+    # in an order that depends on their place, and the sums of the parts would differ in their last bits.
+    parts = current().tensor
+    nbytes = [math.prod(shape_of_first(one, parts)) * one.dtype.itemsize for one in parameters]
     keys = _group_keys(order, groups)
     total_tail = 0
     tail_from = len(order)
     if keys is None:
         while tail_from > 0:
-            size = _nbytes(parameters[order[tail_from - 1]])
+            size = nbytes[order[tail_from - 1]]
             if tail_from < len(order) and total_tail + size > min(cap_bytes, LAST_BUCKET_BYTES):
                 break
             total_tail += size
             tail_from -= 1
 
     kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+    uneven = [is_uneven(parameter, parts) for parameter in parameters]
     places = (
         (
             place,
-            (kinds[index], place >= tail_from if keys is None else keys[index]),
-            _nbytes(parameters[index]),
+            (kinds[index], uneven[index], place >= tail_from if keys is None else keys[index]),
+            nbytes[index],
         )
         for place, index in enumerate(order)
     )
@@ -293,10 +301,6 @@ def pack(items: Iterable[tuple[T, Hashable, int]], cap_bytes: float) -> list[lis
         run.append(item)
         open_runs[kind] = run, total + nbytes
     return runs
-
-
-def _nbytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.dtype.itemsize
 
 
 def _group_keys(

@@ -26,8 +26,8 @@ from hvd_ckpt.reduction.agreement import (
 from hvd_ckpt.reduction.communicator import most_columns
 from hvd_ckpt.reduction.leveling import common_state, level, level_after, level_all, live_states
 from hvd_ckpt.reduction.wrapping import live_optimizers
-from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.utils.fingerprint import distinct
+from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 # Starting equal: rank 0's parameters and optimizer state on every rank.

@@ -17,8 +17,8 @@ from horovod.torch.mpi_ops import Adasum, Average, Sum
 from hvd_ckpt.reduction.accumulation import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
-from hvd_ckpt.torch_private import pytree
 from hvd_ckpt.utils.spans import span
+from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.waits import waiting_for
 
 __all__ = ["Compression", "Compressor"]

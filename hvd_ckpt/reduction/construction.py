@@ -15,6 +15,7 @@ from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_regis
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.processes.devices import check_devices
+from hvd_ckpt.processes.runtime import require_initialized
 from hvd_ckpt.reduction.agreement import (
     Failure,
     ParameterFacts,
@@ -148,6 +149,7 @@ def agree_at_construction(
     Returns:
         An identity that all ranks give this optimizer, and the parameters in the order of the first rank of the set.
     """
+    require_initialized(call)
     number = next(_constructed)
     alone = is_elastic() and options.get("replicas") is None and options.get("every") is None
     if mpi_ops.size() == 1 or alone:

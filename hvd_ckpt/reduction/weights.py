@@ -52,6 +52,11 @@ class _Settings:
     ignored: Any = WeakTensorKeyDictionary()
 
 
+def verifies_weights() -> bool:
+    """Whether optimizers verify weights, see :func:`verify_weights`."""
+    return _Settings.enabled
+
+
 def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ()) -> None:
     """Sets whether optimizers verify in each step that the ranks have the same weights; they do by default.
 

@@ -18,7 +18,7 @@ from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.formats import sum_dtype
 from hvd_ckpt.sharding.state import Sources, ranges_of
-from hvd_ckpt.torch_private import foreach_copy_
+from hvd_ckpt.utils.torch_private import foreach_copy_
 
 
 class AveragedWeights:

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.processes import parts
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.accumulation import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.reducer import whole_gradients
-from hvd_ckpt.torch_private import foreach_mul_, foreach_norm
+from hvd_ckpt.utils.cuts import cut_of
+from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
 
 
 def clip_grad_norm_(
@@ -34,6 +37,8 @@ def clip_grad_norm_(
     Returns:
         The norm of all gradients together, before they were clipped, in the dtype that torch gives it; the same on every rank.
 
+    Where layers are split (:func:`hvd_ckpt.tensor_parallel`), the norm is that of the whole model, the same on all parts.
+
     Raises:
         RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.
         ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
@@ -43,24 +48,57 @@ def clip_grad_norm_(
     for optimizer in owners:
         optimizer.reduce_for_caller()
     split = split_gradients(owners, chosen)
-    if split is None:
+    if split is None and current().tensor > 1:
+        norm = _clip_in_parts(chosen, max_norm, norm_type, error_if_nonfinite)
+    elif split is None:
         norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+    if split is None:
         for optimizer in owners:
             optimizer.note_changes()
         return norm
     as_whole = owners[0].replicas is not None  # which promise torch's bits
     total = split.norm_as_whole(norm_type) if as_whole else split.norm(float(norm_type)) or 0.0
     result = torch.as_tensor(total, dtype=norm_dtype(split.dtypes))
-    if error_if_nonfinite and not torch.isfinite(result):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            f"To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
-        )
+    _check_finite(result, norm_type, error_if_nonfinite)
     if isinstance(total, torch.Tensor):
         torch.nn.utils.clip_grads_with_norm_([piece.parameter for piece in split.pieces], max_norm, total)
     else:
         split.clip(float(max_norm), total)
     return result
+
+
+def _clip_in_parts(
+    chosen: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Clips whole gradients where layers are split: slices count on all parts, and what each part has whole counts once."""
+    trained = [parameter for parameter in chosen if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
+    total = torch.zeros((), dtype=torch.float64)
+    if norms:
+        total = torch.linalg.vector_norm(whole_norms(torch.stack(norms), trained, norm_type), norm_type)
+    total = total.to(norm_dtype(gradient.dtype for gradient in gradients))
+    _check_finite(total, norm_type, error_if_nonfinite)
+    torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
+    return total
+
+
+def whole_norms(norms: torch.Tensor, parameters: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """Norms of the gradients of whole parameters, from those of this part's slices. Collective over the parts."""
+    split = torch.tensor([cut_of(parameter) is not None for parameter in parameters], device=norms.device)
+    if current().tensor == 1 or not split.any():
+        return norms
+    rows = torch.stack(parts.gather(norms[split]))
+    joined = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, 0)
+    return norms.index_put((split,), joined)
+
+
+def _check_finite(total: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
+            f"To disable this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+        )
 
 
 def _parameters(given: Any) -> list[torch.Tensor]:
@@ -145,7 +183,8 @@ class SplitGradients:
             known = values[~values.isnan()]
             greatest = (sign * known).max().item() if known.numel() else -math.inf
             found = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
-            greatest, has_nan = self._exchange.maximum(found, "norm")
+            of_part = torch.tensor(self._exchange.maximum(found, "norm"), dtype=torch.float64)
+            greatest, has_nan = parts.maximum(of_part).tolist()
             return math.nan if has_nan else sign * greatest
         place = {index: number for number, index in enumerate(self._used)}
         sums = torch.zeros(len(place), dtype=torch.float64)
@@ -153,6 +192,8 @@ class SplitGradients:
             values = _gradient(piece).abs().to(torch.float64)
             sums[place[piece.index]] += ((values != 0) if order == 0 else values**order).sum().item()
         sums = torch.tensor(self._exchange.total(sums, "norm"), dtype=torch.float64)
+        # Sums of powers of the slices add up to those of the whole.
+        sums = whole_norms(sums, [self.sharding.layout.parameters[index] for index in self._used], 1.0)
         return float(sums.count_nonzero() if order == 0 else sums.sum() ** (1.0 / order))
 
     def norm_as_whole(self, order: float) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Average, Sum, global_process_set, rank
 
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.collectives import broadcast_tensors
@@ -19,7 +20,7 @@ from hvd_ckpt.sharding import stage_of, state
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_formats
+from hvd_ckpt.sharding.formats import FP32, INT4, INT8, WireFormat, wire_formats
 from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import Offload, raised_everywhere
@@ -116,6 +117,12 @@ def check_stage(
         ):
             if value is not None:
                 raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
+    tensor = current().tensor
+    if tensor > 1 and not {INT8, INT4}.isdisjoint((gradients, parameters)):
+        raise ValueError(
+            f"wire={wire!r} cannot be used with tensor={tensor}: a block has one scale, so parts would round what all have "
+            f"alike differently; give 'bf16' or 'fp16'"
+        )
     if stage < 3 and offload == "parameters":
         raise ValueError(
             "offload='parameters' needs shard='parameters': whole parameters stay where they are"

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.step import Step
+from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding import stage_of
@@ -34,6 +35,7 @@ from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_opt
 from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
+from hvd_ckpt.tensor.recipes import tensor_parallel
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "estimate_memory"]
@@ -60,6 +62,7 @@ def estimate_memory(
     device: torch.device | str | None = None,
     local: Mapping[str, Any] | None = None,
     within: int | None = None,
+    tensor: int = 1,
 ) -> MemoryEstimate:
     """Bytes that a training step takes on each rank, without the ranks: model states, activations, buckets, and the peak.
 
@@ -84,6 +87,8 @@ def estimate_memory(
             "delay": 5, "wire": "int8", "within": 8}``, where ``within`` is the number of ranks in a group, by default 1. ``shard``
             is within a group then, and ``offload="optimizer"`` also offloads what is kept between averages.
         within: with ``shard="parameters"``, the number of ranks in a group that keeps a second copy of the parameters.
+        tensor: parts that :func:`hvd_ckpt.tensor_parallel` splits a copy of the model into, by its built-in recipe; the estimate is
+            that of the first. ``np`` is then the number of replicas.
 
     Raises:
         ValueError: an argument is wrong, or the optimizer cannot be split; one sentence that says which.
@@ -96,6 +101,18 @@ def estimate_memory(
     check_stage(shard, offload, wire)
     if averages is not None and within is not None:
         raise ValueError(f"within={within!r}: groups of local SGD are given in local, as its 'within'")
+    if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
+        raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
+    if tensor > 1:
+        if averages is not None or isinstance(optimizer, torch.optim.Optimizer):
+            wrong = "an optimizer that is made already" if averages is None else "local"
+            raise ValueError(
+                f"tensor={tensor} cannot be used with {wrong}; give optimizer as a class, and leave local out"
+            )
+        with parts.alone(tensor):
+            model = tensor_parallel(copy.deepcopy(model))
+            arguments = (optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device)
+            return Estimator(model, plan, *arguments).estimate(np, shard, offload, wire, within)
     estimator = Estimator(
         model,
         plan,

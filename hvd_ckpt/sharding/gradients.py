@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 
 from hvd_ckpt.sharding.layout import Layout
-from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, tracing
+from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, tracing
 from hvd_ckpt.utils.unmaterialized import Absent
 
 IN_SHARDS = (
@@ -79,7 +79,7 @@ class SentGradients:
     Attributes:
         rounds: by parameter whose gradient left since the last synchronization, in which round last.
         held: of each parameter, whether the shards of the last synchronization have its gradient.
-        begun_anew: by parameter that was dropped before another gradient came, what had left until then; ranks must have the same.
+        begun_anew: by parameter whose gradient was dropped, what had left until then; ranks that add it up must have the same.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -108,25 +108,23 @@ class SentGradients:
         self.rounds[index] = number
         self.note(index)
 
-    def make_room(self, index: int) -> bool:
-        """A gradient of the parameter is about to be accumulated.
-
-        Returns:
-            Whether the one before was dropped after it had left.
-        """
+    def make_room(self, index: int) -> None:
+        """A gradient of the parameter is about to be accumulated."""
         parameter = self._layout.parameters[index]
         if isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
             self._arriving.add(index)
-            return False
-        done = self.done_by_hand(index)
-        if done == DROPPED:
-            until = self.rounds.pop(index, -1), self.held[index]
-            self.begun_anew.setdefault(index, []).append(until)
-            self.held[index] = False
-        elif done:
+        elif self.done_by_hand(index) == REPLACED:
             self._replaced[index] = REPLACED
-        return done == DROPPED
+
+    def begin_anew(self, index: int) -> bool:
+        """Forgets what had left of a gradient if that was dropped; returns whether it was."""
+        if self.done_by_hand(index) != DROPPED:
+            return False
+        until = self.rounds.pop(index, -1), self.held[index]
+        self.begun_anew.setdefault(index, []).append(until)
+        self.held[index] = False
+        return True
 
     def note_arrived(self, index: int) -> None:
         """A gradient of the parameter has been accumulated."""
@@ -161,18 +159,15 @@ class SentGradients:
                 self._layout.parameters[index].grad = None
 
 
-def check_by_hand(names: Sequence[str], states: Sequence[float], by_hand: Sequence[float]) -> None:
-    """Raises RuntimeError where a gradient that had left was replaced on some rank, or dropped on some but not on all.
+def check_by_hand(names: Sequence[str], by_hand: Sequence[float]) -> None:
+    """Raises RuntimeError where a gradient that had left was replaced on some rank.
 
     Args:
-        states: of each parameter, above 0 if some rank has a gradient.
         by_hand: of each parameter, what was done to it: the greatest over the ranks.
     """
-    for name, state, done in zip(names, states, by_hand):
-        if done == REPLACED or (done and state):
-            raise changed_by_hand(
-                name, "set by hand" if done == REPLACED else "dropped on some rank but not on all"
-            )
+    for name, done in zip(names, by_hand):
+        if done == REPLACED:
+            raise changed_by_hand(name, "set by hand")
 
 
 def changed_by_hand(name: str, what: str) -> RuntimeError:

@@ -16,8 +16,8 @@ from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
 from hvd_ckpt.sharding.gradients import ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
-from hvd_ckpt.torch_private import foreach_copy_, foreach_zero_
 from hvd_ckpt.utils.spans import span
+from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
 
 IN_FLIGHT = 2  # groups; more only while they are small
 SMALL_BYTES = 4 << 20

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.recompute.deferred import DeferredLogits
-from hvd_ckpt.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
+from hvd_ckpt.utils.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
 
 
 class UnitCall:

@@ -25,7 +25,7 @@ from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.offload import raised_everywhere
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
-from hvd_ckpt.torch_private import pytree
+from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.unmaterialized import copied_state
 
 

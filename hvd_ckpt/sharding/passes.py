@@ -34,14 +34,14 @@ from hvd_ckpt.sharding.module_hooks import (
 )
 from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.sharding.written import WrittenWeights
-from hvd_ckpt.torch_private import (
+from hvd_ckpt.utils.frames import is_recomputing
+from hvd_ckpt.utils.torch_private import (
     DisableTorchFunction,
     current_graph_task_id,
     disable_current_modes,
     execution_engine,
     pytree,
 )
-from hvd_ckpt.utils.frames import is_recomputing
 
 
 @dataclass

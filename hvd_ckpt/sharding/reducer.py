@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Average, Sum
@@ -29,6 +29,7 @@ from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.flags import LATE, USED, ShardFlags
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, changed_by_hand, check_by_hand, has_values
 from hvd_ckpt.sharding.in_flight import InFlight, pack
@@ -36,52 +37,6 @@ from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
-
-USED, LATE = 1.0, 2.0
-
-
-class ShardFlags(NamedTuple):
-    """What a rank tells the others in each synchronization, and the greatest of each over the ranks.
-
-    Attributes:
-        states: of each parameter, 0, USED or LATE.
-        by_hand: of each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
-        needs: of each group, how many launches it needs.
-        last_arrivals: of each group, where it was completed on rank 0.
-        notice: a rank has a notice for the caller.
-        converted: 1 + the number of a parameter that was converted, or 0.
-        position: in the schedule.
-        unsteady: a rank had to launch in ``synchronize``.
-        failed: a rank has recomputed other values.
-        anew, not_anew: stand for the gradients that were dropped before others came; one is the other times -1.
-        written, unwritten: stand for what the rank has written to weights; one is the other times -1.
-    """
-
-    states: Sequence[float]
-    by_hand: Sequence[float]
-    needs: Sequence[float]
-    last_arrivals: Sequence[float]
-    notice: float
-    converted: float
-    position: float
-    unsteady: float
-    failed: float
-    anew: float
-    not_anew: float
-    written: float
-    unwritten: float
-
-    def tensor(self) -> torch.Tensor:
-        """The flags, float32 [2 * parameters + 2 * groups + 9]."""
-        values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
-        return torch.tensor(values, dtype=torch.float32)
-
-    @classmethod
-    def of(cls, values: Sequence[float], parameters: int, groups: int) -> ShardFlags:
-        """From the values of :meth:`tensor`."""
-        ends = [parameters, 2 * parameters, 2 * parameters + groups, 2 * (parameters + groups)]
-        vectors = [values[start:end] for start, end in zip([0, *ends], ends)]
-        return cls(*vectors, *values[ends[-1] :])  # type: ignore[arg-type]
 
 
 def whole_gradients(
@@ -238,11 +193,16 @@ class ShardReducer(OwningReducer):
 
     def before_accumulation(self, index: int) -> None:
         """Makes room for a gradient, and keeps what is summed already."""
-        if self._sent.make_room(index):
-            self._in_flight.take_out(self._layout.group_of[index], index)
+        self._sent.make_room(index)
+        self._begin_anew(self._layout.group_of[index], index)
         gradient = self._layout.parameters[index].grad
         if gradient is not None and self._keeps_sums:
             keep_sum(gradient)
+
+    def _begin_anew(self, group: Group, index: int) -> None:
+        """Takes out what has left of a gradient that was dropped since."""
+        if self._sent.begin_anew(index):
+            self._in_flight.take_out(group, index)
 
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become complete."""
@@ -273,6 +233,9 @@ class ShardReducer(OwningReducer):
                 gradient = self._layout.parameters[index].grad
                 if has_values(gradient):
                     leave_own_part(gradient, self._exchange.process_set, self._exchange.rank == 0)
+        # This round has what other ranks have added up since all dropped a gradient, so what left before is taken out first.
+        for index in group.indices:
+            self._begin_anew(group, index)
         flat, used = pack(self._layout, group, self._prescale)
         number = self._schedule.launched[group.position]
         for index in used:
@@ -294,6 +257,8 @@ class ShardReducer(OwningReducer):
         # 3. up to the furthest rank   4. further rounds of the groups that need them   5. wait for everything
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
+        for index, _ in enumerate(parameters):
+            self._begin_anew(self._layout.group_of[index], index)
         pending = any(has_values(parameter.grad) for parameter in parameters)
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
@@ -302,9 +267,9 @@ class ShardReducer(OwningReducer):
         if flags.failed:
             raise_gathered(allgather_objects(self._mismatch, self.process_set, "recomputation"))
         self._check_converted(round(flags.converted))
-        check_by_hand(self._layout.names, flags.states, flags.by_hand)
+        check_by_hand(self._layout.names, flags.by_hand)
         if flags.anew != -flags.not_anew:
-            self._check_begun_anew()
+            self._check_begun_anew(flags.states)
         if self._store is not None:
             if flags.written != -flags.unwritten:
                 self._store.check_written()
@@ -328,19 +293,19 @@ class ShardReducer(OwningReducer):
         self._compare(used)
 
     def _keep(self, used: Sequence[bool], by_hand: Sequence[float]) -> None:
-        """Notes which gradients the shards have now; those that were dropped are taken out."""
+        """Notes which gradients the shards have now; those that were dropped, and came on no rank again, are taken out."""
         for index, (now, dropped) in enumerate(zip(used, by_hand)):
-            if dropped:
+            if dropped and not now:
                 self._in_flight.take_out(self._layout.group_of[index], index)
             self.used[index] = now or (self.used[index] and not dropped)
             if self.used[index]:
                 self._sent.note(index)
 
-    def _check_begun_anew(self) -> None:
+    def _check_begun_anew(self, states: Sequence[float]) -> None:
         """Raises RuntimeError for the first gradient that was dropped on some ranks only, or between other passes."""
         tables = allgather_objects(self._sent.begun_anew, self.process_set, "gradients begun anew")
-        for index, name in enumerate(self._layout.names):
-            if any(table.get(index) != tables[0].get(index) for table in tables):
+        for index, (name, state) in enumerate(zip(self._layout.names, states)):
+            if state and any(table.get(index) != tables[0].get(index) for table in tables):
                 raise changed_by_hand(name, "dropped on some rank but not on all")
 
     def _compare(self, used: Sequence[bool]) -> None:
@@ -367,6 +332,8 @@ class ShardReducer(OwningReducer):
             position = layout.group_of[index].position
             last = self._sent.rounds.get(index, -1)
             by_hand[index] = self._sent.done_by_hand(index)
+            if index in self._sent.begun_anew and parameter.grad is None:
+                by_hand[index] = DROPPED
             if has_values(parameter.grad):
                 last = schedule.launched[position]
                 needs[position] = last + 1.0

@@ -45,6 +45,7 @@ from hvd_ckpt.snapshots.tensors import (
     save_state,
     save_weights,
 )
+from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.schema import Wrong, first_error
 
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
@@ -70,8 +71,8 @@ class ShardState:
 class RunShards:
     """Makes the :class:`ShardState` of a run.
 
-    In pipeline stages all ranks write weights and optimizer state as shards, each element once: what all replicas of a stage have,
-    the first of them writes. Where groups of local SGD are sharded, rank 0's group writes the shards, and the others none.
+    In pipeline stages and parts all ranks write weights and optimizer state as shards, each element once: what all replicas of a
+    stage have, the first of them writes. Where groups of local SGD are sharded, rank 0's group writes the shards, the others none.
 
     Args:
         model: whole, sharded or a ``Pipeline``.
@@ -86,12 +87,12 @@ class RunShards:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.stage, self._pipeline_stages = optimizer.shard_stage, current().stages
-        self.sharded = self.stage > 0 or self._pipeline_stages > 1
+        self.stage, self._is_spread = optimizer.shard_stage, current().model_parallel_size > 1
+        self.sharded = self.stage > 0 or self._is_spread
         self.is_first = not isinstance(optimizer, LocalOptimizer) or 0 in ranks_of(optimizer.process_set)
         self.aliases: dict[str, str] = {}
         if self.sharded:
-            self._tensors, self.aliases = tensors_of(model, self._pipeline_stages > 1, optimizer)
+            self._tensors, self.aliases = tensors_of(model, self._is_spread, optimizer)
             names = {*self._tensors, *self.aliases}
             self._buffers = [name for name in named_tensors(model) if name not in names]
         self.splits_each = self.stage == 3 or (self.stage > 0 and optimizer.sharding.store.is_lossy)
@@ -102,7 +103,7 @@ class RunShards:
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights that rank 0 writes: ``model.state_dict()``, or only what no rank has in its shards."""
-        if not self.splits_each and self._pipeline_stages == 1:
+        if not self.splits_each and not self._is_spread:
             return model.state_dict()
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {name: buffers[name] for name in self._buffers}
@@ -125,15 +126,16 @@ class RunShards:
         pieces: Sequence[Any] = part["pieces"] if self.stage else _flatten(state, ranges_of(optimizer))
         pieces = [(self.stored_name(name), start, stop) for name, start, stop in pieces]
         weights = self._own_weights(model, optimizer)
-        if self._pipeline_stages > 1:
-            # A tied parameter is the first of its stages' to write, and what is whole the first replica's.
+        if self._is_spread:
+            # A tied parameter is the first of its stages' to write, what is whole the first replica's, and a copy the first part's.
             own = dict(model.named_parameters()) if self.stage or current().replica == 0 else {}
-            pieces = _select(state, pieces, own)
+            pieces = _select(state, pieces, [name for name, one in own.items() if _is_own(one)])
         if not self.is_first:
             pieces, weights = _select(state, pieces, ()), None if weights is None else []
         shards = RankShards(
             stage=self.stage,
-            pipeline_stages=self._pipeline_stages,
+            pipeline_stages=current().stages,
+            tensor=current().tensor,
             parameters=self._tensors,
             optimizer=ShardMetadata.of(pieces),
             weights=None if weights is None else ShardMetadata.of(piece[:3] for piece in weights),
@@ -143,10 +145,11 @@ class RunShards:
 
     def _own_weights(self, model: nn.Module, optimizer: Any) -> list[tuple[str, int, int, Tensor]] | None:
         """Name, first and last + 1 element, and values of the weights that this rank writes; None if rank 0 writes all."""
-        if self._pipeline_stages == 1:
+        if not self._is_spread:
             return optimizer.weight_pieces() if self.splits_each else None
         own: dict[str, Tensor] = dict(model.named_parameters())
         own.update(model.named_buffers())
+        own = {name: one for name, one in own.items() if _is_own(one)}
         first = current().replica == 0
         pieces = [
             (name, 0, one.numel(), TensorSpec.of(one).flatten(one))
@@ -162,6 +165,11 @@ class RunShards:
         if self.splits_each and self.stage < 3:
             store, layout = optimizer.sharding.store, optimizer.sharding.layout
             store.shards_changed([group for group in layout.groups if group.requires_grad])
+
+
+def _is_own(tensor: Tensor) -> bool:
+    """Whether this part writes a tensor: its slice of one that is cut; the first part what all have alike."""
+    return current().part == 0 or cut_of(tensor) is not None
 
 
 def _flatten(state: Mapping[str, Any], ranges: Sequence[ShardRange]) -> list[tuple[str, int, int]]:

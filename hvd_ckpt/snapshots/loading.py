@@ -22,6 +22,7 @@ from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import read_shards
 from hvd_ckpt.snapshots.schema import libraries
+from hvd_ckpt.snapshots.slices import cuts_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def load_state(
             own = ranges_of(optimizer)
             names = {shards.stored_name(one.name): one.name for one in own}
             wanted = [one._replace(name=shards.stored_name(one.name)) for one in own]
-            parts = read_shards(snapshot, wanted, expected, len(optimizer.param_groups))
+            cuts = {shards.stored_name(name): cut for name, cut in cuts_of(model).items()}
+            parts = read_shards(snapshot, wanted, expected, len(optimizer.param_groups), cuts)
             for part in parts:
                 part["pieces"] = [[names.get(name, name), *rest] for name, *rest in part["pieces"]]
         elif current().stages > 1:  # each of which has a part of what is whole there
@@ -145,7 +147,10 @@ def _load_rank_state(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> No
                 if name in buffers:
                     buffers[name].copy_(value)
     stage, grid = 0 if snapshot.sharding is None else snapshot.sharding.stage, current()
-    if getattr(optimizer, "shard_stage", 0) == stage and snapshot.pipeline_stages == grid.stages:
+    if getattr(optimizer, "shard_stage", 0) == stage and (snapshot.pipeline_stages, snapshot.tensor) == (
+        grid.stages,
+        grid.tensor,
+    ):
         optimizer.load_reduction_state_dict(snapshot.per_stage[grid.stage]["reduction"])
     set_random_state(snapshot.per_rank["random"])
 

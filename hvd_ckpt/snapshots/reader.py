@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.folder import (
     SNAPSHOT,
     SnapshotError,
@@ -36,6 +37,7 @@ from hvd_ckpt.snapshots.schema import (
     Manifest,
     ShardingMetadata,
     Shards,
+    TensorMetadata,
     rank_file,
     weights_file,
 )
@@ -52,7 +54,8 @@ class Snapshot:
         ranks: number of ranks that wrote it.
         weights: for ``model.load_state_dict``; tied ones are the same tensor.
         replicated: state that is the same on every rank.
-        per_stage: state of this rank, on each pipeline stage; empty if fewer ranks wrote the snapshot.
+        per_stage: state of this rank, on each pipeline stage, of its part, or the first if there were other parts; empty if fewer
+            ranks wrote the snapshot.
         manifest: its files, shards, and when and by which versions they were written; None if it was never on the disk.
         path: its folder; None if it was never on the disk.
     """
@@ -77,8 +80,13 @@ class Snapshot:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks on each of its stages."""
-        return self.ranks // self.pipeline_stages
+        """Number of ranks on each of its stages and parts."""
+        return self.ranks // (self.pipeline_stages * self.tensor)
+
+    @property
+    def tensor(self) -> int:
+        """Parts of a layer in the job that wrote it."""
+        return 1 if self.sharding is None else self.sharding.tensor
 
     @property
     def sharding(self) -> ShardingMetadata | None:
@@ -153,9 +161,17 @@ class SnapshotFiles:
             exact: whether shards have the dtypes of their parameters; else they are converted.
         """
         assert self.manifest.sharding is not None
-        parameters = self.manifest.sharding.parameters
-        empty = {name: one for name, one in parameters.items() if not one.numel}
-        flats = {name: torch.empty(0, dtype=one.torch_dtype) for name, one in empty.items()}
+        parameters, tensor = self.manifest.sharding.parameters, self.manifest.sharding.tensor
+        flats: dict[str, list[Tensor]] = {}
+
+        def flats_of(name: str) -> list[Tensor]:
+            whole = parameters[name]
+            count = 1 if whole.how is None else tensor
+            sizes = [whole.spec_of(tensor, part).numel for part in range(count)]
+            return flats.setdefault(name, [torch.empty(size, dtype=whole.torch_dtype) for size in sizes])
+
+        for name in (name for name, one in parameters.items() if not one.numel):
+            flats_of(name)
         for rank, shards in enumerate(ranks):
             name, found = read(rank)
             with naming(self.path, name):
@@ -166,9 +182,17 @@ class SnapshotFiles:
                     fits = isinstance(values, Tensor) and values.shape == (shard.size,)
                     if not fits or (exact and values.dtype != whole.torch_dtype):
                         raise Wrong(f"{shown(shard.name)} is not what the manifest says: {DAMAGED}")
-                    flat = flats.setdefault(shard.name, torch.empty(whole.numel, dtype=whole.torch_dtype))
-                    flat[shard.offset : shard.stop] = values
-        return {name: parameters[name].spec.unflatten(flat) for name, flat in flats.items()}
+                    of_parts = flats[shard.name] if shard.name in flats else flats_of(shard.name)
+                    of_parts[rank % len(of_parts)][shard.offset : shard.stop] = values
+        return {name: _whole(parameters[name], of_parts) for name, of_parts in flats.items()}
+
+
+def _whole(parameter: TensorMetadata, flats: Sequence[Tensor]) -> Tensor:
+    """A parameter from the elements of each part's slice."""
+    if parameter.how is None:
+        return parameter.spec.unflatten(flats[0])
+    slices = [parameter.spec_of(len(flats), part).unflatten(flat) for part, flat in enumerate(flats)]
+    return parameter.how.whole(slices)
 
 
 def read(path: Path, rank: int | None = None) -> Snapshot:
@@ -184,9 +208,12 @@ def read(path: Path, rank: int | None = None) -> Snapshot:
         rank = hvd.rank() if hvd.is_initialized() else 0
     files = open_snapshot(Path(path))
     manifest = files.manifest
-    stages = 1 if manifest.sharding is None else manifest.sharding.pipeline_stages
-    replicas = manifest.ranks // stages
-    of_rank = range(rank, manifest.ranks, replicas) if rank < replicas else range(0)
+    stages, tensor = (
+        (1, 1) if manifest.sharding is None else (manifest.sharding.pipeline_stages, manifest.sharding.tensor)
+    )
+    replicas = manifest.ranks // (stages * tensor)
+    part = current().part if current().tensor == tensor else 0
+    of_rank = range(rank * tensor + part, manifest.ranks, replicas * tensor) if rank < replicas else range(0)
     per_stage = tuple(files.state(rank_file(number)) for number in of_rank)
     return Snapshot(
         manifest.step,

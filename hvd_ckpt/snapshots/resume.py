@@ -30,6 +30,8 @@ from hvd_ckpt.snapshots.schema import (
     ShardMetadata,
     shard_file,
 )
+from hvd_ckpt.snapshots.slices import Slices, local_spec
+from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.schema import Wrong, first_error, shown
 from hvd_ckpt.utils.states import OptimizerState, described, is_number
 
@@ -162,20 +164,24 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
 # ------------------------------------------------------------------------------------ sharded state
 
 
-def check_sharding(sharding: ShardingMetadata, specs: Mapping[str, TensorSpec]) -> None:
+def check_sharding(
+    sharding: ShardingMetadata, specs: Mapping[str, TensorSpec], cuts: Mapping[str, Cut] | None = None
+) -> None:
     """Raises Wrong unless what was sharded is the model's and the optimizer's: names, sizes, order in memory.
 
     Args:
         specs: of the optimizer's parameters, by name.
+        cuts: how tensor parallelism cuts them here.
     """
     stored = {shard.name for shards in sharding.optimizer for shard in shards}
     for name, here in specs.items():
         there = sharding.parameters.get(name)
         if there is None or (here.numel and name not in stored):
             raise Wrong(f"sharding has no optimizer state of {shown(name)}: {OTHER_MODEL}")
-        if (there.size, there.stride) != (tuple(here.shape), tuple(here.stride)):
+        spec = local_spec(there, (cuts or {}).get(name))
+        if (spec.shape, tuple(spec.stride)) != (here.shape, tuple(here.stride)):
             raise Wrong(
-                f"sharding.parameters[{shown(name)}] has size {list(there.size)} and strides {list(there.stride)}, and must have "
+                f"sharding.parameters[{shown(name)}] has size {list(spec.shape)} and strides {list(spec.stride)}, and must have "
                 f"size {list(here.shape)} and strides {list(here.stride)}: {OTHER_MODEL}"
             )
 
@@ -199,6 +205,7 @@ def read_shards(
     wanted: Sequence[ShardRange],
     expected: Mapping[str, Mapping[str, Any]],
     groups: int,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> list[dict[str, Any]]:
     """The optimizer state of all ranks that had elements of this rank's, as their ``state_dict()``; mapped from the files.
 
@@ -207,6 +214,7 @@ def read_shards(
         wanted: what :func:`hvd_ckpt.sharding.state.ranges_of` returns.
         expected: what :func:`state_of_shards` returns.
         groups: parameter groups of the optimizer.
+        cuts: how tensor parallelism cuts its parameters, by their names there.
 
     Raises:
         SnapshotError: a shard is damaged, no longer there, or not of such an optimizer.
@@ -217,10 +225,18 @@ def read_shards(
     if files.manifest != snapshot.manifest:
         raise SnapshotError(f"The snapshot '{path}' has been written again while it was read: resume again.")
     by_name = {one.name: one for one in wanted}
+    slices = Slices(sharding, cuts or {})
     ranks = [
         rank
         for rank, shards in enumerate(sharding.optimizer)
-        if any(shard.name in by_name and shard.overlaps(by_name[shard.name]) for shard in shards)
+        if any(
+            shard.name in by_name
+            and (
+                slices.is_cut_anew(shard.name)
+                or (slices.is_own(shard.name, rank) and shard.overlaps(by_name[shard.name]))
+            )
+            for shard in shards
+        )
     ]
     parts = []
     for rank in ranks or [0]:  # any has the parameter groups
@@ -231,8 +247,9 @@ def read_shards(
                 check_shard(part, shards, expected, groups)
             except Wrong as error:
                 raise Wrong(f"{error}: {DAMAGED}, or give the settings that the run had") from None
-        parts.append({**part, "pieces": [[shard.name, shard.offset, shard.stop] for shard in shards]})
-    return parts
+        parts.append({**part, "pieces": slices.note(rank, part, by_name)})
+    anew = slices.cut_anew(parts[0]["param_groups"])
+    return parts if anew is None else [*parts, anew]
 
 
 def check_shard(

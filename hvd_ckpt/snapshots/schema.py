@@ -32,6 +32,7 @@ from torch import Tensor
 from hvd_ckpt.reduction.buckets import is_dense
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange
+from hvd_ckpt.utils.cuts import Cut, cut_of
 from hvd_ckpt.utils.schema import MAX_BYTES, Strict, Wrong, dumps, loads, parse_json, shown
 
 MANIFEST = "manifest.json"
@@ -54,20 +55,40 @@ class FileEntry(Strict):
 
 
 class TensorMetadata(Strict):
-    """A whole parameter: size, strides (without gaps; they give the order of its elements in memory), and dtype ("float32")."""
+    """A whole parameter: size, strides (without gaps; they give the order of its elements in memory), and dtype ("float32").
+
+    ``cut``: the dimension along which tensor parallelism cuts it, and the number of blocks there; None where all parts have it.
+    """
 
     size: tuple[Natural, ...]
     stride: tuple[Natural, ...]
     dtype: str
+    cut: tuple[Natural, Annotated[int, Field(ge=1)]] | None = None
 
     @classmethod
     def of(cls, parameter: Tensor, spec: TensorSpec | None = None) -> TensorMetadata:
-        spec = spec or TensorSpec.of(parameter)
+        spec, cut = spec or TensorSpec.of(parameter), cut_of(parameter)
+        if cut is not None:
+            spec = TensorSpec.of(torch.empty(cut.whole_shape(spec.shape), device="meta"))
         return cls(
             size=tuple(spec.shape),
             stride=tuple(spec.stride),
             dtype=str(parameter.dtype).removeprefix("torch."),
+            cut=None if cut is None else (cut.dim, cut.blocks),
         )
+
+    @property
+    def how(self) -> Cut | None:
+        """How it is cut."""
+        return None if self.cut is None else Cut(self.cut[0], self.size[self.cut[0]], self.cut[1])
+
+    def spec_of(self, parts: int, part: int) -> TensorSpec:
+        """Shape and strides of what a part has of it."""
+        if self.how is None:
+            return self.spec
+        shape = list(self.size)
+        shape[self.how.dim] = self.how.length(parts, part)
+        return TensorSpec.of(torch.empty(shape, device="meta"))
 
     @property
     def numel(self) -> int:
@@ -88,6 +109,8 @@ class TensorMetadata(Strict):
             raise ValueError(f"{shown(self.dtype)} is not a dtype of this version of PyTorch")
         if len(self.stride) != len(self.size) or (self.numel and not is_dense(self.size, self.stride)):
             raise ValueError(f"the strides {list(self.stride)} do not fit the size {list(self.size)}")
+        if self.cut is not None and (self.cut[0] >= len(self.size) or self.size[self.cut[0]] % self.cut[1]):
+            raise ValueError(f"the cut {list(self.cut)} does not fit the size {list(self.size)}")
         return self
 
 
@@ -120,27 +143,31 @@ class ShardingMetadata(Strict):
 
     Attributes:
         stage: 0 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.
-        pipeline_stages: of the job; rank ``stage * replicas + replica`` wrote the files of a stage's replica.
+        pipeline_stages, tensor: of the job; rank ``(stage * replicas + replica) * tensor + part`` wrote the files of a part.
         parameters: all of the model, by name, and with pipeline stages the buffers that are part of its weights; tied ones once.
         optimizer: for each rank the shards that it has optimizer state of, in the order of that state.
         weights: for each rank the shards whose exact weights it has; None where rank 0 has written whole ones.
+
+    The shard of a parameter that is cut is one of the slice of its rank's part.
     """
 
     stage: Annotated[int, Field(ge=0, le=3)]
     pipeline_stages: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    tensor: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     parameters: dict[str, TensorMetadata]
     optimizer: Shards
     weights: Shards | None
 
     @model_validator(mode="after")
     def _covers_parameters(self) -> ShardingMetadata:
-        if (self.stage == 3 or self.pipeline_stages > 1) and self.weights is None:
-            raise ValueError("stage 3, or a job with pipeline stages, has no shards of the weights")
-        if self.stage == 0 and self.pipeline_stages == 1:
-            raise ValueError("stage 0 in a job without pipeline stages has shards")
-        if len(self.optimizer) % self.pipeline_stages:
+        apart = self.pipeline_stages * self.tensor
+        if (self.stage == 3 or apart > 1) and self.weights is None:
+            raise ValueError("stage 3, or a job with pipeline stages or parts, has no shards of the weights")
+        if self.stage == 0 and apart == 1:
+            raise ValueError("stage 0 in a job without pipeline stages or parts has shards")
+        if len(self.optimizer) % apart:
             raise ValueError(
-                f"{len(self.optimizer)} ranks are not those of {self.pipeline_stages} pipeline stages"
+                f"{len(self.optimizer)} ranks are not those of {self.pipeline_stages} pipeline stages and {self.tensor} parts"
             )
         for what, shards in (("optimizer", self.optimizer), ("weights", self.weights or ())):
             names = self._check_shards(what, shards)
@@ -151,20 +178,25 @@ class ShardingMetadata(Strict):
 
     def _check_shards(self, what: str, shards: Shards) -> set[str]:
         """The names of the parameters in shards, which have to make up all of each."""
-        by_name: dict[str, list[ShardMetadata]] = {}
-        for of_rank in shards:
+        by_name: dict[str, list[tuple[int, ShardMetadata]]] = {}
+        for rank, of_rank in enumerate(shards):
             if len({shard.name for shard in of_rank}) < len(of_rank):
                 raise ValueError(f"{what} has two shards of a parameter on one rank")
             for shard in of_rank:
-                by_name.setdefault(shard.name, []).append(shard)
-        for name, parts in by_name.items():
-            reached = 0
-            for shard in sorted(parts, key=lambda shard: shard.offset):
-                if shard.offset != reached:
-                    break
-                reached = shard.stop
-            if name not in self.parameters or reached != self.parameters[name].numel:
-                raise ValueError(f"the shards of {what} do not have each element of {shown(name)} once")
+                part = rank % self.tensor
+                by_name.setdefault(shard.name, []).append((part, shard))
+        for name, found in by_name.items():
+            whole = self.parameters.get(name)
+            is_cut = whole is not None and whole.how is not None
+            for part in range(self.tensor if is_cut else 1):
+                reached = 0
+                own = [shard for of_part, shard in found if of_part == part or not is_cut]
+                for shard in sorted(own, key=lambda shard: shard.offset):
+                    if shard.offset != reached:
+                        break
+                    reached = shard.stop
+                if whole is None or reached != whole.spec_of(self.tensor, part).numel:
+                    raise ValueError(f"the shards of {what} do not have each element of {shown(name)} once")
         return set(by_name)
 
 
@@ -173,6 +205,7 @@ class RankShards(Strict):
 
     stage: int
     pipeline_stages: int = 1
+    tensor: int = 1
     parameters: dict[str, TensorMetadata]
     optimizer: tuple[ShardMetadata, ...]
     weights: tuple[ShardMetadata, ...] | None
@@ -190,8 +223,8 @@ def merged(ranks: list[RankShards | None]) -> ShardingMetadata | None:
         return None
     first = found[0]
     if len(found) < len(ranks) or any(
-        (one.stage, one.pipeline_stages, one.weights is None)
-        != (first.stage, first.pipeline_stages, first.weights is None)
+        (one.stage, one.pipeline_stages, one.tensor, one.weights is None)
+        != (first.stage, first.pipeline_stages, first.tensor, first.weights is None)
         for one in found
     ):
         raise Wrong("ranks shard different things: give every rank the same settings")
@@ -199,6 +232,7 @@ def merged(ranks: list[RankShards | None]) -> ShardingMetadata | None:
     return ShardingMetadata(
         stage=first.stage,
         pipeline_stages=first.pipeline_stages,
+        tensor=first.tensor,
         parameters=first.parameters,
         optimizer=tuple(one.optimizer for one in found),
         weights=None if first.weights is None else weights,

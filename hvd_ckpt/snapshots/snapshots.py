@@ -46,6 +46,7 @@ from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.schema import DAMAGED
+from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import (
     PerRankState,
     ReplicatedState,
@@ -198,7 +199,7 @@ class Snapshots:
                 check_state(snapshot, _LoopState, _LoopRankState)
                 specs = {self._shards.stored_name(one.name): one.spec for one in ranges_of(self._optimizer)}
                 check_kinds(snapshot, self._kinds)
-                snapshot = in_order_of(snapshot, self._optimizer)
+                snapshot = in_order_of(sliced(snapshot, self._model), self._optimizer)
                 check_fits(snapshot, self._model, self._optimizer, specs)
                 if (snapshot.replicated["replicas"] is None) != (self._optimizer.replicas is None):
                     raise Wrong("only one of it and the optimizer has logical replicas")

@@ -24,6 +24,7 @@ from hvd_ckpt.snapshots.resume import (
     check_sharding,
     check_tensors,
 )
+from hvd_ckpt.snapshots.slices import cuts_of
 from hvd_ckpt.utils.schema import Wrong, first_error, shown
 from hvd_ckpt.utils.states import NUMBER, Count, OptimizerState, Positive, State
 
@@ -164,7 +165,7 @@ def check_fits(
     check_tensors(of_model(snapshot.weights, known), known, "weights", True)
     ema = snapshot.replicated["ema"]
     if snapshot.sharding is not None:
-        check_sharding(snapshot.sharding, specs)
+        check_sharding(snapshot.sharding, specs, cuts_of(model))
     else:
         if not pipeline:
             check_optimizer(snapshot.replicated["optimizer"], optimizer, sharded=stage > 0)

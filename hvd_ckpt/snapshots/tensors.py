@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hvd_ckpt.snapshots.schema import DAMAGED, FileEntry
-from hvd_ckpt.torch_private import foreach_copy_
 from hvd_ckpt.utils.schema import Wrong
+from hvd_ckpt.utils.torch_private import foreach_copy_
 
 CHUNK = 1 << 20  # bytes hashed and written while they are in the CPU's cache
 MAX_DEPTH = 100

@@ -1,7 +1,7 @@
 """Missing packages, and the line that says how to install each of them.
 
 ``setup.cfg`` lists the packages of each extra, and pip's record of the installation has the origin of this package. No package
-index has this package, so the command that installs an extra names that folder or address.
+index has this package, so the command that installs an extra names that folder, wheel or address.
 """
 
 from __future__ import annotations
@@ -47,12 +47,10 @@ def pip_command(extra: str) -> str:
     url = str(origin.get("url", ""))
     if "vcs_info" in origin:
         return f"pip install 'hvd_ckpt[{extra}] @ {origin['vcs_info']['vcs']}+{url}'"
-    folder = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
-    if not Path(folder, "setup.cfg").is_file():
-        folder = str(Path(__file__).resolve().parents[2])
-    if not Path(folder, "setup.cfg").is_file():
-        folder = "<clone of hvd_ckpt>"
-    return f"pip install '{folder}[{extra}]'"
+    path = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
+    candidates = [path, str(Path(__file__).resolve().parents[2])]
+    found = (name for name in candidates if Path(name).is_file() or Path(name, "setup.cfg").is_file())
+    return f"pip install '{next(found, '<clone or wheel of hvd_ckpt>')}[{extra}]'"
 
 
 def explain_import_error(error: ImportError) -> str | None:
@@ -73,7 +71,7 @@ def explain_import_error(error: ImportError) -> str | None:
         )
     if (
         package == "hvd_ckpt" and not missing
-    ):  # the error of hvd_ckpt.torch_private names the PyTorch that is needed
+    ):  # the error of hvd_ckpt.utils.torch_private names the PyTorch that is needed
         return str(error)
     extra = _extra_of(package) if missing else None
     if extra is not None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_ckpt.torch_private import DisableTorchFunction, disable_current_modes, in_dispatch_mode
+from hvd_ckpt.utils.torch_private import DisableTorchFunction, disable_current_modes, in_dispatch_mode
 
 T = TypeVar("T")
 

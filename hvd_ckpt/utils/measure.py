@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hvd_ckpt.torch_private import TorchDispatchMode, identity_of
+from hvd_ckpt.utils.torch_private import TorchDispatchMode, identity_of
 
 _thread = threading.local()
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hvd_ckpt.torch_private import DeviceType, profiler_enabled
+from hvd_ckpt.utils.torch_private import DeviceType, profiler_enabled
 
 _MARK = "hvd_ckpt.mark."
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.torch_private import DisableTorchFunction, disable_current_modes, profiler_enabled
+from hvd_ckpt.utils.torch_private import DisableTorchFunction, disable_current_modes, profiler_enabled
 
 KINDS = ("data", "forward", "backward", "recompute", "wait", "update")
 MOST_EVENTS = 10_000  # most pairs of events that are not read yet

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.torch_private import DisableTorchFunctionSubclass, identity_of, pytree
+from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, identity_of, pytree
 
 absent_storages: dict[int, Callable[[], None]] = {}
 """Storages without contents, by identity, and the functions that bring the contents back."""

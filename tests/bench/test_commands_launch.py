@@ -87,3 +87,17 @@ def test_stages_are_right_where_micro_batches_have_unevenly_many_tokens(
         "hvd_ckpt, 1f1b": "right",
         "torch, 1f1b": "wrong",
     }
+
+
+def test_steps_in_parts_are_timed_beside_pytorch(run: Run) -> None:
+    output, report = run(bench, "tensor", "--rounds", "2", "--steps", "1")
+    for rank in report["results"]:
+        assert set(rank["seconds"]) == {"hvd_ckpt", "PyTorch"}
+        assert all(0 < sums < step for sums, step in zip(rank["sums"], rank["seconds"]["hvd_ckpt"]))
+    assert len(report["results"]) == 2 and "of PyTorch" in output
+
+
+def test_parts_of_layers_are_right(run: Run) -> None:
+    found = run(compare, "--tensor", "2", "--scenarios", "tied,dropout")[1]["results"]
+    ours = [one for one in found if one["engine"].startswith("hvd_ckpt")]
+    assert len(ours) == 6 and {one["status"] for one in ours} == {"right"}

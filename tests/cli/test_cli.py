@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -86,3 +87,13 @@ def test_an_unknown_command_is_named_and_one_that_cannot_be_loaded_sends_to_the_
     assert result.exit_code == 1
     assert "absent cannot be loaded" in result.output
     assert "hvd-ckpt doctor" in result.output
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def interrupted() -> None:
+        raise KeyboardInterrupt("interrupted while planning")
+
+    monkeypatch.setattr(cli.LazyGroup, "get_command", lambda *_: interrupted)
+    result = CliRunner().invoke(cli.main, ["plan"])
+    assert (result.exit_code, result.output.strip()) == (130, "interrupted while planning")

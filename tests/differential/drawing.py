@@ -12,6 +12,7 @@ from typing import Any
 from programs import (
     CARRIERS,
     ELEMENTWISE,
+    IN_PARTS,
     KINDS,
     RECOMPUTE,
     REENTRANT,
@@ -24,24 +25,25 @@ from programs import (
 )  # fmt: skip
 
 
-def draw(seed: int, ranks: int) -> Program:
+def draw(seed: int, ranks: int, tensor: int = 1) -> Program:
     """The program of a seed."""
-    return _Draw(seed, ranks).program()
+    return _Draw(seed, ranks, tensor).program()
 
 
 class _Draw:
     """The choices that later ones depend on, in the order in which they are made."""
 
-    def __init__(self, seed: int, ranks: int) -> None:
-        self.seed, self.ranks = seed, ranks
-        self.dice = random.Random(f"{seed} {ranks}")
+    def __init__(self, seed: int, ranks: int, tensor: int) -> None:
+        self.seed, self.ranks, self.tensor = seed, ranks, tensor
+        self.dice = random.Random(f"{seed} {ranks}" if tensor == 1 else f"{seed} {ranks} {tensor}")
         self.choose = self.dice.choice
         self.stage = self.choose([0, 0, 0, 1, 2, 2, 3, 3])
-        self.embedding = self.choose(["", "", "dense", "sparse"])
+        # A split embedding refuses sparse gradients.
+        self.embedding = self.choose(["", "", "dense", "sparse" if tensor == 1 else "dense"])
         if self.embedding == "sparse":
             self.optimizer = self.choose(["sgd", "adagrad"])  # PyTorch's others refuse sparse gradients
         else:
-            lbfgs = self.stage == 0 and self.chance(0.06)
+            lbfgs = self.stage == 0 and self.chance(0.06) and tensor == 1  # its line search sees one part
             self.optimizer = "lbfgs" if lbfgs else self.choose(ELEMENTWISE)
         self.lbfgs = self.optimizer == "lbfgs"
         self.half = not self.lbfgs and self.chance(0.2)
@@ -73,6 +75,8 @@ class _Draw:
             own = []
             for _ in range(self.choose([1, 1, 2, 3])):
                 kind = self.choose(STATEFUL) if stateful and self.chance(0.5) else self.choose(KINDS)
+                if self.tensor > 1 and self.chance(0.5):
+                    kind = self.choose(IN_PARTS)
                 dtype = "float64" if not self.lbfgs and self.chance(0.1) and kind in KINDS else "float32"
                 if self.half and kind in ("linear", "deep", "scale", "branch") and self.chance(0.5):
                     dtype = half_dtype
@@ -137,11 +141,12 @@ class _Draw:
         self.partial = not self.scaler and self.chance(0.3)
         self.traps = not self.scaler and not self.lbfgs and self.chance(0.25)
         self.kinds = ["plain"] * 6 + ["two_forwards", "twice", "eval_first"]
-        if not (reentrant or self.half or self.embedding or "attention" in kinds):
+        if not (reentrant or self.half or self.embedding or "attention" in kinds or self.tensor > 1):
             self.kinds.append("penalty")  # the others give no gradients of gradients
         self.closures = self.lbfgs or (not (self.scaler or self.several or self.shared) and self.chance(0.15))
         # At stage 3 all ranks must run through the same units; what a forward pass writes to weights must be the same on all.
-        self.alike = self.stage == 3 or "max_norm" in kinds
+        self.writes = "max_norm" in kinds
+        self.alike = self.stage == 3 or self.writes
         # Where gradients do not come from hooks, stages 2 and 3 have none; reentrant regions refuse torch.autograd.grad.
         self.by_hand = not reentrant and self.stage < 2 and self.embedding != "sparse" and self.chance(0.3)
         self.drops = not (self.scaler or self.shared) and self.chance(0.25)
@@ -271,9 +276,11 @@ class _Draw:
         if stage > 1 and self.chance(0.5):
             options["backward_passes_per_step"] = self.choose([1, self.usual, 3])
         if stage > 1 and self.chance(0.12):
-            options["wire"] = self.choose(
-                ["fp16", "bf16", "int8", {"parameters": "bf16"}, {"gradients": "int8"}]
-            )
+            blockwise = [] if self.tensor > 1 else ["int8", {"gradients": "int8"}]
+            options["wire"] = self.choose(["fp16", "bf16", *blockwise, {"parameters": "bf16"}])
+            # A recomputation would read what was written after its rounding, which is an error.
+            if stage == 3 and self.writes and options["wire"] != {"gradients": "int8"}:
+                del options["wire"]
         if stage and self.half and self.chance(0.5):
             options["master_weights"] = False
         if stage and self.chance(0.06):
@@ -335,4 +342,5 @@ class _Draw:
             self.choose(["float64", "bfloat16"]) if self.chance(0.15) else "float32",
             self.chance(0.5),
             join,
+            self.tensor,
         )

@@ -18,7 +18,9 @@ from stateful import VOCABULARY, WIDTH
 from torch import Tensor
 
 import hvd_ckpt as hc
+from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.gradients import has_values
+from hvd_ckpt.utils.cuts import cut_of
 
 CLIP = 0.3
 
@@ -47,7 +49,7 @@ class Run:
         self.program, self.alone = program, alone
         self.stage = program.stage
         self.ranks = list(range(program.ranks)) if alone else [hc.rank()]
-        self.model = build(program, recompute and not alone)
+        self.model = build(program, recompute and not alone, alone)
         self.parameters = list(self.model.parameters())
         self.seen: list[Any] = []
         self.late = 0
@@ -400,9 +402,9 @@ class Run:
         return new
 
     def result(self) -> dict[str, Tensor]:
-        """The weights, and what belongs to this rank (in one process: to each): names that begin with its number."""
+        """The whole weights, and what belongs to this rank (in one process: to each): names that begin with its number."""
         with self._whole():
-            values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            values = {name: whole(p) for name, p in self.model.named_parameters()}
         for rank in self.ranks:
             if self._others is not None:
                 own = [*self._others.buffers[rank], *self._others.hidden[rank], *self._others.random[rank]]
@@ -410,6 +412,15 @@ class Run:
                 own = [*buffers_of(self.model), *hidden_of(self.model), *random_state()]
             values.update({f"{rank}.{number}": as_tensor(value) for number, value in enumerate(own)})
         return values
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A copy of a parameter, of which tensor parallelism may have left a slice here."""
+    cut = cut_of(parameter)
+    if cut is None:
+        return parameter.detach().clone()
+    rows = current().gather_objects(parameter.detach().clone())
+    return cut.whole(rows)
 
 
 def _returned(kind: str, loss: Tensor) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from call_names import names_of_calls
 from carriers import Carried, pack, unpack
-from programs import REENTRANT, Block, Program
+from programs import IN_PARTS, REENTRANT, Block, Program
 from stateful import LAYERS, VOCABULARY, WIDTH
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,6 +33,29 @@ class _RaisesBehind(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         raise Caught
+
+
+class Heads(nn.Module):
+    """Attention of four heads among the two halves of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, width = 4, WIDTH // 2
+        self.project, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.project(x.view(len(x), 2, -1)).view(len(x), 2, 3, self.heads, 1)
+        dropout = 0.25 if self.training else 0.0
+        result = nn.functional.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4), dropout_p=dropout)
+        projected: Tensor = self.output(result.transpose(1, 2).reshape(len(x), 2, -1))
+        return projected.reshape(len(x), -1)
+
+
+RECIPES = {
+    "perceptron": {"layer": "features", "layer.0": "column", "layer.3": "row"},
+    "heads": {"layer": "heads:heads", "layer.project": "fused:3", "layer.output": "row"},
+    "gathered": {"layer": "vocabulary"},
+}
 
 
 class Part(nn.Module):
@@ -60,6 +83,12 @@ class Part(nn.Module):
             self.layer = nn.Sequential(
                 nn.Linear(WIDTH, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, WIDTH)
             )
+        elif block.kind == "perceptron":
+            self.layer = nn.Sequential(
+                nn.Linear(WIDTH, 12), nn.GELU(), nn.Dropout(0.25), nn.Linear(12, WIDTH)
+            )
+        elif block.kind == "heads":
+            self.layer = Heads()
         else:
             self.layer = nn.Linear(WIDTH, WIDTH)
         if block.kind in ("branch", "unused"):
@@ -78,7 +107,7 @@ class Part(nn.Module):
             x = x * self.factor + self.nothing.sum()
         elif self.kind == "conv":
             x = torch.tanh(self.layer(x.view(-1, 2, 2, WIDTH // 4)).reshape(-1, WIDTH))
-        elif self.kind == "deep":
+        elif self.kind in ("deep", "perceptron", "heads"):
             x = x + self.layer(x)
         elif self.kind == "branch":
             x = self.layer(x) + torch.sigmoid(self.other(x))
@@ -96,9 +125,10 @@ class Net(nn.Module):
 
     Args:
         recompute: whether segments are recomputed as the program says, or not at all.
+        split: whether this process has its part of layers.
     """
 
-    def __init__(self, program: Program, recompute: bool) -> None:
+    def __init__(self, program: Program, recompute: bool, split: bool) -> None:
         super().__init__()
         parts: list[Part] = []
         chains: list[nn.Module] = []
@@ -122,6 +152,8 @@ class Net(nn.Module):
         self.parts = parts
         self.segments = nn.ModuleList(chains)
         self.trap: tuple[str, int] | None = None
+        if split and (recipe := self._recipe()):
+            hc.tensor_parallel(self, recipe)
         if recompute and program.recomputed_as("plan", "plan_segment"):
             self._apply_plan()
         for chain, kind, carrier in zip(self.segments, self.kinds, self.carriers):
@@ -162,6 +194,13 @@ class Net(nn.Module):
             part.trapped = False
         if trap is not None and trap[0] == "forward":
             self.parts[trap[1]].trapped = True
+
+    def _recipe(self) -> dict[str, str]:
+        recipe = {"embedding": "vocabulary"} if hasattr(self, "embedding") else {}
+        for name, module in self.named_modules():
+            if isinstance(module, Part) and module.kind in IN_PARTS:
+                recipe |= {f"{name}.{inner}": kind for inner, kind in RECIPES[module.kind].items()}
+        return recipe
 
     def _apply_plan(self) -> None:
         """Drops every call of a block, or recomputes a whole segment."""
@@ -223,13 +262,14 @@ def _loss(features: Any) -> Tensor:
     return unpack(features).square().sum()
 
 
-def build(program: Program, recompute: bool) -> Net:
+def build(program: Program, recompute: bool, alone: bool) -> Net:
     """The same weights on every rank and in every run."""
     torch.manual_seed(program.seed)
-    model = Net(program, recompute=False)
+    split = program.tensor > 1 and not alone
+    model = Net(program, False, split)
     if not recompute:
         return model
     weights = model.state_dict()
-    model = Net(program, recompute=True)
+    model = Net(program, True, split)
     model.load_state_dict(weights)
     return model

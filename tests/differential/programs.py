@@ -18,6 +18,7 @@ STATEFUL = (  # :mod:`stateful`
     *("moving", "replaced", "attribute", "swapped", "running", "spectral", "weight_norm", "max_norm"),
     *("generator", "python", "numpy", "custom_random", "custom_mutating", "inplace", "inner", "attention"),
 )
+IN_PARTS = ("perceptron", "heads", "gathered")  # that tensor parallelism splits
 CARRIERS = ("dict", "list", "dataclass")
 ELEMENTWISE = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 
@@ -27,8 +28,8 @@ class Block:
     """One module of the model.
 
     Attributes:
-        kind: of :data:`KINDS` or :data:`STATEFUL`, or ``"again"`` (the block number ``of`` itself) or ``"tied"`` (a layer with
-            its weight).
+        kind: of :data:`KINDS`, :data:`STATEFUL` or, in a job with parts, :data:`IN_PARTS`, or ``"again"`` (the block number ``of``
+            itself) or ``"tied"`` (a layer with its weight).
         dtype: of its parameters.
     """
 
@@ -115,6 +116,7 @@ class Program:
         resume: after so many steps the second run stops and is resumed.
         default_dtype: while the job runs; the model has its own.
         math_kernel: attention may use this kernel alone, in forward passes.
+        tensor: parts of a layer, which also split the embedding; ranks are replicas then.
         join: how many steps each rank takes before it calls ``join()``; empty: all, and no ``join()``.
     """
 
@@ -133,6 +135,7 @@ class Program:
     default_dtype: str = "float32"
     math_kernel: bool = False
     join: tuple[int, ...] = ()
+    tensor: int = 1
 
     @property
     def blocks(self) -> list[Block]:
@@ -162,6 +165,8 @@ class Program:
         again = any(block.kind in ("again", "tied") for block in self.blocks)
         again |= any(segment.carrier != "tensor" for segment in self.segments)  # blocks share an activation
         again |= any(len(set(one.path)) < len(one.path) or one.kind == "two_forwards" for one in self.passes)
+        # Which gradients leave between the two backward passes through one graph depends on its regions.
+        again |= any(one.kind == "twice" for one in self.passes)
         return again and self.recomputed_as("function", *REENTRANT)
 
     @property

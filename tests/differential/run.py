@@ -29,7 +29,7 @@ sys.path[:0] = [str(HERE), *SHARED]
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        work(Path(sys.argv[2]), [int(seed) for seed in sys.argv[4:]], sys.argv[3] == "shrink")
+        work(Path(sys.argv[2]), sys.argv[3] == "shrink", int(sys.argv[4]), list(map(int, sys.argv[5:])))
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -37,17 +37,18 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--np", type=int, default=2, help="ranks")
+    parser.add_argument("--tensor", type=int, default=1, help="parts of a layer, which divide the ranks")
     parser.add_argument("--controller", choices=["gloo", "mpi"], default="gloo")
     parser.add_argument("--stall", type=float, default=60.0, help="seconds after which a program is ended")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further program begins")
     parser.add_argument("--only", type=int, metavar="SEED", help="this program alone, printed")
     parser.add_argument("--shrink", action="store_true", help="print the smallest program that fails like it")
     options = parser.parse_args()
-    job = Job(options.np, options.controller, options.stall, options.shrink)
+    job = Job(options.np, options.tensor, options.controller, options.stall, options.shrink)
     if options.only is not None:
         from drawing import draw
 
-        pprint.pprint(draw(options.only, options.np), width=140)
+        pprint.pprint(draw(options.only, options.np // options.tensor, options.tensor), width=140)
         _, found = job.run(seeds=[options.only])
         report(found, options)
         return 1 if found else 0
@@ -62,7 +63,8 @@ def main() -> int:
         checked += len({*done, *found})
         seeds = [seed for seed in seeds if seed not in done and seed not in found]
     print(
-        f"{checked} programs from seed {options.seed} on {options.np} ranks over {options.controller}: {len(failed)} failed "
+        f"{checked} programs from seed {options.seed} on {options.np} ranks with {options.tensor} parts over {options.controller}: "
+        f"{len(failed)} failed "
         f"{sorted(failed)} in {time.monotonic() - began:.0f} s"
     )
     return 1 if failed else 0
@@ -71,7 +73,8 @@ def main() -> int:
 def report(found: dict[int, list[str]], options: argparse.Namespace) -> None:
     for seed, failures in found.items():
         print(
-            f"seed {seed} failed: python {sys.argv[0]} --np {options.np} --controller {options.controller} --only {seed}"
+            f"seed {seed} failed: python {sys.argv[0]} --np {options.np} --tensor {options.tensor} --controller "
+            f"{options.controller} --only {seed}"
         )
         for failure in failures:
             for line in failure.splitlines()[-24:]:
@@ -79,10 +82,12 @@ def report(found: dict[int, list[str]], options: argparse.Namespace) -> None:
 
 
 class Job:
-    """How programs are run: on how many ranks, over what, for how many seconds each at most, and whether they are made smaller."""
+    """How programs are run: on how many ranks, in how many parts of a layer, over what, for how many seconds each at most, and
+    whether they are made smaller."""
 
-    def __init__(self, ranks: int, controller: str, stall: float, shrink: bool) -> None:
-        self.ranks, self.controller, self.stall, self.shrink = ranks, controller, stall, shrink
+    def __init__(self, ranks: int, tensor: int, controller: str, stall: float, shrink: bool) -> None:
+        self.ranks, self.tensor, self.controller = ranks, tensor, controller
+        self.stall, self.shrink = stall, shrink
 
     def run(
         self, seeds: Sequence[int], until: float = float("inf")
@@ -93,7 +98,8 @@ class Job:
         with tempfile.TemporaryDirectory(prefix="hvd_ckpt_differential_") as folder:
             log = Path(folder, "log")
             log.touch()
-            arguments = ("--worker", str(log), "shrink" if self.shrink else "check", *map(str, seeds))
+            how = "shrink" if self.shrink else "check"
+            arguments = ("--worker", str(log), how, str(self.tensor), *map(str, seeds))
             environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": os.pathsep.join(SHARED)}
             with open(Path(folder, "output"), "w+") as output:
                 process = start_ranks(
@@ -138,7 +144,7 @@ class Job:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def work(log: Path, seeds: list[int], shrinks: bool) -> None:
+def work(log: Path, shrinks: bool, tensor: int, seeds: list[int]) -> None:
     """One rank of a job: checks the programs of seeds, and adds lines to the log (rank 0)."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.simplefilter("ignore")
@@ -148,21 +154,22 @@ def work(log: Path, seeds: list[int], shrinks: bool) -> None:
     from drawing import draw
 
     import hvd_ckpt as hc
+    from hvd_ckpt.processes.grid import current
 
     def tell(line: str) -> None:
-        if hc.rank() == 0:
+        if current().number == 0:
             with open(log, "a") as file:
                 file.write(f"{line}\n")
 
-    hc.init()
+    hc.init(tensor=tensor)
     torch.set_num_threads(1)
     gc.freeze()  # programs collect garbage often
-    for program in (draw(seed, hc.size()) for seed in seeds):
+    for program in (draw(seed, hc.size(), tensor) for seed in seeds):
         tell(f"begin {program.seed}")
         try:
             failures = check(program)
         except BaseException:
-            with open(f"{log}.{hc.rank()}", "w") as file:
+            with open(f"{log}.{current().number}", "w") as file:
                 traceback.print_exc(file=file)
             os._exit(1)
         for failure in failures:

@@ -72,3 +72,14 @@ def test_commands_and_flags_exist() -> None:
             assert words in known, f"{page}: {words}"
             for flag in re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest):
                 assert flag in known[words] | {"--help"}, f"{page}: {words} {flag}"
+
+
+def test_linked_tests_exist() -> None:
+    """The site shows such a link as its text, and mkdocs does not look for the file."""
+    for page in PAGES:
+        for text, target in re.findall(
+            r"\[([^\]]*)\]\(((?:\.\./)*tests/[^)]+)\)", page.read_text(encoding="utf-8")
+        ):
+            source = (page.parent / target).read_text(encoding="utf-8")
+            for name in re.findall(r"`(test_\w+)`", text):
+                assert f"def {name}(" in source, f"{page}: {name}"

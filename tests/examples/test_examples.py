@@ -133,5 +133,7 @@ def test_every_script_is_in_the_table_and_here():
         "own_data.py",
         "own_models.py",
         "own_loop.py",
-    }  # beside this file; tests/training/test_own.py, tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py
+        "tensor_gpt.py",
+    }  # beside this file; tests/training/test_own.py, tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py,
+    # tests/tensor/test_tensor_launch.py
     assert scripts == set(SCRIPTS) | others | modules

@@ -14,7 +14,7 @@ from torch import Tensor
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError, name_of
-from hvd_ckpt.snapshots.schema import shard_file
+from hvd_ckpt.snapshots.schema import rank_file, shard_file
 
 REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples", "replicas")
 PER_RANK = ("random", "buffers", "logged")
@@ -54,7 +54,7 @@ def differences(run: Path, reference: Path, step: int, ranks: int | None) -> lis
     """The differences, to the bit, between two runs in their snapshots of a step and in their logs.
 
     Args:
-        ranks: of each pipeline stage; None for logical replicas, which use no state of ranks and run on any number of them.
+        ranks: of the job, in all stages and parts; None for logical replicas, which use no state of ranks and run on any number.
     """
     try:
         ours, theirs = (_state(folder, step, ranks) for folder in (run, reference))
@@ -75,15 +75,14 @@ def _state(run: Path, step: int, ranks: int | None) -> dict[str, Any]:
     path = _snapshot(run, step)
     first = reader.read(path, 0)
     state = {"weights": first.weights, **{name: first.replicated.get(name) for name in REPLICATED}}
+    files = reader.open_snapshot(path)
     if first.sharding is not None:
-        files = reader.open_snapshot(path)
         state["shards"] = [files.state(shard_file(rank)) for rank in range(first.ranks)]
     for rank in range(ranks or 0):
-        stages = reader.read(path, rank).per_stage
-        if not stages:
+        if rank_file(rank) not in files.manifest.files:
             raise ValueError(f"rank {rank} has no state in '{path}'")
-        for name in PER_RANK:
-            state[f"rank {rank}'s {name}"] = [own[name] for own in stages]
+        own = files.state(rank_file(rank))
+        state.update({f"rank {rank}'s {name}": own[name] for name in PER_RANK})
     return state
 
 

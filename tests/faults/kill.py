@@ -1,9 +1,9 @@
 """The kill test: runs that are killed and started again, compared with a run that was not.
 
-Each run trains a small LSTM with dropout, tied embeddings, AdamW and two micro-batches on text, and writes a snapshot every few
-steps. A run is sound if it ends in the bits of the undisturbed run of as many ranks; if no restart resumed from before a snapshot
-that was in place when a signal was sent; if every rank can read every snapshot that was in place after a kill; and if no process
-was left.
+Each run trains a small LSTM with dropout, tied embeddings, AdamW and two micro-batches on text, or with ``--tensor`` a GPT, and
+writes a snapshot every few steps. A run is sound if it ends in the bits of the undisturbed run of as many ranks; if no restart
+resumed from before a snapshot that was in place when a signal was sent; if every rank can read every snapshot that was in place
+after a kill; and if no process was left.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SETTINGS = {
     "snapshot-every": 3,
     "keep-snapshots": 3,
 }
+IN_PARTS = {"model": "gpt-tiny", "model-option": ("width=32", "layers=2", "dropout=0.3")}
 RUNNING, SNAPSHOT, START = "step", "snapshot", "start"
 NUMBER_OF_KILLS = {1: 0.65, 2: 0.3, 3: 0.05}
 WHO = {"one": 0.5, ALL: 0.25, LAUNCHER: 0.25}
@@ -51,7 +52,8 @@ LONGEST_DELAY = {RUNNING: 0.1, SNAPSHOT: 0.01, START: 0.0}  # seconds
 POLL = 0.003  # seconds
 LIMIT = 30.0  # seconds that processes may take to go
 COLUMNS = (
-    "seed", "ranks", "stages", "controller", "kills", "restarts", "lost", "unreadable", "left", "equal", "weights", "seconds"
+    "seed", "ranks", "stages", "parts", "controller",
+    "kills", "restarts", "lost", "unreadable", "left", "equal", "weights", "seconds",
 )  # fmt: skip
 NOTES = (
     "kills: who got which signal after which step; `start`: before the launch had logged a step, `*`: while a snapshot was being "
@@ -128,9 +130,10 @@ class KillTest:
 
     Attributes:
         folder: for the runs.
-        sizes: numbers of ranks, which the stages divide.
+        sizes: numbers of ranks, which stages times parts divide.
         timeout: seconds for one launch.
         stages: pipeline stages.
+        tensor: parts of a layer.
         replicas: logical replicas; each launch then is on another number of ranks, and all runs are to end in the same bits.
         elastic: jobs of Horovod Elastic, which a kill of one rank leaves running.
     """
@@ -140,6 +143,7 @@ class KillTest:
     controllers: Sequence[str]
     timeout: float
     stages: int = 1
+    tensor: int = 1
     replicas: int | None = None
     elastic: bool = False
 
@@ -156,8 +160,9 @@ class KillTest:
     def arguments(self, run: Path) -> list[str]:
         """Of ``hvd-ckpt train`` for the first launch of a run."""
         replicas = {} if self.replicas is None else {"replicas": self.replicas}
-        settings = {**SETTINGS, **replicas, "steps": self.steps, "stages": self.stages, "commit-every": 5}
-        return flags({**settings, "text": self.text, "output": run})
+        in_parts = {} if self.tensor == 1 else {**IN_PARTS, "tensor": self.tensor}
+        settings = {**SETTINGS, **replicas, **in_parts, "steps": self.steps, "stages": self.stages}
+        return flags({**settings, "commit-every": 5, "text": self.text, "output": run})
 
 
 @dataclass
@@ -187,6 +192,7 @@ class Killed:
     left: int = 0
     differences: list[str] | None = None
     stages: int = 1
+    tensor: int = 1
     replicas: int | None = None
     elastic: bool = False
     digest: str | None = None
@@ -230,7 +236,7 @@ def kill_runs(test: KillTest, seeds: range) -> Iterator[Killed]:
         course = _Course(test, plan, f"seed-{seed}", [plan.size] if test.replicas is None else test.sizes)
         killed = course.run()
         if killed.failure is None:
-            own = plan.size // test.stages if test.replicas is None else None
+            own = plan.size if test.replicas is None else None
             killed.differences = differences(course.path, references[ranks], test.steps, own)
             killed.digest = digest(course.path, test.steps)
         killed.seconds = round(time.monotonic() - start, 1)
@@ -251,12 +257,10 @@ class _Course:
         self.folder = test.folder / name
         self.folder.mkdir()
         self.path = self.folder / "run"
-        self.killed = Killed(plan.seed, plan.size, plan.controller)
-        self.killed.stages, self.killed.replicas, self.killed.elastic = (
-            test.stages,
-            test.replicas,
-            test.elastic,
-        )
+        self.killed = Killed(
+            plan.seed, plan.size, plan.controller,
+            stages=test.stages, tensor=test.tensor, replicas=test.replicas, elastic=test.elastic,
+        )  # fmt: skip
         self._test, self._plan, self._sizes = test, plan, sizes
         self._kills = list(plan.kills)  # still to come
         self._newest = 0  # the step of the newest snapshot that was seen in place
@@ -356,7 +360,7 @@ def _row(run: Killed) -> tuple[str, ...]:
     )
     equal = "no end" if run.failure else "yes" if run.equal else "no"
     counts = (run.restarts, run.lost, len(run.unreadable), run.left)
-    ranks = (str(run.seed), str(run.size), str(run.stages), run.controller)
+    ranks = (str(run.seed), str(run.size), str(run.stages), str(run.tensor), run.controller)
     return (*ranks, kills or "-", *map(str, counts), equal, run.digest or "-", f"{run.seconds:.0f}")
 
 

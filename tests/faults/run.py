@@ -48,6 +48,7 @@ def run_faults(run: BenchRun, settings: FaultSettings) -> None:
         list(dict.fromkeys(chosen)),
         settings.timeout,
         stages=settings.stages,
+        tensor=settings.tensor,
         replicas=settings.replicas,
         elastic=settings.elastic,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -18,11 +19,15 @@ from torch import nn
 from watch import Finding, Kind, check_message
 
 from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.bench.harness.engine import launched_rank_and_size
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
-from hvd_ckpt.processes import launchers, runtime
+from hvd_ckpt.processes import launchers, parts, runtime
+from hvd_ckpt.processes.grid import Grid, pretending
+from hvd_ckpt.tensor.recipes import is_split, tensor_parallel
+from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.folders import cache_folder, new_folder
 
 
@@ -293,6 +298,59 @@ def logs(folder: Path) -> Callable[[Draw, Path], str]:
     return feed
 
 
+MODULES = (
+    "embedding", "embedding.tokens", "layer0", "layer*", "layer?.attention", "*.project", "*.output", "layer1.perceptron.0",
+    "layer*.perceptron.2", "*.perceptron*", "layer0.attention_norm", "head.1", "head", "*", "", "[", "*.weight",
+)  # fmt: skip
+SPLITS = (
+    "column", "row", "fused:3", "fused:0", "fused:2", "vocabulary", "heads:heads", "heads:", "heads", "heads:head_width,heads",
+    "heads:training", "features", "block", "xlnet",
+)  # fmt: skip
+
+
+def recipes(_: Path) -> Callable[[Draw, Path], str]:
+    """Recipes and shapes that fit, or not: a model keeps slices of all that is split, or stays as it is."""
+
+    def feed(draw: Draw, folder: Path) -> str:
+        width, heads = draw.choice((8, 4), (8, 2), (6, 3), (12, 4), (5, 1))
+        sizes = {
+            "vocabulary": draw.choice(1, 3, 7, 12),
+            "length": 4,
+            "width": width,
+            "heads": heads,
+            "layers": 2,
+        }
+        model = gpt(**sizes, tied=draw.chance(0.5))
+        before = {name: (id(one), one.numel()) for name, one in model.named_parameters()}
+        recipe: Any = {
+            draw.choice(*MODULES, *TEXTS): draw.choice(*SPLITS) if draw.chance(0.9) else draw(ODD)
+            for _ in range(draw.choice(1, 1, 2, 4))
+        }
+        if draw.chance(0.3):
+            recipe = draw.choice(None, draw(ODD))
+        tensor, sequence = draw.choice(1, 2, 2, 3, 4), draw.chance(0.2)
+        numel = dict.fromkeys(before, 0)
+        for part in range(tensor):
+            other = copy.deepcopy(model)
+            after = dict(other.named_parameters())
+            with parts.alone(tensor), pretending(Grid(1, 1, 0, 0, tensor=tensor, part=part)):
+                try:
+                    tensor_parallel(other, recipe, sequence=sequence)
+                except ValueError:
+                    if is_split(other) or any(one.numel() != before[name][1] for name, one in after.items()):
+                        raise Finding("a recipe was refused, and a model was split") from None
+                    raise
+            for name, parameter in other.named_parameters():
+                if parameter is not after[name]:
+                    raise Finding(f"'{name}' is another object")
+                numel[name] += parameter.numel() if cut_of(parameter) is not None or part == 0 else 0
+        if any(numel[name] != count for name, (_, count) in before.items()):
+            raise Finding("the parts do not make the whole")
+        return "split"
+
+    return feed
+
+
 KINDS = (
     Kind(
         "plan", 10.0, (PlanError, OSError), plans
@@ -303,4 +361,5 @@ KINDS = (
     Kind("output", 3.0, (ValueError,), outputs),
     Kind("command line", 8.0, (), command_lines),
     Kind("plot", 2.0, (), logs),
+    Kind("recipe", 4.0, (ValueError,), recipes),
 )

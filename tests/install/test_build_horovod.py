@@ -43,6 +43,8 @@ setup(name="horovod", version="0.28.1", packages=["horovod", "horovod.torch"], p
 DRIVER = """
 import sys
 from hvd_ckpt.app.install import build_horovod, recipe
+from hvd_ckpt.utils import text
+text.SECONDS = 0.2
 build_horovod.SDIST_SHA256 = recipe.SDIST_SHA256 = sys.argv[1]
 build_horovod.build_horovod(sys.argv[2:])
 """
@@ -95,10 +97,12 @@ def test_a_wheel_is_built_once(bench: Bench) -> None:
     """In a cache whose path has a space, which Horovod's build does not see."""
     bench.cache = bench.folder / "a cache"
     sdist = bench.write_sdist(
-        "assert ' ' not in os.getcwd() + sys.prefix + os.environ['PATH'].split(':')[0], os.getcwd()"
+        "assert ' ' not in os.getcwd() + sys.prefix + os.environ['PATH'].split(':')[0], os.getcwd()\n"
+        "print('[1/2] c++', flush=True); time.sleep(0.5)"
     )
     first = bench.run(sdist)
     assert first.returncode == 0, first.stderr
+    assert first.stdout.count(" 50 %") > 1, "a line comes while a long step lasts, too"
     wheel = Path(first.stdout.splitlines()[-1])
     assert wheel.parent.parent == bench.cache
     assert bench.leftovers() == [wheel.parent.name]

@@ -10,6 +10,7 @@ import pty
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,22 @@ def test_help_needs_no_docker(desk: Desk) -> None:
     assert desk.asked("version") == []
     for word in ("compare --quick", "./runs", "BASE_IMAGE", "DOCKER_GPUS", "DOCKER_RUN_FLAGS"):
         assert word in result.stdout
+
+
+def test_the_files_that_the_image_is_built_from_are_enough(tmp_path: Path) -> None:
+    """Before the other sources come, so that a change of these builds no Horovod again."""
+    stage = (ROOT / "Dockerfile").read_text().replace("\\\n", "").partition("RUN touch")[0]
+    for *names, target in (line.split()[1:] for line in re.findall(r"^COPY .*", stage, re.MULTILINE)):
+        for name in names:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, tmp_path / target, dirs_exist_ok=True)
+            else:
+                (tmp_path / target).mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, tmp_path / target)
+    (tmp_path / "hvd_ckpt" / "__init__.py").touch()
+    command = [sys.executable, "-m", "hvd_ckpt.app.install.build_horovod", "--print-key"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout.startswith("horovod-"), result.stderr

@@ -17,6 +17,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.step import Step
+from hvd_ckpt.processes import uncaught
 from hvd_ckpt.utils.memory import measure_peak
 
 
@@ -429,6 +430,18 @@ def test_a_model_without_values_is_named():
     for sample in (torch.randn(4, 8), torch.randn(4, 8, device="meta")):
         with pytest.raises(ValueError, match="'meta'"):
             hc.plan(model, sample, loss=torch.sum, budget="0.5x")
+
+
+def test_an_interrupt_says_so_without_frames_of_the_planner(capsys):
+    def interrupt(output):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="while planning") as caught:
+        hc.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.zeros(2, 4), loss=interrupt, budget="min")
+    assert len(caught.traceback) == 2
+    uncaught.show(caught.value)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "while planning" in said and "Traceback" not in said
 
 
 def test_floats_in_fewer_bytes_only_if_asked():

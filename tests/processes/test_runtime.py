@@ -19,10 +19,20 @@ from hvd_ckpt.processes import runtime
 """
 FIRST = """
 report = {"imported": "mpi4py.MPI" in sys.modules, "errors": []}
-for question in (hc.controller, hc.mpi_communicator):
+model = torch.nn.Linear(1, 1)
+questions = (
+    hc.controller,
+    hc.mpi_communicator,
+    hc.rank,
+    hc.local_size,
+    lambda: hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()),
+    lambda: hc.broadcast_parameters(model.state_dict(), root_rank=0),
+    lambda: hc.broadcast_object(0, root_rank=0),
+)
+for question in questions:
     try:
         question()
-    except RuntimeError as error:
+    except ValueError as error:
         report["errors"].append(str(error))
 torch.set_num_threads(100)
 with warnings.catch_warnings(record=True) as caught:
@@ -74,8 +84,8 @@ def reports() -> dict[str, Any]:
 def test_a_first_start_with_nothing_set(reports: dict[str, Any]) -> None:
     report = reports["nothing set"]
     assert not report["imported"]
-    assert len(report["errors"]) == 2
-    assert all("call hvd_ckpt.init() first" in error for error in report["errors"])
+    assert len(report["errors"]) == 7
+    assert all("call hc.init() first" in error for error in report["errors"])
     assert (report["fusion"], report["repeatable"], report["warnings"]) == ("0", True, [])
     assert report["nvls"] == "0"
     assert report["threads"] == runtime.allowed_cpus()

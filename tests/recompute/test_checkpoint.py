@@ -264,6 +264,28 @@ def test_frozen_first_segment(run):
     assert trained.weight.grad is not None
 
 
+@EVERY_KIND
+def test_adapters_in_frozen_layers_train(run):
+    """As those of LoRA, with an input that needs no gradient."""
+    layers = nn.Sequential(*(nn.Linear(3, 3).requires_grad_(False) for _ in range(2)))
+    adapters = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+
+    @of(layers, adapters)
+    def adapted(x):
+        for layer, adapter in zip(layers, adapters):
+            x = layer(x) + adapter(x).tanh()
+        return x
+
+    x = torch.randn(2, 3)
+    adapted(x).sum().backward()
+    expected = [parameter.grad for parameter in adapters.parameters()]
+    adapters.zero_grad()
+    run(adapted, x).sum().backward()
+    for parameter, gradient in zip(adapters.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert all(parameter.grad is None for parameter in layers.parameters())
+
+
 @pytest.mark.filterwarnings("ignore:None of the results")
 @VARIANTS
 def test_parameters_within_reach_but_not_used(run):

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 import hvd_ckpt as hc
 from hvd_ckpt.recompute.tape import Policy, Tape, run_selectively
 from hvd_ckpt.recompute.verify import verifying
-from hvd_ckpt.torch_private import top_saved_tensors_default_hooks
 from hvd_ckpt.utils.memory import measure_peak
+from hvd_ckpt.utils.torch_private import top_saved_tensors_default_hooks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

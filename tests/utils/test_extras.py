@@ -152,6 +152,7 @@ def test_the_library_without_horovod(results: dict[str, Result]) -> None:
             "pip install 'hvd_ckpt[mpi] @ git+https://host/x.git'",
         ),
         ({"url": "file://{folder}/a%20clone", "dir_info": {}}, "pip install '{folder}/a clone[mpi]'"),
+        ({"url": "file://{folder}/a.whl", "archive_info": {}}, "pip install '{folder}/a.whl[mpi]'"),
     ],
 )
 def test_the_command_names_where_the_package_came_from(
@@ -160,6 +161,7 @@ def test_the_command_names_where_the_package_came_from(
     clone = tmp_path / "a clone"
     clone.mkdir()
     (clone / "setup.cfg").touch()
+    (tmp_path / "a.whl").touch()
 
     class Distribution:
         def read_text(self, name: str) -> str:

@@ -12,8 +12,8 @@ import torch
 import torch._compile
 
 import hvd_ckpt as hc
-from hvd_ckpt import torch_private
 from hvd_ckpt.app.cli import doctor
+from hvd_ckpt.utils import torch_private
 from hvd_ckpt.utils.extras import explain_import_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def test_setup_asks_for_the_oldest_version() -> None:
 
 
 def first_use(monkeypatch: pytest.MonkeyPatch) -> ImportError:
-    monkeypatch.delitem(sys.modules, "hvd_ckpt.torch_private")
+    monkeypatch.delitem(sys.modules, "hvd_ckpt.utils.torch_private")
     with pytest.raises(ImportError) as caught:
         hc.__getattr__("init")
     assert explain_import_error(caught.value) == str(caught.value)

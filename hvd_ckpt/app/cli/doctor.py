@@ -83,7 +83,7 @@ def torch_facts() -> Facts:
     }
     try:
         # The only file that imports private names of PyTorch, so it fails where a version lacks one.
-        importlib.import_module("hvd_ckpt.torch_private")
+        importlib.import_module("hvd_ckpt.utils.torch_private")
     except ImportError as error:
         facts["unsupported"] = first_line(error)
     return facts

@@ -79,9 +79,12 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; a package that is missing ends it with one line."""
+        """Runs the command; a package that is missing and a Ctrl-C end it with one line."""
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            click.echo(f"\n{str(error) or 'interrupted'}", err=True)
+            ctx.exit(130)  # as a shell has it for SIGINT
         except ImportError as error:
             text = explain_import_error(error)
             if text is None:

@@ -127,6 +127,13 @@ below that you give.
     type=click.FloatRange(1.0),
     help="Bytes of parameter, gradient and optimizer state for each byte of a parameter.  [default: 4]",
 )
+@click.option(
+    "--tensor",
+    type=click.IntRange(1, MOST_RANKS),
+    default=1,
+    show_default=True,
+    help="Split layers into this many parts; all bytes are those of one part, and messages take no time.",
+)
 @click.option("--output", metavar="FOLDER", help="For plan and pictures.  [default: runs/plan-<time>]")
 def plan(
     name: str,
@@ -137,6 +144,7 @@ def plan(
     device: str,
     file: str | None,
     output: str | None,
+    tensor: int,
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
@@ -160,6 +168,8 @@ def plan(
     job = _job(
         name, {size: value for size, value in others.items() if value is not None}, model_options, place
     )
+    if tensor > 1:
+        _split(job, tensor)
     if loaded is not None:
         loaded = _fitting(loaded, job, None if budget is None else limit, place)
     folder = output_folder(output, "plan")
@@ -180,6 +190,18 @@ def plan(
         over = chosen.measured.peak_bytes - chosen.budget
         click.echo(f"The plan's measured peak is {over} bytes over its budget of {chosen.budget}.", err=True)
         sys.exit(1)
+
+
+def _split(job: Job, tensor: int) -> None:
+    """Makes the model one of the parts that tensor parallelism splits it into, until the command ends."""
+    from hvd_ckpt.processes import parts
+    from hvd_ckpt.tensor.recipes import tensor_parallel
+
+    click.get_current_context().with_resource(parts.alone(tensor))
+    try:
+        tensor_parallel(job.model)
+    except ValueError as error:
+        raise BadArgument(f"--tensor {tensor}: {error}") from None
 
 
 def _load(file: str) -> Plan:

@@ -73,6 +73,10 @@ def _train(
             run(config)
             return
         stages = config.stages
+        if np is not None and np % (stages * config.tensor) and config.tensor > 1:
+            raise ConfigError(
+                f"--np {np}: stages x tensor, {stages} x {config.tensor}, does not divide it, give a multiple"
+            )
         if np is not None and np % stages:
             raise ConfigError(f"--np {np}: stages {stages} do not divide it, give a multiple")
         words = _launcher(np, launcher)
@@ -212,6 +216,10 @@ def run(config: Config) -> None:
     with exit_handler(Path(folder) if folder else None):
         # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
         watchdog.end_with_parent()
+        if config.tensor > 1 and is_elastic():
+            raise ConfigError(
+                f"tensor {config.tensor}: ranks of an elastic job come and go, and take their parts with them, leave it out"
+            )
         if stages > 1 and is_elastic():
             raise ConfigError(
                 f"stages {stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
@@ -220,7 +228,7 @@ def run(config: Config) -> None:
         if config.within is not None:
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
-            runtime.init(stall_timeout=config.stall_timeout, stages=stages)
+            runtime.init(stall_timeout=config.stall_timeout, stages=stages, tensor=config.tensor)
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
         try:

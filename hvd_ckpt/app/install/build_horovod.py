@@ -45,6 +45,7 @@ from hvd_ckpt.app.install.recipe import (
 )
 from hvd_ckpt.utils.extras import pip_command
 from hvd_ckpt.utils.folders import cache_folder
+from hvd_ckpt.utils.text import Heartbeat
 
 
 def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
@@ -72,9 +73,15 @@ def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
 def _run_logged(
     command: list[str], log: Path, environment: dict[str, str] | None = None, cwd: Path | None = None
 ) -> int:
-    """Runs a command, appends its output to the log and prints the progress of the build. An interrupt also ends the command."""
-    shown, start = -1, time.monotonic()
-    with log.open("a", errors="replace") as file:
+    """Runs a command, appends its output to the log and prints the progress of the build, or at least that it goes on, every
+    30 seconds. An interrupt also ends the command.
+    """
+    shown, step, start = -1, "", time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"  {text}{time.monotonic() - start:.0f} s", flush=True)
+
+    with log.open("a", errors="replace") as file, Heartbeat(lambda: say(step)) as beat:
         file.write(f"$ {' '.join(command)}\n")
         file.flush()
         process = subprocess.Popen(
@@ -91,10 +98,15 @@ def _run_logged(
             assert process.stdout is not None
             for line in process.stdout:
                 file.write(line)
-                step = re.match(r"\s*\[(\d+)/(\d+)\]", line)
-                if step and 10 * int(step.group(1)) // int(step.group(2)) > shown:
-                    shown = 10 * int(step.group(1)) // int(step.group(2))
-                    print(f"  {shown * 10:3d} %  {time.monotonic() - start:.0f} s", flush=True)
+                counts = re.match(r"\s*\[(\d+)/(\d+)\]", line)
+                if counts is None:
+                    continue
+                done, steps = map(int, counts.groups())
+                step = f"{100 * done // steps:3d} %  "
+                if 10 * done // steps > shown:
+                    shown = 10 * done // steps
+                    beat.said()
+                    say(step)
             return process.wait()
         except BaseException:
             _end(process)

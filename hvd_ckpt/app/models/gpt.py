@@ -57,17 +57,17 @@ class SelfAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_width = heads, width // heads
         self.project = nn.Linear(width, 3 * width)
         self.attend = CausalAttention(dropout)
         self.output = nn.Linear(width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, width = hidden.shape
-        parts = self.project(hidden).view(batch, length, 3, self.heads, width // self.heads)
+        batch, length, _ = hidden.shape
+        parts = self.project(hidden).view(batch, length, 3, self.heads, self.head_width)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         attended = self.attend(query, key, value)
-        result: torch.Tensor = self.output(attended.transpose(1, 2).reshape(batch, length, width))
+        result: torch.Tensor = self.output(attended.transpose(1, 2).reshape(batch, length, -1))
         return result
 
 

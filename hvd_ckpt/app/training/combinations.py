@@ -49,6 +49,7 @@ def check_combinations(config: Config) -> None:
     _check_local(config)
     _check_sharding(config)
     _check_stages(config)
+    _check_tensor(config)
     _check_replicas(config)
 
 
@@ -171,6 +172,19 @@ def _check_stages(config: Config) -> None:
         raise ValueError(
             f"optimizer {config.optimizer}: its state is not one of elements, which snapshots of stages hold, take adamw"
         )
+
+
+def _check_tensor(config: Config) -> None:
+    if config.tensor == 1:
+        return
+    _refuse(config, "tensor", (
+        ("local_steps", config.local_steps is not None, "each rank steps on a whole model, leave it out"),
+        ("replicas", config.replicas is not None, "logical replicas are of whole models, leave it out"),
+        ("precision", config.precision.startswith("apex"), "Apex wants whole gradients, give fp16 or bf16"),
+        ("offload", config.offload == "parameters", "its files hold whole layers, leave it out"),
+        ("prompt", config.prompt is not None, "its text is made by whole models, leave it out"),
+        ("optimizer", config.optimizer.strip().lower() == "adafactor", "its state is not one of elements, take adamw"),
+    ))  # fmt: skip
 
 
 def _check_replicas(config: Config) -> None:

@@ -286,6 +286,7 @@ class Config(Strict):
     stages: Count = Field(
         1, description="Pipeline stages: consecutive blocks of the model on different ranks."
     )
+    tensor: Count = Field(1, description="Parts of each layer, on different ranks (tensor parallelism).")
     pipeline_schedule: Annotated[str, _one_of("pipeline schedule", *PIPELINE_SCHEDULES)] = Field(
         "1f1b",
         description=f"Order of the micro-batches of a step in stages: {', '.join(PIPELINE_SCHEDULES)}.",

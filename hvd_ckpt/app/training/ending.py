@@ -78,14 +78,15 @@ def check_weights(model: nn.Module) -> None:
         WeightsDiffer: some differ; on every rank of every stage.
     """
     # Each stage has a world of its own, in which its ranks compare; the other stages hear of it afterwards.
-    if current().stages == 1:
+    if current().model_parallel_size == 1:
         check_equal_weights(model)
         return
     difference = None
     try:
         check_equal_weights(model)
     except WeightsDiffer as error:
-        difference = f"pipeline stage {current().stage}: {error}"
+        where = f"pipeline stage {current().stage}" if current().stages > 1 else f"part {current().part}"
+        difference = f"{where}: {error}"
     for text in of_all_processes(difference, "hvd_ckpt.train.weights"):
         if text is not None:
             raise WeightsDiffer(text)
@@ -122,8 +123,9 @@ class Reports:
         )
         # All ranks see the same reports in the same order, so they take the same one.
         self.stopped = next((stop for stop, *_ in reports if stop is not None), None)
-        # Only the first stage is looked at, since all stages of a replica have the same loss.
-        reports = reports[: hvd.size()]
+        # Only the first stage and part are looked at, since all of a replica have the same loss.
+        tensor = current().tensor
+        reports = reports[: hvd.size() * tensor : tensor]
         faults = [
             (rank, loss, host, at) for rank, (_, loss, host, at) in enumerate(reports) if loss is not None
         ]
@@ -196,7 +198,10 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
         if not error.passing:
             _write_failure_file(folder, error)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if current().number == 0:
+            with contextlib.suppress(OSError, ValueError):
+                print(str(error) or "interrupted", file=sys.stderr, flush=True)
         exit_now(130)
     # Everything else ends the process here. Python's own end would wait for Horovod, which waits for the other ranks.
     except BaseException as error:

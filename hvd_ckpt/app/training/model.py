@@ -19,9 +19,9 @@ from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, has_gpu_operations, lo
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
 from hvd_ckpt.reduction.construction import warn_of_unsynchronized
-from hvd_ckpt.torch_private import AnyBatchNorm
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import BUILD_HOROVOD
+from hvd_ckpt.utils.torch_private import AnyBatchNorm
 
 # ------------------------------------------------------------------------------------ device and precision
 
@@ -119,6 +119,10 @@ def check_stages(model: nn.Module, config: Config) -> int:
     if stages != started:
         raise ConfigError(
             f"stages {stages}: the job was started with {started}, give the same number to init()"
+        )
+    if config.tensor != current().tensor:
+        raise ConfigError(
+            f"tensor {config.tensor}: the job was started with {current().tensor}, give the same number to init()"
         )
     if stages == 1:
         return stages

@@ -7,7 +7,8 @@ A global batch has parts, and each rank computes some of them:
 - :class:`Replicas`: one for each logical replica; the number of ranks does not change the order in which gradients are added up.
 - :class:`Local`: one for each rank, which steps on its own; now and then the ranks average their weights.
 
-The loop calls :meth:`~Plain.run`, :meth:`~Plain.finish`, :meth:`~Plain.clip` and :meth:`~Plain.step` in each step of any mode.
+In each step of any mode the loop calls :meth:`~Plain.run` and :meth:`~Plain.finish`, then :meth:`~Plain.skip`, or
+:meth:`~Plain.clip` (if configured) and :meth:`~Plain.step`.
 Sharding (ZeRO) goes with each of them.
 """
 

@@ -53,6 +53,7 @@ from hvd_ckpt.snapshots.content import tensors_of
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.snapshots import Snapshots
+from hvd_ckpt.tensor.recipes import tensor_parallel
 from hvd_ckpt.utils.text import show_bytes
 
 DEFAULT_STEPS = 100
@@ -82,7 +83,7 @@ class Run:
         report: what it counts, shows and logs.
         trace: of the configured steps.
         snapshots: of the run, and requests to stop it.
-        reports: what single ranks report to all.
+        reports: requests to stop and losses that are not finite, which single ranks report to all.
     """
 
     config: Config
@@ -111,11 +112,11 @@ class Run:
     reports: Reports
 
 
-def prepare(config: Config, parts: Assembly, point: ResumePoint | None = None) -> Run:
+def prepare(config: Config, assembly: Assembly, point: ResumePoint | None = None) -> Run:
     """Prepares a run. Collective.
 
     Args:
-        parts: a model in training mode, on the CPU, with its loss and samples.
+        assembly: a model in training mode, on the CPU, with its loss and samples.
         point: where the run starts, and its folder; by default as configured.
 
     Raises:
@@ -131,21 +132,26 @@ def prepare(config: Config, parts: Assembly, point: ResumePoint | None = None) -
         if not config.verify_weights:
             verify_weights(False)
         device = device_of(config)
-        sampler = _sampler(config, parts.train)
+        sampler = _sampler(config, assembly.train)
         precision = precision_of(config, device)
         callbacks = callbacks_of(config)
         prompt = None if config.prompt is None else Start(trained_on_text(config), config.prompt)
         if config.freeze is not None:
-            freeze(parts.model, config.freeze)
-        parts = parts._replace(model=prepare_model(parts.model, config, device))
-        optimizer = _optimizer(config, parts)
-        check_functions(config, parts.model, parts.objective, parts.train, device)
+            freeze(assembly.model, config.freeze)
+        assembly = assembly._replace(model=prepare_model(assembly.model, config, device))
+        optimizer = _optimizer(config, assembly)
+        check_functions(config, assembly.model, assembly.objective, assembly.train, device)
+
+    # Parts compare their models, so that this communicates.
+    if config.tensor > 1:
+        with config_errors():
+            tensor_parallel(assembly.model)
 
     # Snapshot: read, validated, and its weights loaded.
     point = point or find_resume_point(config)
     folder = point.folder
     with errors_everywhere("hvd_ckpt.train.snapshot"):
-        snapshot = read_snapshot(point, config, len(parts.train), parts.model, optimizer)
+        snapshot = read_snapshot(point, config, len(assembly.train), assembly.model, optimizer)
         progress = Progress() if snapshot is None else Progress(**snapshot.replicated["progress"])
         first_ranks: int = hvd.size() if snapshot is None else snapshot.replicated["ranks"]
         steps = _last_step(config, sampler, progress)
@@ -154,20 +160,22 @@ def prepare(config: Config, parts: Assembly, point: ResumePoint | None = None) -
         if current().number == 0 and not config.dry_run:
             config.write_yaml(folder / "config.yaml")
     taken = progress.step
-    expected = {} if snapshot is None else state_of_shards(optimizer, parts.model)
-    print_summary(config, parts, device, folder, taken, steps)
+    # Taken from the optimizer of one rank, which knows whole parameters, for the load below.
+    expected = {} if snapshot is None else state_of_shards(optimizer, assembly.model)
+    print_summary(config, assembly, device, folder, taken, steps)
 
     # Plan, and count of operations, of the whole model. Then stages, and the weights of rank 0.
-    utilization = utilization_of_a_unit(config, parts, device)
-    _, aliases = tensors_of(parts.model, buffers=False)
+    utilization = utilization_of_a_unit(config, assembly, device)
+    # The names of tied parameters, before the model is cut into stages.
+    _, aliases = tensors_of(assembly.model, buffers=False)
     try:
-        plan, text = choose_plan(config, parts, optimizer, device, folder, plan_text(config, snapshot))
+        plan, text = choose_plan(config, assembly, optimizer, device, folder, plan_text(config, snapshot))
     except ConfigError:
         if current().number == 0 and not config.resume:
             # A folder must be empty to be given for a run, so that of a run without a plan is emptied again.
             (folder / "config.yaml").unlink()
         raise
-    model = Mode.place(config, parts.model, optimizer, device, plan)
+    model = Mode.place(config, assembly.model, optimizer, device, plan)
     broadcast_parameters(model.state_dict(), root_rank=0)
 
     # Optimizer of all ranks.
@@ -177,7 +185,7 @@ def prepare(config: Config, parts: Assembly, point: ResumePoint | None = None) -
     if Mode.same_state and config.shard == "none":
         broadcast_optimizer_state(optimizer, root_rank=0)
     average = average_weights(optimizer, config.ema)
-    mode = Mode(config, model, optimizer, parts.objective, precision=precision, device=device)
+    mode = Mode(config, model, optimizer, assembly.objective, precision=precision, device=device)
 
     # State of the snapshot, which includes random states: nothing draws random numbers after it.
     seed_all(seed_of_rank(config.seed, taken))
@@ -187,7 +195,7 @@ def prepare(config: Config, parts: Assembly, point: ResumePoint | None = None) -
         mode,
         line,
         start=taken,
-        unit=parts.objective.unit,
+        unit=assembly.objective.unit,
         utilization=utilization,
         callbacks=callbacks,
     )
@@ -209,9 +217,9 @@ def prepare(config: Config, parts: Assembly, point: ResumePoint | None = None) -
     return Run(
         config=config,
         folder=folder,
-        objective=parts.objective,
-        train=parts.train,
-        test=parts.test,
+        objective=assembly.objective,
+        train=assembly.train,
+        test=assembly.test,
         sampler=sampler,
         device=device,
         precision=precision,

@@ -16,6 +16,7 @@ from hvd_ckpt.app.training.build import Assembly
 from hvd_ckpt.app.training.config import Config, first_and_last
 from hvd_ckpt.app.training.report import Report
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.parts import alone
 
 # Dense half-precision TFLOP/s by a part of the device's name, from the vendors' data sheets; the first that fits counts.
 PEAKS = {
@@ -106,6 +107,7 @@ def utilization_of_a_unit(config: Config, parts: Assembly, device: torch.device)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=False))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(alone())
             stack.enter_context(counter)
             model.eval()(*sample.inputs, **sample.shared)
     # The counter does not know every operation. The run itself may well succeed, and only has no MFU.
@@ -115,5 +117,5 @@ def utilization_of_a_unit(config: Config, parts: Assembly, device: torch.device)
         return None
     finally:
         model.train(training)
-    flops = PASSES * counter.get_total_flops() / objective.units(sample)
+    flops = PASSES * counter.get_total_flops() * current().tensor / objective.units(sample)
     return flops / (peak * 1e12 * current().size) or None

@@ -29,6 +29,7 @@ from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import state
 from hvd_ckpt.snapshots.reader import Snapshot, find, read
 from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
+from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
 from hvd_ckpt.snapshots.stopping import forget_file
 from hvd_ckpt.snapshots.tensors import map_tensors
@@ -284,6 +285,8 @@ def read_snapshot(
     if snapshot is not None:
         check_state(snapshot)
         check_resumed(config, samples, snapshot)
+        with _naming(snapshot, "give the settings that the run had, or another snapshot"):
+            snapshot = sliced(snapshot, model)
         check_fits(snapshot, model, optimizer)
         try:
             model.load_state_dict(snapshot.weights)
@@ -299,6 +302,7 @@ def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
         return None
     then, text = resumed.replicated["config"], resumed.replicated["plan"]
     same = all(then[name] == getattr(config, name) for name in PLANNED)
+    same = same and then.get("tensor", 1) == config.tensor
     return text if same else None
 
 

@@ -84,6 +84,9 @@ def _ranks(config: Config) -> str:
     if grid.size == 1:
         return "1"
     stages, replicas = grid.stages, grid.replicas
+    if grid.tensor > 1:
+        in_stages = f"{stages} pipeline stages ({config.pipeline_schedule}) of " if stages > 1 else ""
+        return f"{grid.size} over {controller()}, {in_stages}{replicas} x {grid.tensor} (replicas x parts of a layer),"
     if stages == 1:
         return f"{grid.size} over {controller()},"
     each = "1 replica" if replicas == 1 else f"{replicas} replicas"

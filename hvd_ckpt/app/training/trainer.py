@@ -54,7 +54,7 @@ class Outcome:
 
 
 class Trainer(Run):
-    """Trains a model over all ranks as configured. Collective: constructed and run on every rank.
+    """A :class:`Run` with a loop, which trains a model over all ranks as configured. Collective: constructed and run on every rank.
 
     Args:
         config: settings; those of model and data have been used to build the other arguments.
@@ -110,11 +110,11 @@ class Trainer(Run):
             FatalTrainingError: a loss is not finite, or ranks' weights differ; on every rank.
             SnapshotError: the last snapshot could not be written; on every rank. Earlier ones are a warning.
         """
-        config, progress, own = self.config, self.progress, self.mode.parts
+        config, progress, count = self.config, self.progress, self.mode.parts
         if isinstance(self.train, Stream):
             self.train.seek(progress.epoch, progress.epoch_start)
         loader = Loader(
-            self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, own
+            self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, count
         )
         with loader, self.report, self.trace, self.snapshots:
             with self.report.meter.excluded():
@@ -126,7 +126,7 @@ class Trainer(Run):
             while not self._finished():
                 self.trace.before(progress.step + 1)
                 with span("data"):
-                    parts = [next(loader) for _ in range(own)]
+                    parts = [next(loader) for _ in range(count)]
                 accumulated = self.step(parts)
                 self._count(parts, accumulated, loader.position)
                 self._do_what_is_due()
@@ -175,6 +175,7 @@ class Trainer(Run):
             mode.skip()
             return [Accumulated(torch.zeros((), dtype=torch.float32), 0.0) for _ in parts]
 
+        # Gradients are reduced. Here clip() and step() only check that, and reduce nothing again.
         with span("update"), self.optimizer.skip_synchronize():
             if config.clip is not None:
                 mode.clip(config.clip)

@@ -7,7 +7,8 @@ one process.
 
     cells        the cells: variants of recomputation and numbers of segments; the models that recompute as a cell says
     workloads    real models: model, batches, loss, and the passes of a step
-    scenarios    small models that are hard; ``stages`` has those that are trained in pipeline stages, ``catalog`` lists all
+    scenarios    small models that are hard; ``stages`` has those that are trained in pipeline stages, ``parts`` in parts of layers,
+                 with their engines; ``catalog`` lists all
     stage_engines  how a rank becomes a pipeline stage; engines that reduce gradients are those of the harness
     recording    which gradients are reduced, how often, and in which order
     training     one training run: precision, seeds, steps, fingerprints

@@ -1,17 +1,20 @@
-"""The catalogue of everything that can be trained: workloads, scenarios, and scenarios in pipeline stages."""
+"""The catalogue of everything that can be trained: workloads, scenarios, and scenarios in pipeline stages and parts of layers."""
 
 from __future__ import annotations
 
 from hvd_ckpt.bench.compare.cells import Settings
+from hvd_ckpt.bench.compare.parts import IN_PARTS
 from hvd_ckpt.bench.compare.scenarios import SCENARIOS
 from hvd_ckpt.bench.compare.stages import STAGED
 from hvd_ckpt.bench.compare.workloads import WORKLOADS, Workload
 
-IN_STAGES = "stages-"  # begins the names of scenarios in stages, some of which are those of other scenarios
+# The beginnings of names of scenarios in stages and parts, some of which are those of other scenarios.
+STAGES, PARTS = "stages-", "parts-"
 CATALOG: dict[str, type[Workload]] = {
     **WORKLOADS,
     **SCENARIOS,
-    **{f"{IN_STAGES}{name}": kind for name, kind in STAGED.items()},
+    **{f"{STAGES}{name}": kind for name, kind in STAGED.items()},
+    **{f"{PARTS}{name}": kind for name, kind in IN_PARTS.items()},
 }
 
 

@@ -89,6 +89,10 @@ class CompareSettings(BenchSettings):
         "Instead, small hard models in so many pipeline stages, beside torch.distributed.pipelining.",
         type=click.IntRange(2, 8),
     )
+    tensor: int | None = setting(
+        "Instead, small hard models in so many parts of each layer, beside PyTorch's parallelize_module.",
+        type=click.Choice([2, 4, 8]),
+    )
     quick: bool = quick_setting("Tiny models, two segments, one timed pass.")
     full: bool = setting("DenseNet-264 and BERT-base instead of small ones.", False)
     text: str | None = setting("Text to learn instead of Python's own source.", metavar="FILE")
@@ -99,6 +103,8 @@ class CompareSettings(BenchSettings):
     def check(self) -> None:
         if self.quick and self.full:
             raise BadArgument("--quick and --full exclude each other: give one")
+        if self.stages and self.tensor:
+            raise BadArgument("--stages and --tensor are comparisons of their own: give one")
 
     @property
     def scale(self) -> str:
@@ -156,29 +162,36 @@ class CompareSettings(BenchSettings):
         )
 
     def comparison_of_stages(self, run: BenchRun) -> Comparison:
-        """The comparison of engines that train in pipeline stages.
+        """The comparison of engines that train in pipeline stages, or in parts of layers.
 
         Raises:
             BadArgument: as :meth:`comparison`.
         """
-        from hvd_ckpt.bench.compare.catalog import IN_STAGES
+        from hvd_ckpt.bench.compare.catalog import PARTS, STAGES
         from hvd_ckpt.bench.compare.cells import Settings, make_cells
         from hvd_ckpt.bench.compare.comparison import Comparison
+        from hvd_ckpt.bench.compare.parts import IN_PARTS, PART_ENGINES, InParts
         from hvd_ckpt.bench.compare.stage_engines import STAGE_ENGINES
         from hvd_ckpt.bench.compare.stages import SCHEDULES, STAGED
 
-        scale, stages = self.scale, self.stages
-        assert stages is not None
+        scale, size = self.scale, self.stages or self.tensor
+        assert size is not None
         if self.device != "cpu":
-            raise BadArgument(f"--device {self.device}: --stages compares on CPUs: leave it out")
-        names = STAGED if self.scenarios == SCENARIOS else split_names("--scenarios", self.scenarios, STAGED)
-        engines = [engine for engine in STAGE_ENGINES if engine.unavailable() is None]
+            option = "--stages" if self.stages else "--tensor"
+            raise BadArgument(f"--device {self.device}: {option} compares on CPUs: leave it out")
+        begin, known, kinds, variants = (
+            (STAGES, STAGED, STAGE_ENGINES, SCHEDULES)
+            if self.stages
+            else (PARTS, IN_PARTS, PART_ENGINES, InParts.variants)
+        )
+        names = known if self.scenarios == SCENARIOS else split_names("--scenarios", self.scenarios, known)
+        engines = [engine for engine in kinds if engine.unavailable() is None]
         paths = [f"{engine.__module__}:{engine.__name__}" for engine in engines]
         return Comparison(
             engines=tuple(paths),
-            cells=tuple(make_cells({f"{IN_STAGES}{name}": SCHEDULES for name in names}, ())),
+            cells=tuple(make_cells({f"{begin}{name}": variants for name in names}, (2,))),
             subject=paths[0],
-            size=stages,
+            size=size,
             controller=check_controller(self.controller),
             threads=1,
             passes=0,
@@ -229,7 +242,8 @@ def compare(run: BenchRun, settings: CompareSettings) -> None:
     """
     from hvd_ckpt.bench.compare.comparison import ComparisonError
 
-    comparison = settings.comparison(run) if settings.stages is None else settings.comparison_of_stages(run)
+    staged = settings.stages or settings.tensor
+    comparison = settings.comparison_of_stages(run) if staged else settings.comparison(run)
     try:
         with run.progress(comparison.trainings) as progress:
 

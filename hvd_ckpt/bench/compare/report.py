@@ -11,8 +11,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hvd_ckpt.bench.compare.catalog import IN_STAGES
+from hvd_ckpt.bench.compare.catalog import PARTS, STAGES
 from hvd_ckpt.bench.compare.cells import find_variant
+from hvd_ckpt.bench.compare.parts import LEGEND as PART_LEGEND
 from hvd_ckpt.bench.compare.stages import CHUNKS
 from hvd_ckpt.bench.compare.verdict import (
     BASELINE,
@@ -145,35 +146,38 @@ def make_stage_report(
     settings: dict[str, Any],
     facts: dict[str, str],
 ) -> Report:
-    """The report of a comparison in pipeline stages, as :func:`make_report`, with a column for each engine and schedule."""
+    """The report of a comparison in pipeline stages, or in parts of layers, as :func:`make_report`, with a column for each engine
+    and variant."""
+    in_parts = results[0].workload.startswith(PARTS)
+    begin, what, legend = (PARTS, "parts", PART_LEGEND) if in_parts else (STAGES, "stages", STAGE_LEGEND)
     engines, names = engines_of(results), list(workloads)
     ordered = sorted(results, key=lambda found: (names.index(found.workload), engines.index(found.engine)))
     verdicts = [
         {
-            "scenario": result.workload.removeprefix(IN_STAGES),
+            "scenario": result.workload.removeprefix(begin),
             "engine": f"{find_engine(result.engine).title}, {result.variant}",
             "status": result.status,
             "reason": result.reason,
         }
         for result in ordered
     ]
-    scenarios = {name.removeprefix(IN_STAGES): workload["title"] for name, workload in workloads.items()}
+    scenarios = {name.removeprefix(begin): workload["title"] for name, workload in workloads.items()}
     columns = ("scenario", "what is hard", *dict.fromkeys(verdict["engine"] for verdict in verdicts))
     rows = [
         (name, title, *(verdict["status"] for verdict in verdicts if verdict["scenario"] == name))
         for name, title in scenarios.items()
     ]
     chosen = {name: settings[name] for name in ("controller", "steps", "seed")}
-    chosen = {"stages": settings["np"], **chosen, "chunks": CHUNKS}
+    chosen = {what: settings["np"], **chosen, **({} if in_parts else {"chunks": CHUNKS})}
     machine = {name: fact for name, fact in facts.items() if name not in settings}
     return Report(
-        "Pipeline stages compared",
+        "Parts of layers compared" if in_parts else "Pipeline stages compared",
         {**machine, **{name: str(value) for name, value in chosen.items()}},
         [
             Table(
                 columns,
                 rows,
-                title=f"Verdicts: {settings['np']} stages over {settings['controller']}",
+                title=f"Verdicts: {settings['np']} {what} over {settings['controller']}",
                 left=columns,
                 style=lambda entry: STYLES.get(entry, "red" if entry in SEVERITY else ""),
                 mark=_mark,
@@ -185,7 +189,7 @@ def make_stage_report(
             for verdict in verdicts
             if verdict["reason"]
         ],
-        notes=STAGE_LEGEND,
+        notes=legend,
         settings=chosen,
         success=all(result.right for result in results if result.engine == subject),
     )

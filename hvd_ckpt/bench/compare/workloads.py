@@ -58,7 +58,7 @@ class Workload(harness.Workload):
         parts: batches of a rank in a step.
         passes: most backward passes in a step, for engines that need the number.
         small: a step takes milliseconds.
-        staged: ranks have a pipeline stage each, instead of batches of their own.
+        staged: ranks have a pipeline stage or a part of each layer, instead of batches of their own.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
     """

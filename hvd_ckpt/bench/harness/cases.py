@@ -1,6 +1,6 @@
 """Cases and columns: everything that was measured under one condition, and the values that a report shows of it.
 
-A :class:`Column` is declared once, and is an entry of the printed table, of the Markdown and of ``results.json``.
+A :class:`Column` is declared once. With a title it is in the printed table and the Markdown, with a key in ``results.json``.
 """
 
 from __future__ import annotations

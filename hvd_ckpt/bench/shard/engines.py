@@ -97,8 +97,6 @@ class Session:
         # This library's optimizer is told by synchronize(), at the end of a step, that all micro-batches are there.
         passes = 1 if configuration.ours else training.passes
         optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
-        passes = 1 if configuration.ours else training.passes
-        optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
         self.model, self.optimizer = self.engine.wrap(model, optimizer, passes)
 
     def accumulate(self, samples: Sequence[Tensor]) -> float:

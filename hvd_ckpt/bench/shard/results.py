@@ -214,7 +214,7 @@ class Results:
         return missing + ([f"No times: {self.failure}"] if self.failure is not None else [])
 
     def for_programs(self) -> list[dict[str, Any]]:
-        """All results with the findings of every rank."""
+        """All results with the findings of every rank; its columns also see results that failed, which have no ranks."""
 
         def of_configuration(name: str) -> Column:
             return Column("", lambda result: getattr(result.configuration, name), key=name)

@@ -93,7 +93,7 @@ class ByHand:
         for part, own in zip(parts, terms):
             loss = self.objective.loss(self.model(*part.inputs, **part.shared), part)
             mean += loss.detach() * (own / sum(terms))
-            (loss * (own * factor)).backward()
+            (loss * (own * factor)).backward()  # type: ignore[no-untyped-call]
         self.optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         with self.optimizer.skip_synchronize():

@@ -1,0 +1,136 @@
+"""Sums and gathers among the parts of a replica, over the links of the grid and never in Horovod's queue.
+
+Every part sends to and receives from each other one, and adds up in the order of the parts: all of them have the same bits, in
+every run. Two parts exchange whole tensors, which moves as many bytes as a ring and waits once; more reduce-scatter, then gather.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current, pretending
+
+_alone = False
+_positions_are_split = False
+
+HALVES = (torch.float16, torch.bfloat16)  # more than two of which are added up in float32
+
+
+@contextlib.contextmanager
+def alone(tensor: int | None = None) -> Iterator[None]:
+    """Inside, nothing is exchanged: every other part counts as having zeros. For measurements by one process.
+
+    Args:
+        tensor: of how many parts this process is the first; by default those that the job has.
+    """
+    global _alone
+    before, _alone = _alone, True
+    try:
+        with pretending(Grid(1, 1, 0, 0, tensor=tensor)) if tensor is not None else contextlib.nullcontext():
+            yield
+    finally:
+        _alone = before
+
+
+def is_alone() -> bool:
+    """Whether this process works without the other parts, see :func:`alone`."""
+    return _alone
+
+
+def note_split_positions() -> None:
+    """Says that a model of this process has sequence parallelism: what flows between its layers differs between parts."""
+    global _positions_are_split
+    _positions_are_split = True
+
+
+def are_positions_split() -> bool:
+    """Whether :func:`note_split_positions` was called."""
+    return _positions_are_split
+
+
+def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
+    """The tensors of all parts, in their order. Collective over the parts.
+
+    Args:
+        tensor: of this part; on a GPU it travels through memory of the host.
+        shapes: of each part's; by default that of this one.
+
+    Raises:
+        StageFailed: another part has ended by an error.
+    """
+    grid = current()
+    own = tensor.detach().contiguous()
+    rows = [
+        own if part == grid.part else own.new_empty(own.shape if shapes is None else shapes[part])
+        for part in range(grid.tensor)
+    ]
+    exchange([own] * grid.tensor, rows)
+    return rows
+
+
+def add(tensor: Tensor) -> Tensor:
+    """The sum of the tensors of all parts, with the same bits on each. Collective over the parts."""
+    parts = current().tensor
+    if parts == 2:
+        first, second = gather(tensor)
+        own, other = (first, second) if current().part == 0 else (second, first)
+        return torch.add(own, other, out=other)  # a + b has the bits of b + a
+    flat = tensor.detach().reshape(-1)
+    each = -(-flat.numel() // parts)
+    padded = torch.nn.functional.pad(flat, (0, parts * each - flat.numel()))
+    return torch.cat(gather(_sum_own(torch.split(padded, each))))[: flat.numel()].view(tensor.shape)
+
+
+def reduce_scatter(tensor: Tensor, dim: int) -> Tensor:
+    """This part's slice along a dimension, which the parts divide, of the sum of the tensors of all. Collective over the parts."""
+    return _sum_own([chunk.contiguous() for chunk in tensor.detach().chunk(current().tensor, dim)])
+
+
+def _sum_own(chunks: Sequence[Tensor]) -> Tensor:
+    """The sum of what all parts have as this part's chunk; the chunks are of one shape."""
+    part, dtype = current().part, chunks[0].dtype
+    rows = [chunk if other == part else torch.empty_like(chunk) for other, chunk in enumerate(chunks)]
+    exchange(chunks, rows)
+    total = rows[0].to(torch.float32 if dtype in HALVES else dtype, copy=True)
+    for row in rows[1:]:
+        total += row
+    return total.to(dtype)
+
+
+def maximum(tensor: Tensor) -> Tensor:
+    """The greatest of each element over all parts. Collective over the parts."""
+    return torch.stack(gather(tensor)).amax(0)
+
+
+def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Sends ``sent[part]`` to each other part, and fills ``rows[part]`` with what it sends here."""
+    grid = current()
+    if grid.tensor == 1:
+        return
+    if _alone:
+        for part, row in enumerate(rows):
+            if part != grid.part:
+                row.zero_()
+        return
+    assert grid.link is not None
+    others = [(part, grid.process(grid.stage, part=part)) for part in range(grid.tensor) if part != grid.part]
+    hosts = {part: rows[part] if rows[part].device.type == "cpu" else rows[part].cpu() for part, _ in others}
+    requests = []
+    for part, process in others:
+        requests += [(one, process) for one in grid.link.receive(_bytes(hosts[part]), process, FIRST_TAG)]
+    memories = {part: _bytes(sent[part].cpu()) for part, _ in others}  # until they are sent
+    for part, process in others:
+        requests += [(one, process) for one in grid.link.send(memories[part], process, FIRST_TAG)]
+    for request, process in requests:
+        grid.link.wait(request, f"values of {grid.name(process)}", process)
+    for part, _ in others:
+        if hosts[part] is not rows[part]:
+            rows[part].copy_(hosts[part])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,52 @@
+"""Partitioned activations (ZeRO-R, Rajbhandari et al., 2020): each part keeps its share of what all parts have alike."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hvd_ckpt.processes import parts
+from hvd_ckpt.processes.grid import current
+
+
+class Share(NamedTuple):
+    """This part's share of a tensor; ``lengths`` are those of all parts, in elements."""
+
+    values: Tensor
+    lengths: tuple[int, ...]
+    shape: torch.Size
+
+
+def partitioned() -> AbstractContextManager[Any]:
+    """Around a region: its inputs, all that autograd saves outside of its own hooks, are kept in shares.
+
+    Raises:
+        ValueError: a model has sequence parallelism.
+    """
+    if parts.are_positions_split():
+        raise ValueError(
+            "checkpoint(partition=True) cannot be used with tensor_parallel(sequence=True), by which each part has 1 / t of the "
+            "inputs already; leave partition out"
+        )
+    return saved_tensors_hooks(_pack, _unpack)
+
+
+def _pack(tensor: Tensor) -> Tensor | Share:
+    grid = current()
+    # A parameter stays in memory anyway, and what needs no gradient, such as a mask, may be a part's own.
+    alike = tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter) and tensor.is_contiguous()
+    if grid.tensor == 1 or not alike or tensor.numel() < grid.tensor:
+        return tensor
+    shares = tensor.detach().view(-1).tensor_split(grid.tensor)
+    return Share(shares[grid.part].clone(), tuple(map(len, shares)), tensor.shape)
+
+
+def _unpack(kept: Tensor | Share) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    rows = parts.gather(kept.values, [(length,) for length in kept.lengths])
+    return torch.cat(rows).view(kept.shape)

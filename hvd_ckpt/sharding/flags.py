@@ -1,0 +1,54 @@
+"""What ranks tell each other in each synchronization of sharded gradients: one message, and all get the greatest values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+USED, LATE = 1.0, 2.0
+
+
+class ShardFlags(NamedTuple):
+    """What a rank tells the others in each synchronization, and the greatest of each over the ranks.
+
+    Attributes:
+        states: of each parameter, 0, USED or LATE.
+        by_hand: of each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
+        needs: of each group, how many launches it needs.
+        last_arrivals: of each group, where it was completed on rank 0.
+        notice: a rank has a notice for the caller.
+        converted: 1 + the number of a parameter that was converted, or 0.
+        position: in the schedule.
+        unsteady: a rank had to launch in ``synchronize``.
+        failed: a rank has recomputed other values.
+        anew, not_anew: stand for the gradients that were dropped before others came; one is the other times -1.
+        written, unwritten: stand for what the rank has written to weights; one is the other times -1.
+    """
+
+    states: Sequence[float]
+    by_hand: Sequence[float]
+    needs: Sequence[float]
+    last_arrivals: Sequence[float]
+    notice: float
+    converted: float
+    position: float
+    unsteady: float
+    failed: float
+    anew: float
+    not_anew: float
+    written: float
+    unwritten: float
+
+    def tensor(self) -> torch.Tensor:
+        """The flags, float32 [2 * parameters + 2 * groups + 9]."""
+        values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
+        return torch.tensor(values, dtype=torch.float32)
+
+    @classmethod
+    def of(cls, values: Sequence[float], parameters: int, groups: int) -> ShardFlags:
+        """From the values of :meth:`tensor`."""
+        ends = [parameters, 2 * parameters, 2 * parameters + groups, 2 * (parameters + groups)]
+        vectors = [values[start:end] for start, end in zip([0, *ends], ends)]
+        return cls(*vectors, *values[ends[-1] :])  # type: ignore[arg-type]

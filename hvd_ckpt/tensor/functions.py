@@ -1,0 +1,121 @@
+"""Megatron's autograd functions: linear maps among the parts, each with its transpose as backward pass.
+
+Between them lies what is split: a region begins with :func:`enter` (Megatron's f) and ends with :func:`leave` (g). Outside, all
+parts have the same values and gradients, bit for bit, so parameters there need no reduction among the parts. With sequence
+parallelism (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022) each part has a share of the
+positions outside, and f and g become an all-gather and a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hvd_ckpt.processes import parts
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.utils.torch_private import DisableTorchFunction, disable_dynamo
+
+POSITIONS = 1  # the dimension of positions in hidden states, (batch, positions, width)
+
+Map = Callable[[Tensor], Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map and its transpose."""
+
+    # A tape that watches torch functions (hvd_ckpt.recompute.tape) must not see those of a sum: it would repeat them
+    # without the messages.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, transpose: Map) -> Tensor:
+        ctx.transpose = transpose
+        with DisableTorchFunction():
+            return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        with DisableTorchFunction():
+            return ctx.transpose(gradient), None, None
+
+
+@disable_dynamo
+def _apply(x: Tensor, forward: Map, transpose: Map) -> Tensor:
+    result: Tensor = _Linear.apply(x, forward, transpose)  # type: ignore[no-untyped-call]
+    return result
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The same values, and in the backward pass the same gradient."""
+    return x.view_as(x)
+
+
+def enter(x: Tensor) -> Tensor:
+    """The same values; in the backward pass the sum of the parts' gradients."""
+    return _apply(x, unchanged, parts.add) if x.requires_grad else x
+
+
+def leave(x: Tensor) -> Tensor:
+    """The sum of the parts' values; in the backward pass the same gradient."""
+    return _apply(x, parts.add, unchanged)
+
+
+def share(x: Tensor, parts: int) -> Tensor:
+    """The same values; in the backward pass 1 / ``parts`` of the gradient, which a sum over the parts makes whole again."""
+    return _apply(x, unchanged, lambda gradient: gradient / parts)
+
+
+def gather_last(x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The parts' values, which have these lengths, along the last dimension; in the backward pass this part's gradient."""
+    part, shapes = current().part, [(*x.shape[:-1], length) for length in lengths]
+    return _apply(
+        x,
+        lambda x: torch.cat(parts.gather(x, shapes), -1),
+        lambda gradient: torch.split(gradient, list(lengths), -1)[part],
+    )
+
+
+def enter_positions(x: Tensor) -> Tensor:
+    """All positions of those that each part has; in the backward pass this part's of the sum of the parts' gradients."""
+    return _apply(x, _gather_positions, _sum_own_positions)
+
+
+def leave_positions(x: Tensor) -> Tensor:
+    """This part's positions of the sum of the parts' values; in the backward pass the gradients of all positions."""
+    return _apply(x, _sum_own_positions, _gather_positions)
+
+
+def split_positions(x: Tensor) -> Tensor:
+    """This part's positions of what all parts have alike; in the backward pass the gradients of all positions.
+
+    Raises:
+        ValueError: the number of parts does not divide that of positions.
+    """
+    count = current().tensor
+    if x.dim() <= POSITIONS or x.shape[POSITIONS] % count:
+        raise ValueError(
+            f"tensor_parallel(sequence=True): hidden states of shape {tuple(x.shape)} have no number of positions that "
+            f"tensor={count} divides; pad the sequences"
+        )
+    return _apply(x, _own_positions, _gather_positions)
+
+
+def join_positions(x: Tensor) -> Tensor:
+    """All positions of those that each part has; in the backward pass this part's gradient of what all have alike."""
+    return _apply(x, _gather_positions, _own_positions)
+
+
+def _gather_positions(x: Tensor) -> Tensor:
+    return torch.cat(parts.gather(x), POSITIONS)
+
+
+def _sum_own_positions(x: Tensor) -> Tensor:
+    return parts.reduce_scatter(x, POSITIONS)
+
+
+def _own_positions(x: Tensor) -> Tensor:
+    return x.chunk(current().tensor, POSITIONS)[current().part].clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,290 @@
+"""Which layers of a model are split how: :func:`tensor_parallel`, and recipes for the transformers that this library knows.
+
+A recipe maps names of modules to a kind of split, in the manner of PyTorch's ``parallelize_module``:
+
+    "column"      ``nn.Linear``: a part has a slice of the outputs
+    "row"         ``nn.Linear``: a part has a slice of the inputs; outputs are summed
+    "fused:3"     "column" for a weight of 3 equal blocks, such as query, key and value: a part has its slice of each
+    "vocabulary"  ``nn.Embedding``, or the ``nn.Linear`` that scores tokens: a part has a slice of the vocabulary
+    "heads:a,b"   attention around such layers: a part has a slice of the heads, and the attributes a and b are divided
+    "features"    a perceptron around such layers that draws random numbers between them
+    "block"       a layer of the model, of which ``sequence=True`` gives each part a share of the positions
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hvd_ckpt.processes import parts
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.tensor.copies import watch_copies
+from hvd_ckpt.tensor.functions import join_positions, split_positions, unchanged
+from hvd_ckpt.tensor.layers import POSITIONS, WHOLE, Edges, cuts_in, is_transposed, split
+from hvd_ckpt.utils.cuts import Cut
+
+Model = TypeVar("Model", bound=nn.Module)
+Recipe = Mapping[str, str]
+
+_BERT_LAYER = {
+    "": "block",
+    "attention.self": "heads:num_attention_heads,all_head_size",
+    "attention.self.query": "column",
+    "attention.self.key": "column",
+    "attention.self.value": "column",
+    "attention.output.dense": "row",
+    "intermediate.dense": "column",
+    "output.dense": "row",
+}
+RECIPES: dict[str, Recipe] = {
+    # Of the classes of this library's models and of transformers', by the class of the module that the names are relative to.
+    "Embedding": {"tokens": "vocabulary"},
+    "EmbeddingsBlock": {"tokens": "vocabulary"},
+    "GPTBlock": {
+        "": "block",
+        "attention": "heads:heads",
+        "attention.project": "fused:3",
+        "attention.output": "row",
+        "perceptron.0": "column",
+        "perceptron.2": "row",
+    },
+    "Chain": {"head.1": "vocabulary"},
+    "GPT2Model": {"wte": "vocabulary"},
+    "GPT2Block": {
+        "": "block",
+        "attn": "heads:num_heads,split_size",
+        "attn.c_attn": "fused:3",
+        "attn.c_proj": "row",
+        "mlp.c_fc": "column",
+        "mlp.c_proj": "row",
+    },
+    "GPT2LMHeadModel": {"lm_head": "vocabulary"},
+    "HeadBlock": {"head": "vocabulary", "head.scores": "vocabulary"},  # XLNet's and GPT-2's
+    "BertEmbeddings": {"word_embeddings": "vocabulary"},
+    "BertLayer": _BERT_LAYER,
+    "BertLMPredictionHead": {"decoder": "vocabulary"},
+    "RobertaEmbeddings": {"word_embeddings": "vocabulary"},
+    "RobertaLayer": _BERT_LAYER,
+    "RobertaLMHead": {"decoder": "vocabulary"},
+    "XLNetModel": {"word_embedding": "vocabulary"},
+    "XLNetLayer": {"rel_attn": "xlnet", "ff": "features", "ff.layer_1": "column", "ff.layer_2": "row"},
+    "XLNetLMHeadModel": {"lm_loss": "vocabulary"},
+}
+_XLNET_CUTS = {  # the dimension of heads in each parameter of its attention
+    "q": 1, "k": 1, "v": 1, "o": 1, "r": 1, "r_r_bias": 0, "r_s_bias": 0, "r_w_bias": 0, "seg_embed": 1,
+}  # fmt: skip
+_KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|block|heads(:\w+(,\w+)*)?")
+
+
+def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: bool = False) -> Model:
+    """Splits layers of a model over the parts of ``hc.init(tensor=...)``, in place: each part keeps its slices of their weights.
+
+    Every part gives the same whole model, so the model at the start is the same for any number of parts; with one part nothing
+    changes. Call it before the optimizer is made. Collective over all processes.
+
+    Args:
+        model: the whole model, on all processes with the same weights.
+        recipe: names of modules (``*`` stands for any text) and how each is split, see :mod:`hvd_ckpt.tensor.recipes`. By default
+            that of the GPT, GPT-2, BERT, RoBERTa and XLNet of this library and of ``transformers``.
+        sequence: whether each part has 1 / t of the positions between split layers, too (sequence parallelism, Korthikanti et al.,
+            2022), in the modules that the recipe calls blocks, one after the other: (batch, positions, width). Not for XLNet.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: on every process: the model lacks a module that the recipe names, a module cannot be split so, the parts do not
+            divide a size, or weights or recipes differ between parts.
+    """
+    grid = current()
+    problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
+    try:
+        chosen = {name: one for name, one in _chosen(model, recipe) if sequence or one[1] != "block"}
+        blocks = [name for name, (_, kind) in chosen.items() if kind == "block"]
+        if sequence and not blocks:
+            raise ValueError(
+                "tensor_parallel(sequence=True): the recipe has no blocks; name the layers that follow each other, such as "
+                '{"layer*": "block"} (those of XLNet have two streams, and cannot be split so)'
+            )
+        cuts = {name: _cuts_of(name, module, kind, grid.tensor) for name, (module, kind) in chosen.items()}
+        _check_ties(model, {module: cuts[name] for name, (module, _) in chosen.items()})
+    except ValueError as error:
+        problem = str(error)
+    if grid.size > 1 and not parts.is_alone():
+        _agree(model, {name: kind for name, (_, kind) in chosen.items()}, problem)
+    elif problem:
+        raise ValueError(problem)
+    if grid.tensor == 1:
+        return model
+    around = [f"{name}." for name, (_, kind) in chosen.items() if kind.startswith("heads")]
+    for name, (module, kind) in chosen.items():
+        kind, _, options = kind.partition(":")
+        edges = POSITIONS if name.startswith(tuple(f"{block}." for block in blocks)) else WHOLE
+        if kind == "block":
+            leave = join_positions if name == blocks[-1] else unchanged
+            edges = Edges(split_positions if name == blocks[0] else unchanged, leave)
+        elif name.startswith(tuple(around)):
+            edges = edges._replace(enter=unchanged)
+        split(module, "column" if kind == "fused" else kind, cuts[name], edges)
+        for attribute in options.split(",") if kind == "heads" and options else ():
+            setattr(module, attribute, getattr(module, attribute) // grid.tensor)
+    if sequence:
+        parts.note_split_positions()
+    watch_copies()
+    return model
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether :func:`tensor_parallel` has split layers of the model."""
+    return any(cuts_in(module) for module in model.modules())
+
+
+def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """Name, module and kind of each module that is split."""
+    modules = dict(model.named_modules())
+    if is_split(model):
+        raise ValueError("tensor_parallel: the model is split already; call it once")
+    if recipe is None:
+        known = _known(modules)
+        if not known:
+            classes = sorted({type(module).__name__ for module in modules.values()})
+            raise ValueError(
+                f"tensor_parallel has no recipe for a {type(model).__name__} with modules of {', '.join(classes)}; give one, "
+                f'such as {{"*.up": "column", "*.down": "row"}}'
+            )
+        yield from known.items()
+        return
+    if not isinstance(recipe, Mapping):
+        raise ValueError(
+            f"tensor_parallel: the recipe must map names of modules to kinds of split, got {recipe!r:.99}"
+        )
+    for pattern, kind in recipe.items():
+        if not isinstance(pattern, str) or not isinstance(kind, str) or not _KIND.fullmatch(kind):
+            raise ValueError(
+                f"tensor_parallel: {pattern!r:.99} is to be split by {kind!r:.99}; give column, row, fused:3, vocabulary, "
+                f"heads:ATTRIBUTES, features or block"
+            )
+        names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            nearest = difflib.get_close_matches(pattern, modules, 3, 0.0)
+            raise ValueError(
+                f"tensor_parallel: the model has no module {pattern!r:.99}; the nearest are "
+                f"{', '.join(map(repr, nearest)) or 'none'}"
+            )
+        for name in names:
+            yield name, (modules[name], kind)
+
+
+def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
+    found: dict[str, tuple[nn.Module, str]] = {}
+    seen: set[nn.Module] = set()
+    for prefix, module in modules.items():
+        recipe = next(
+            (RECIPES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in RECIPES), {}
+        )
+        for relative, kind in recipe.items():
+            name = f"{prefix}.{relative}".strip(".")
+            there = modules.get(name)
+            fits = kind != "vocabulary" or isinstance(there, (nn.Linear, nn.Embedding))
+            if there is not None and fits and there not in seen:
+                seen.add(there)
+                found[name] = there, kind
+    return found
+
+
+def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, Cut]:
+    """How the parameters of a module are cut.
+
+    Raises:
+        ValueError: it cannot be split so.
+    """
+    kind, _, options = kind.partition(":")
+    where = f"tensor_parallel: {name!r}, a {type(module).__name__},"
+    if kind in ("heads", "features", "block"):
+        for attribute in options.split(",") if options else ():
+            value = getattr(module, attribute, None)
+            if not isinstance(value, int):
+                raise ValueError(f"{where} has no whole number {attribute!r}; name those of heads or widths")
+            if value % parts:
+                raise ValueError(f"{where} has {attribute}={value}, which tensor={parts} does not divide")
+        return {}
+    if kind == "xlnet":
+        heads = module.get_parameter("q").shape[1]
+        _check_divides(where, "heads", heads, parts)
+        return {parameter: Cut(dim, heads) for parameter, dim in _XLNET_CUTS.items()}
+    if kind == "vocabulary" and isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            raise ValueError(
+                f"{where} uses max_norm, sparse or scale_grad_by_freq, which cannot be split; leave them out"
+            )
+        return {"weight": Cut(0, module.num_embeddings)}
+    if not (isinstance(module, nn.Linear) or is_transposed(module)):
+        raise ValueError(
+            f"{where} cannot be split by {kind}, which is for nn.Linear{' and nn.Embedding' * (kind == 'vocabulary')}"
+        )
+    weight = module.get_parameter("weight")
+    outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
+    dim = inputs if kind == "row" else outputs
+    blocks = int(options) if kind == "fused" else 1
+    size = weight.shape[dim]
+    if kind != "vocabulary":
+        _check_divides(where, "inputs" if kind == "row" else "outputs", size, parts * blocks)
+    elif size < parts:
+        raise ValueError(f"{where} has {size} outputs, fewer than tensor={parts}")
+    cuts = {"weight": Cut(dim, size, blocks)}
+    if kind != "row" and module._parameters.get("bias") is not None:
+        cuts["bias"] = Cut(0, size, blocks)
+    return cuts
+
+
+def _check_ties(model: nn.Module, cuts: Mapping[nn.Module, Mapping[str, Cut]]) -> None:
+    known: dict[Tensor, Cut | None] = {}
+    for name, module in model.named_modules():
+        if not (isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed(module)):
+            continue  # it may have the parameter of a layer within, as the heads of transformers do
+        for attribute, parameter in module.named_parameters(recurse=False):
+            cut = cuts.get(module, {}).get(attribute)
+            if known.setdefault(parameter, cut) != cut:
+                raise ValueError(
+                    f"tensor_parallel: the {attribute} of {name!r} is tied to one that is cut in another way, or not at all; give "
+                    f"both modules the same kind of split"
+                )
+
+
+def _check_divides(where: str, what: str, size: int, parts: int) -> None:
+    if size % parts:
+        raise ValueError(
+            f"{where} has {size} {what}, which {parts} does not divide; choose another size, or init(tensor=)"
+        )
+
+
+def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
+    """Raises ValueError on all parts where one has a problem, or another recipe or model. Collective."""
+    grid = current()
+    digests = {name: _digest(one) for name, one in model.state_dict(keep_vars=True).items()}
+    everyone = grid.gather_objects((problem, dict(kinds), digests))
+    for number, (theirs, *_) in enumerate(everyone):
+        if theirs:
+            raise ValueError(theirs if problem else f"{theirs} (on part {number % grid.tensor})")
+    own = everyone[grid.stage * grid.tensor : (grid.stage + 1) * grid.tensor]
+    for part, (_, recipe, weights) in enumerate(own):
+        if recipe != own[0][1]:
+            raise ValueError(f"tensor_parallel: parts 0 and {part} have different recipes; give all the same")
+        names = [name for name in {**own[0][2], **weights} if own[0][2].get(name) != weights.get(name)]
+        if names:
+            raise ValueError(
+                f"tensor_parallel: {names[0]!r} differs between parts 0 and {part}; give all the same model, such as by "
+                f"torch.manual_seed(seed) before it is made"
+            )
+
+
+def _digest(tensor: Tensor) -> tuple[tuple[int, ...], int]:
+    content = torch.empty(0) if tensor.is_meta else tensor.detach().cpu().contiguous().reshape(-1)
+    return tuple(tensor.shape), zlib.crc32(content.view(torch.uint8).numpy().data)

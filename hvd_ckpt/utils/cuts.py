@@ -1,0 +1,89 @@
+"""Cuts of parameters over the parts of tensor parallelism: which slices of a whole tensor a part has.
+
+A cut goes along one dimension. A dimension may be made of several blocks of equal size, each cut by itself: the rows of a fused
+query-key-value weight are three blocks, of which a part has its heads' rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTE = "_hvd_ckpt_cut"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is cut: along ``dim``, of ``size`` elements in ``blocks`` blocks.
+
+    A block that the number of parts does not divide gives the first parts one element more.
+    """
+
+    dim: int
+    size: int
+    blocks: int = 1
+
+    def ranges(self, parts: int, part: int) -> list[tuple[int, int]]:
+        """The first and last + 1 element of this part along the dimension, in each block."""
+        block = self.size // self.blocks
+        each, more = divmod(block, parts)
+        start = part * each + min(part, more)
+        stop = start + each + (part < more)
+        return [(number * block + start, number * block + stop) for number in range(self.blocks)]
+
+    def length(self, parts: int, part: int) -> int:
+        """The number of elements of this part along the dimension."""
+        return sum(stop - start for start, stop in self.ranges(parts, part))
+
+    def whole_shape(self, shape: Sequence[int]) -> list[int]:
+        """The shape of the whole tensor, of that of a part's slice."""
+        return [self.size if dim == self.dim else length for dim, length in enumerate(shape)]
+
+    def of(self, whole: Tensor, parts: int, part: int) -> Tensor:
+        """A copy of what a part has of the whole tensor."""
+        slices = [whole.narrow(self.dim, a, b - a) for a, b in self.ranges(parts, part)]
+        return (
+            torch.cat(slices, self.dim)
+            if len(slices) > 1
+            else slices[0].clone(memory_format=torch.contiguous_format)
+        )
+
+    def whole(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of those of all parts, in their order."""
+        whole = pieces[0].new_empty(self.whole_shape(pieces[0].shape))
+        for part, piece in enumerate(pieces):
+            reached = 0
+            for start, stop in self.ranges(len(pieces), part):
+                whole.narrow(self.dim, start, stop - start).copy_(
+                    piece.narrow(self.dim, reached, stop - start)
+                )
+                reached += stop - start
+        return whole
+
+
+def cut_of(parameter: Tensor) -> Cut | None:
+    """How a parameter is cut; None for one that every part has whole."""
+    cut: Cut | None = getattr(parameter, _ATTRIBUTE, None)
+    return cut
+
+
+def shape_of_first(parameter: Tensor, parts: int) -> list[int]:
+    """The shape that the first part has of a parameter; the longest."""
+    shape, cut = list(parameter.shape), cut_of(parameter)
+    if cut is not None:
+        shape[cut.dim] = cut.length(parts, 0)
+    return shape
+
+
+def is_uneven(parameter: Tensor, parts: int) -> bool:
+    """Whether the parts have slices of different sizes of a parameter."""
+    cut = cut_of(parameter)
+    return cut is not None and cut.length(parts, 0) != cut.length(parts, parts - 1)
+
+
+def mark(parameter: Tensor, cut: Cut) -> None:
+    """Notes how a parameter, which holds its part, is cut."""
+    setattr(parameter, _ATTRIBUTE, cut)

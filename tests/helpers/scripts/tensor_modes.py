@@ -1,0 +1,371 @@
+"""Tensor parallelism together with all else: the same bits, exact bytes, and what is refused. Arguments: tensor, cases;
+"sequence" after them for sequence parallelism."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensor_models import (
+    BATCH,
+    LENGTH,
+    MODELS,
+    SEQUENCE,
+    SIZES,
+    STEPS,
+    assert_close,
+    assert_like_whole,
+    batch_of,
+    train,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
+from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.recompute.partition import _pack
+from hvd_ckpt.tensor.copies import check_copies
+from hvd_ckpt.utils.cuts import cut_of
+
+
+def made(**options: Any) -> Any:
+    torch.manual_seed(3)
+    return gpt(**{**SIZES, "length": LENGTH, "dropout": 0.1, **options}).train()
+
+
+def split(**options: Any) -> Any:
+    return hc.tensor_parallel(made(**options), sequence=SEQUENCE)
+
+
+def state(model: nn.Module, optimizer: Any = None) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_same(model: nn.Module, expected: list[Tensor], what: str) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for name, found, there in zip(names, model.parameters(), expected):
+        assert torch.equal(found, there), f"{what}: {name} differs"
+
+
+def plain() -> list[Tensor]:
+    model = split()
+    train("gpt", model)
+    return state(model)
+
+
+def repeated() -> None:
+    assert_same(model := split(), state(split()), "start")
+    train("gpt", model)
+    assert_same(model, plain(), "second run")
+
+
+def in_regions(partition: bool, reentrant: bool = False) -> Callable[..., Tensor]:
+    def forward(model: Any, tokens: Tensor) -> Tensor:
+        x = model[0](tokens)
+        for block in model[1:-1]:
+            x = hc.checkpoint(block, x, use_reentrant=reentrant, partition=partition)
+        result: Tensor = model[-1](x)
+        return result
+
+    return forward
+
+
+def recomputed() -> None:
+    expected = plain()
+    train("gpt", model := split(checkpoint_interval=1))
+    assert_same(model, expected, "checkpoint_interval")
+    for partition in (False,) if SEQUENCE else (False, True):
+        for reentrant in (False, True):
+            train("gpt", model := split(), in_regions(partition, reentrant))
+            assert_same(model, expected, f"checkpoint(partition={partition}, use_reentrant={reentrant})")
+
+
+def partitioned() -> None:
+    """With partition=True the input of a region takes 1 / t, and comes back as it was."""
+    tokens, _, _ = batch_of("gpt", 0)
+    gradients = []
+    for partition in (False, True):
+        model = split(dropout=0.0)
+        leaf = model[0](tokens).detach().requires_grad_()
+        x = leaf * 1
+        memory = weakref.ref(x.untyped_storage())
+        y = hc.checkpoint(model[1], x, partition=partition)
+        del x
+        assert (memory() is None) == partition  # the whole input is gone, and a share of it is kept
+        gradients.append(torch.autograd.grad(y.square().sum(), [leaf])[0])
+    assert torch.equal(*gradients)
+    share = _pack(torch.randn(4, 6, requires_grad=True) * 1)
+    assert share.values.nbytes == share.values.untyped_storage().nbytes() == 4 * 24 // hc.tensor_size()
+
+
+def positions() -> None:
+    """With sequence=True a part has 1 / t of the positions between layers; it evaluates, copies and pickles as ever."""
+    tokens, _, _ = batch_of("gpt", 0)
+    model, shapes = split(), list[tuple[int, ...]]()
+    for layer in model[1:-1]:
+        layer.attention_norm.register_forward_hook(lambda module, args, result: shapes.append(result.shape))
+    with torch.no_grad():
+        assert_close(model.eval()(tokens), made().eval()(tokens), "evaluated")
+    assert shapes == [(BATCH, LENGTH // hc.tensor_size(), SIZES["width"])] * SIZES["layers"]
+    losses = []
+    for other in (split(), copy.deepcopy(split()), pickle.loads(pickle.dumps(split()))):
+        losses.append(train("gpt", other))
+        assert_like_whole(other, trained_whole(), "a copy")
+    assert losses[0] == losses[1] == losses[2]
+    with pytest.raises(
+        ValueError, match=f"shape .* have no number of positions that tensor={hc.tensor_size()} divides"
+    ):
+        model(tokens[:, :-1])
+    with pytest.raises(ValueError, match="partition=True. cannot be used with tensor_parallel.sequence=True"):
+        hc.checkpoint(model[1], torch.randn(1, 4, SIZES["width"]), partition=True)
+    for wrong, recipe in ((MODELS["xlnet"](), None), (made(), {"head.1": "vocabulary"})):
+        with pytest.raises(ValueError, match="the recipe has no blocks"):
+            hc.tensor_parallel(wrong, recipe, sequence=True)
+    with pytest.raises(ValueError, match="different recipes"):
+        hc.tensor_parallel(made(), sequence=hc.tensor_rank() == 0)
+
+
+def trained_whole() -> nn.Module:
+    train("gpt", model := made())
+    return model
+
+
+def planned() -> None:
+    expected = plain()
+    for budget in ("40%", "80%"):
+        model = split()
+        tokens, _, targets = batch_of("gpt", 0)
+        plan = hc.plan(
+            model,
+            tokens,
+            loss=lambda scores, targets=targets: functional.cross_entropy(
+                scores.flatten(0, 1), targets.flatten()
+            ),
+            budget=budget,
+        )
+        plan.apply(model)
+        train("gpt", model)
+        assert_same(model, expected, f"plan for {budget}")
+
+
+def sharded() -> None:
+    expected = plain()
+    for shard in ("optimizer", "gradients", "parameters"):
+        model = split()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), model=model, shard=shard)
+        torch.manual_seed(5 + hc.rank())
+        for step in range(STEPS):
+            tokens, _, targets = batch_of("gpt", step)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+        with optimizer.gathered_parameters():
+            assert_same(model, expected, f"shard={shard!r}")
+
+
+def clipped() -> None:
+    for norm in (0.05, 0.5):
+        for shard in ("none", "gradients", "parameters"):
+            model, whole = split(), made()
+            found = train("gpt", model, clip=norm, shard=shard)
+            expected = train("gpt", whole, clip=norm)
+            assert all(abs(a - b) <= 1e-5 * b for a, b in zip(found, expected)), (shard, found, expected)
+            if shard != "parameters":
+                assert_like_whole(model, whole, f"clipped at {norm}, shard={shard!r}")
+    for order in (1.0, 3.0, math.inf, -math.inf, 0.0):
+        norms = []
+        for model in (split(), made()):
+            tokens, _, targets = batch_of("gpt", 0)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
+            torch.manual_seed(5 + hc.rank())
+            functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+            norms.append(float(hc.clip_grad_norm_(model.parameters(), 0.1, order)))
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5), (order, norms)
+
+
+def overflow() -> None:
+    """An overflow on one part of one replica skips the step on all."""
+    for shard in ("none", "optimizer", "gradients"):
+        model = split()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), model=model, shard=shard)
+        scaler = hc.GradScaler("cpu", init_scale=8.0)
+        before, scales = state(model), []
+        for step in range(2):
+            tokens, _, targets = batch_of("gpt", step)
+            optimizer.zero_grad()
+            scores = model(tokens).flatten(0, 1)
+            if step == 0 and current().number == current().size - 1:
+                hook = model[1].perceptron[0].bias.register_hook(lambda gradient: gradient * math.inf)
+            scaler.scale(functional.cross_entropy(scores, targets.flatten())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            if step == 0:
+                assert_same(model, before, "skipped step")
+                if current().number == current().size - 1:
+                    hook.remove()
+        assert scales == [4.0, 4.0], scales
+        assert not torch.equal(model[1].perceptron[0].bias, before[0]), "the next step was taken"
+        check_copies(model.named_parameters())
+
+
+def head() -> None:
+    """Cross entropy in chunks over the split vocabulary, which gathers no scores."""
+    for smoothing in (0.0, 0.1):
+        for chunks in (1, 3):
+            whole, results = made(dropout=0.0), []
+            for model in (hc.tensor_parallel(copy.deepcopy(whole)), whole):
+                tokens, _, targets = batch_of("gpt", 0)
+                targets = targets.clone()
+                targets[0, :2] = -100
+                hidden = model[0](tokens)
+                for block in model[1:-1]:
+                    hidden = block(hidden)
+                norm, scores = model[-1]
+                loss = hc.chunked_cross_entropy(
+                    scores, norm(hidden), targets, chunks, label_smoothing=smoothing
+                )
+                loss.backward()
+                results.append(loss.item())
+            assert results[0] == pytest.approx(results[1], rel=1e-6)
+            grid = current()
+            split_model = hc.tensor_parallel(made(dropout=0.0))
+            hidden = split_model[0](tokens)
+            for block in split_model[1:-1]:
+                hidden = block(hidden)
+            norm, scores = split_model[-1]
+            hc.chunked_cross_entropy(
+                scores, norm(hidden), targets, chunks, label_smoothing=smoothing
+            ).backward()
+            for (name, one), other in zip(split_model.named_parameters(), whole.parameters()):
+                assert one.grad is not None and other.grad is not None
+                cut = cut_of(one)
+                there = other.grad if cut is None else cut.of(other.grad, grid.tensor, grid.part)
+                assert_close(one.grad, there, f"gradient of {name}, in {chunks} chunks")
+
+
+def half() -> None:
+    model, whole = split(dropout=0.0), made(dropout=0.0)
+    tokens, _, targets = batch_of("gpt", 0)
+    losses = []
+    for one in (model, whole):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = functional.cross_entropy(one(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+def parameters() -> None:
+    """The bytes of a part: all of the vocabulary, attention and perceptron / t; norms, positions and row biases whole."""
+    t, h, v, layers = hc.tensor_size(), 16, 40, 2
+    model = split(vocabulary=v)
+    per_layer = (
+        (3 * h * h + 3 * h) // t + h * h // t + h + (4 * h * h + 4 * h) // t + 4 * h * h // t + h + 4 * h
+    )
+    assert (
+        sum(one.numel() for one in model.parameters()) == v * h // t + LENGTH * h + layers * per_layer + 2 * h
+    )
+
+
+def copies() -> None:
+    model = split()
+    check_copies(model.named_parameters())
+    if hc.tensor_rank() == 1:
+        with torch.no_grad():
+            model[2].attention_norm.weight[3] += 1e-3
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
+
+    def steps() -> None:
+        for _ in range(8):
+            optimizer.step()
+
+    with pytest.raises(hc.WeightsDiffer, match=r"layer1\.attention_norm\.weight.*parts 0 and 1"):
+        steps()
+
+
+def refused() -> None:
+    wrong: list[tuple[Any, dict[str, str], str]] = [
+        (made(heads=1), {}, "'layer0.attention'.* has heads=1, which tensor=\\d does not divide"),
+        (made(), {"layer*.attentoin": "column"}, "no module 'layer\\*.attentoin'; the nearest are '"),
+        (made(), {"layer0.attention": "columns"}, "'columns'; give column, row"),
+        (made(), {"layer0.attention_norm": "row"}, "a LayerNorm, cannot be split by row"),
+        (nn.Sequential(nn.Linear(3, 5)), {"0": "column"}, "has 5 outputs, which \\d does not divide"),
+        (nn.Sequential(nn.Linear(3, 5)), {"0": "row"}, "has 3 inputs, which \\d does not divide"),
+        (
+            made(),
+            {"embedding.tokens": "vocabulary"},
+            "weight of 'head.1' is tied to one that is cut in another way, or not",
+        ),
+        (nn.Sequential(nn.Linear(4, 4)), {}, "no recipe for a Sequential"),
+        (nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)), {"0": "vocabulary"}, "max_norm"),
+    ]
+    for model, recipe, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            hc.tensor_parallel(model, recipe or None)
+    part = hc.tensor_rank()
+    with pytest.raises(ValueError, match="different recipes"):
+        hc.tensor_parallel(
+            made(), {"layer0.perceptron.0": "column"} if part else {"layer1.perceptron.0": "column"}
+        )
+    with pytest.raises(ValueError, match="no module 'x'"):
+        hc.tensor_parallel(made(), {"x": "row"} if part else {"layer1.perceptron.0": "column"})
+    with torch.no_grad():
+        model = made()
+        model[1].attention_norm.weight[0] += part
+    with pytest.raises(ValueError, match=r"'layer0\.attention_norm\.weight' differs between parts 0 and 1"):
+        hc.tensor_parallel(model)
+    model = split()
+    with pytest.raises(ValueError, match="split already"):
+        hc.tensor_parallel(model)
+    # Own recipes do as the built-in one.
+    recipe = {
+        "embedding.tokens": "vocabulary",
+        "layer*.attention": "heads:heads",
+        "layer*.attention.project": "fused:3",
+        "layer*.attention.output": "row",
+        "layer?.perceptron.0": "column",
+        "layer?.perceptron.2": "row",
+        "head.1": "vocabulary",
+    }
+    own = hc.tensor_parallel(made(), recipe)
+    tokens, _, _ = batch_of("gpt", 0)
+    torch.manual_seed(1)
+    scores = own(tokens)
+    torch.manual_seed(1)
+    assert torch.equal(scores, model(tokens))
+
+
+CASES = {
+    one.__name__: one
+    for one in (
+        repeated, recomputed, partitioned, planned, sharded, clipped, overflow, head, half, parameters, copies, refused,
+    )
+}  # fmt: skip
+
+IN_SEQUENCE = (repeated, recomputed, positions, planned, sharded, clipped, overflow, half)
+
+if __name__ == "__main__":
+    hc.init(tensor=int(sys.argv[1]), stall_timeout=100)
+    if SEQUENCE:
+        CASES = {case.__name__: case for case in IN_SEQUENCE}
+    failed = []
+    for name in sys.argv[2].split(",") if len(sys.argv) > 2 + SEQUENCE else CASES:
+        try:
+            CASES[name]()
+        except AssertionError as error:
+            failed.append(f"{name}: {str(error)[:600]}")
+    assert not failed, "\n".join(failed)
+    print("equal", flush=True)

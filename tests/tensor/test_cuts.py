@@ -1,0 +1,171 @@
+"""Cuts of parameters, split models and their bytes, and the slices of snapshots of other numbers of parts, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hvd_ckpt as hc
+from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.processes import parts
+from hvd_ckpt.processes.grid import Grid, pretending
+from hvd_ckpt.snapshots.schema import ShardingMetadata, ShardMetadata, TensorMetadata
+from hvd_ckpt.snapshots.slices import Slices
+from hvd_ckpt.utils.cuts import Cut, cut_of
+
+SIZES: dict[str, Any] = {"vocabulary": 40, "length": 6, "width": 16, "heads": 4, "layers": 2}
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", [Cut(0, 12), Cut(1, 12), Cut(0, 12, 3), Cut(1, 12, 3), Cut(0, 11)])
+def test_slices_of_all_parts_make_the_whole(cut: Cut, tensor: int) -> None:
+    shape = [5, 5]
+    shape[cut.dim] = cut.size
+    whole = torch.randn(shape)
+    slices = [cut.of(whole, tensor, part) for part in range(tensor)]
+    assert torch.equal(cut.whole(slices), whole)
+    assert [one.shape[cut.dim] for one in slices] == [cut.length(tensor, part) for part in range(tensor)]
+    assert sum(one.numel() for one in slices) == whole.numel()
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_bytes_of_a_part(tensor: int) -> None:
+    """All of the vocabulary, attention and perceptron / t; norms, positions and the biases of row layers whole."""
+    with parts.alone(tensor):
+        model = hc.tensor_parallel(gpt(**SIZES))
+    h, t = 16, tensor
+    layer = (3 * h * h + 3 * h) // t + h * h // t + h + (4 * h * h + 4 * h) // t + 4 * h * h // t + h + 4 * h
+    expected = 40 * h // t + 6 * h + 2 * layer + 2 * h
+    assert sum(one.numel() for one in model.parameters()) == expected
+    estimate = hc.estimate_memory(gpt(**SIZES), 2, tensor=tensor, optimizer="adamw")
+    assert (estimate.parameters, estimate.gradients) == (4 * expected, 4 * expected)
+    assert (
+        0 <= estimate.optimizer_state - 8 * expected <= 8 * len(list(model.parameters()))
+    )  # and counts of steps
+
+
+def test_activations_of_a_part() -> None:
+    tokens = torch.randint(0, 40, (4, 6))
+    peaks = [
+        hc.estimate_memory(gpt(**SIZES), 1, tensor=tensor, sample=tokens, loss=Tensor.sum).activations
+        for tensor in (1, 2, 4)
+    ]
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def saved_bytes(layer: nn.Module, x: Tensor) -> int:
+    """Bytes of what the backward pass of a layer finds, but for parameters."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    storages = dict[int, torch.UntypedStorage]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = layer(x)
+    assert result.requires_grad
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in known)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_activations_of_a_layer_are_those_of_megatron(tensor: int) -> None:
+    """Of the inputs of column layers, each part has all; of those of norms, too, or 1 / t with sequence parallelism; of queries,
+    keys, values, what attention gives and both 4 h wide ones 1 / t."""
+    b, s, h, a = 3, 8, 16, 4
+    x = torch.randn(b, s, h)
+    for sequence in (False, True):
+        with parts.alone(tensor):
+            blocks = hc.tensor_parallel(gpt(**{**SIZES, "length": s}), sequence=sequence)[1:-1]
+            layer = blocks[-1]  # which joins positions, and saves nothing for it
+            share = tensor if sequence else 1
+            own = x.chunk(share, 1)[0].clone().requires_grad_()
+            found = saved_bytes(layer, own)
+        columns, norms = 2 * b * s * h, 2 * b * s * h + 2 * 2 * b * s  # and mean and deviation of each row
+        split = (3 + 1 + 4 + 4) * b * s * h + a * b * s  # and a logarithm of each row of scores
+        assert found == 4 * (columns + norms // share + split // tensor)
+
+
+def test_copies_and_ties_stay_split() -> None:
+    with parts.alone(2):
+        model = copy.deepcopy(hc.tensor_parallel(gpt(**SIZES)))
+        assert model[-1][1].weight is model[0].tokens.weight
+        assert cut_of(model[-1][1].weight) == Cut(0, 40)
+        assert cut_of(model[1].attention_norm.weight) is None
+        assert isinstance(model[1].attention.project, nn.Linear)
+        with pytest.raises(ValueError, match="split already"):
+            hc.tensor_parallel(model)
+
+
+@pytest.fixture(params=[(2, 0), (2, 1), (4, 3), (1, 0)])
+def here(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    tensor, part = request.param
+    with pretending(Grid(1, 1, 0, 0, tensor=tensor, part=part)):
+        yield request.param
+
+
+@pytest.mark.parametrize("cut", [Cut(0, 8), Cut(1, 8), Cut(0, 12, 3)])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_state_of_any_number_of_parts_is_cut_anew(cut: Cut, tensor: int, here: tuple[int, int]) -> None:
+    """Of two replicas a part, which have half of each slice."""
+    shape = [4, 4]
+    shape[cut.dim] = cut.size
+    whole = torch.randn(shape)
+    metadata = TensorMetadata.of(whole).model_copy(
+        update={"cut": None if tensor == 1 else (cut.dim, cut.blocks)}
+    )
+    ranks, states = [], []
+    for rank in range(2 * tensor):
+        replica, part = divmod(rank, tensor)
+        flat = (whole if tensor == 1 else cut.of(whole, tensor, part)).reshape(-1)
+        half = len(flat) // 2
+        start, stop = (0, half) if replica == 0 else (half, len(flat))
+        ranks.append((ShardMetadata(name="w", offset=start, size=stop - start),))
+        entries = {"exp_avg": flat[start:stop], "step": torch.tensor(3.0)}
+        states.append({"state": {0: entries}, "param_groups": [{"params": [0]}]})
+    sharding = ShardingMetadata(
+        stage=1,
+        tensor=tensor,
+        parameters={"w": metadata},
+        optimizer=tuple(ranks),
+        weights=None if tensor == 1 else tuple(ranks),
+    )
+    own = cut if here[0] > 1 else None
+    slices = Slices(sharding, {} if own is None else {"w": own})
+    expected = (whole if own is None else own.of(whole, *here)).reshape(-1)
+    found = torch.full_like(expected, torch.nan)
+    for rank, state in enumerate(states):
+        for name, start, stop in slices.note(rank, state, {"w": None}):
+            if name == "w":
+                found[start:stop] = state["state"][0]["exp_avg"]
+    anew = slices.cut_anew(states[0]["param_groups"])
+    assert (anew is not None) == (tensor != here[0])
+    if anew is not None:
+        assert anew["pieces"] == [["w", 0, len(expected)]]
+        assert anew["state"][0]["step"] == 3.0
+        found = anew["state"][0]["exp_avg"]
+    assert torch.equal(found, expected)
+
+
+def test_shards_that_miss_a_part_are_refused() -> None:
+    metadata = TensorMetadata(size=(8, 2), stride=(2, 1), dtype="float32", cut=(0, 1))
+    shard = (ShardMetadata(name="w", offset=0, size=8),)
+    ShardingMetadata(
+        stage=0, tensor=2, parameters={"w": metadata}, optimizer=(shard, shard), weights=(shard, shard)
+    )
+    with pytest.raises(ValueError, match="do not have each element of .w. once"):
+        ShardingMetadata(
+            stage=0, tensor=2, parameters={"w": metadata}, optimizer=((), shard), weights=(shard, shard)
+        )
+
+
+def test_wrong_numbers_of_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="tensor must be a number of parts from 1, not 0"):
+        hc.estimate_memory(gpt(**SIZES), 1, tensor=0)
+    with pytest.raises(ValueError, match="heads=4, which tensor=3 does not divide"):
+        hc.estimate_memory(gpt(**SIZES), 1, tensor=3)

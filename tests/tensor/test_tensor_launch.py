@@ -1,0 +1,120 @@
+"""Tensor parallelism, over Gloo and MPI: models, everything that goes together with it, and snapshots of any number of parts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from controllers import SCRIPTS, probe, run_ranks
+from safetensors.torch import load_file
+from torch import equal, load
+
+from hvd_ckpt.snapshots.export import export
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COMMAND = Path(sys.executable).with_name("hvd-ckpt")
+
+pytestmark = pytest.mark.launch
+
+
+def run(controller: str, processes: int, script: str, *arguments: str) -> None:
+    if controller == "mpi" and not probe("mpi").works:
+        controller = "gloo"
+    status, output = run_ranks(processes, SCRIPTS / f"{script}.py", *arguments, controller=controller)
+    assert status == 0, output
+    assert output.count("equal") == processes, output
+
+
+@pytest.mark.parametrize(
+    ("controller", "processes", "tensor", "models"),
+    [
+        ("gloo", 2, "2", ()),
+        ("gloo", 4, "2", ("gpt,bert",)),  # two replicas
+        ("gloo", 4, "4", ("gpt,BertForMaskedLM",)),
+        ("gloo", 6, "2", ("gpt,bert",)),  # three replicas, whose sums depend on the place of an element
+        ("mpi", 2, "2", ("gpt,bert",)),
+        ("mpi", 4, "4", ("gpt,bert,gpt2,XLNetLMHeadModel",)),
+        ("gloo", 2, "2", ("gpt,bert,roberta,gpt2,BertForMaskedLM,GPT2LMHeadModel", "sequence")),
+        ("mpi", 4, "4", ("gpt,bert", "sequence")),
+    ],
+)
+def test_models_train_like_the_whole_model(
+    controller: str, processes: int, tensor: str, models: tuple[str, ...]
+) -> None:
+    run(controller, processes, "tensor_models", "1", tensor, *models)
+
+
+@pytest.mark.parametrize(
+    ("controller", "processes", "arguments"),
+    [
+        ("gloo", 2, ("2",)),
+        ("gloo", 4, ("2",)),
+        ("mpi", 4, ("4",)),
+        ("gloo", 2, ("2", "sequence")),
+        ("gloo", 4, ("2", "sequence")),
+        ("mpi", 4, ("4", "sequence")),
+    ],
+)
+def test_together_with_all_else(controller: str, processes: int, arguments: tuple[str, ...]) -> None:
+    run(controller, processes, "tensor_modes", *arguments)
+
+
+def test_the_example_learns_in_parts() -> None:
+    status, output = run_ranks(4, EXAMPLES / "tensor_gpt.py", "--steps", "60", controller="gloo")
+    assert status == 0, output
+    assert "2 replicas of 2 parts" in output
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < 0.8 * losses[0], output
+
+
+def test_the_command_trains_in_parts_and_resumes_in_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 20)
+    settings = "train --model gpt-tiny --model-option dropout=0.1 --batch 2 --sequence-length 16 --clip 0.5"
+    command = [*settings.split(), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "run")]
+    status, output = run_ranks(2, COMMAND, *command, "--tensor=2", "--steps=4", controller="gloo")
+    assert status == 0, output
+    assert "1 x 2 (replicas x parts of a layer)" in output
+    status, output = run_ranks(
+        1, COMMAND, "train", "--resume", str(tmp_path / "run"), "--tensor=1", "--steps=6", controller="gloo"
+    )
+    assert status == 0, output
+    assert "after 6 steps" in output
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (
+            (2, "1", "2", "none"),
+            [
+                (2, "1", "2", "none", "same"),
+                (1, "1", "1", "none"),
+                (4, "1", "4", "none"),
+                (4, "1", "2", "gradients"),
+                (4, "2", "2", "none"),
+            ],
+        ),
+        (
+            (4, "1", "2", "parameters"),
+            [(4, "1", "4", "none"), (2, "1", "2", "optimizer"), (2, "1", "1", "parameters")],
+        ),
+        ((1, "1", "1", "none"), [(2, "1", "2", "none"), (4, "1", "2", "parameters")]),
+        ((2, "1", "1", "gradients"), [(4, "1", "4", "optimizer")]),
+        (
+            (4, "2", "2", "none"),
+            [(4, "2", "2", "none", "same"), (2, "2", "1", "none"), (2, "1", "2", "none")],
+        ),
+    ],
+)
+def test_any_number_of_parts_stages_and_replicas_resumes(
+    tmp_path: Path, saved: tuple, resumed: list[tuple]
+) -> None:
+    processes, *arguments = saved
+    run("gloo", processes, "tensor_snapshots", str(tmp_path), "save", *arguments)
+    export(tmp_path / "run" / "snapshots" / "step-00000002", tmp_path / "whole.safetensors")
+    whole, (expected, _) = load_file(tmp_path / "whole.safetensors"), load(tmp_path / "expected.pt")
+    assert all(equal(whole[name], expected[name]) for name in expected)
+    for processes, *arguments in resumed:
+        run("gloo", processes, "tensor_snapshots", str(tmp_path), "resume", *arguments)
