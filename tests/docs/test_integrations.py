@@ -26,10 +26,10 @@ def test_the_script_of_a_page(
 ) -> None:
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     monkeypatch.chdir(folder)
-    found = re.search(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
-    assert found is not None
+    block = re.search(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    assert block is not None
     script = folder / f"train{hc.rank()}.py"
-    script.write_text(found.group(1))
+    script.write_text(block.group(1))
     runpy.run_path(str(script), run_name="__main__")
     losses = re.findall(r"^(?:val_)?loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)
     assert len(losses) == (hc.rank() == 0)
