@@ -17,14 +17,19 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 @pytest.mark.parametrize("page, needs", [("lightning", "lightning"), ("transformers", "accelerate")])
 def test_the_script_of_a_page(
-    page: str, needs: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: str,
+    needs: str,
+    folder: Path,
+    quick_planner: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     monkeypatch.chdir(folder)
-    found = re.search(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
-    assert found is not None
+    block = re.search(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    assert block is not None
     script = folder / f"train{hc.rank()}.py"
-    script.write_text(found.group(1))
+    script.write_text(block.group(1))
     runpy.run_path(str(script), run_name="__main__")
     losses = re.findall(r"^(?:val_)?loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)
     assert len(losses) == (hc.rank() == 0)

@@ -90,8 +90,8 @@ def trained(
 
 def same_bits(model: Any, other: Any) -> None:
     hc.check_equal_weights(model)
-    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two), name
+    for (name, value), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(value, expected), name
 
 
 def test_fine_tuning_bert_with_evaluation(folder) -> None:
@@ -110,7 +110,7 @@ def test_fine_tuning_bert_with_evaluation(folder) -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
     metrics = hc.allgather_object(trainer.evaluate())
-    assert len({(one["eval_loss"], one["eval_accuracy"]) for one in metrics}) == 1
+    assert len({(metric["eval_loss"], metric["eval_accuracy"]) for metric in metrics}) == 1
     assert trainer.is_world_process_zero() == (hc.rank() == 0)
 
 
@@ -138,8 +138,8 @@ def test_a_causal_model_weighs_tokens_of_all_ranks(folder) -> None:
     assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     torch.optim.SGD(alone.parameters(), lr=1.0).step()
-    for one, two in zip(trainer.model.parameters(), alone.parameters()):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    for value, expected in zip(trainer.model.parameters(), alone.parameters()):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
@@ -149,8 +149,8 @@ def test_sharding_evaluates_generates_and_saves(folder, shard: str) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.1}
     trainer = trained(folder, causal(), data, extra=extra, **settings)
     other = trained(folder, causal(), data, **settings)
-    for one, two in zip(trainer.model.parameters(), other.model.parameters()):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    for value, expected in zip(trainer.model.parameters(), other.model.parameters()):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     made = trainer.model.generate(data.tokens[:2, :3], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert made.shape[0] == 2
     trainer.save_model()
@@ -223,5 +223,3 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
         with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*cannot be used here") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match="args is missing"):
-        Trainer(causal())

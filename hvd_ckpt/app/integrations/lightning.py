@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -67,9 +68,7 @@ class HorovodStrategy(ParallelStrategy):
         rank_zero_only.rank = utilities_rank_zero_only.rank = hc.rank()
         self._budget, self._replicas = budget, replicas
         self._options = {"shard": shard, "replicas": replicas, **options}
-        self._bare: list[
-            torch.optim.Optimizer
-        ] = []  # optimizers as the module has made them: schedulers have these
+        self._bare: list[torch.optim.Optimizer] = []  # which schedulers have
         self._whole: list[list[torch.Tensor]] = []  # their parameters, also where the groups have shards
         self._step: Iterator[Any] | None = None  # replicas of the present step
         self._replica: Any = None
@@ -84,9 +83,8 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        devices = self.parallel_devices or [torch.device("cpu")]
-        if devices[0].type == "cpu" or len(devices) > 1:
-            return devices[hc.local_rank() % len(devices)]
+        if isinstance(self.accelerator, CPUAccelerator):
+            return torch.device("cpu")
         device = hc.local_device()
         if device.type == "cpu":
             raise ValueError(
@@ -132,16 +130,16 @@ class HorovodStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Raises ValueError where the Trainer was given other processes than the launcher has started."""
-        devices, local = self.parallel_devices or [], hc.local_size()
-        if len(devices) not in (1, local) and (devices[0].type == "cpu" or len(devices) < local):
-            raise ValueError(
-                f"Trainer(devices={len(devices)}): the launcher has started {local} processes on this host; leave devices out"
-            )
-        if self.num_nodes not in (1, hc.cross_size()):
-            raise ValueError(
-                f"Trainer(num_nodes={self.num_nodes}): the launcher has started {hc.size()} processes on {hc.cross_size()} hosts; "
-                f"leave num_nodes out"
-            )
+        devices = len(self.parallel_devices or [])
+        for name, given, possible in (
+            ("devices", devices, (1, hc.local_size(), torch.cuda.device_count())),
+            ("num_nodes", self.num_nodes, (1, hc.cross_size())),
+        ):
+            if given not in possible:
+                raise ValueError(
+                    f"Trainer({name}={given}): the launcher has started {hc.size()} processes on {hc.cross_size()} hosts; leave "
+                    f"{name} out"
+                )
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -193,9 +191,8 @@ class HorovodStrategy(ParallelStrategy):
 
     def _plan(self, trainer: Trainer, whole: TrainingStep) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
-        loaders = (
-            trainer.fit_loop._data_source.dataloader()
-        )  # which leaves the loop's own loader, and its position, alone
+        # A loader of its own leaves that of the loop, and its position, alone.
+        loaders = trainer.fit_loop._data_source.dataloader()
         with isolate_rng():
             batch, number, _ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
             batch = self.batch_to_device(plugin.convert_input(batch))
@@ -257,9 +254,8 @@ class HorovodStrategy(ParallelStrategy):
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._replicas is None:
             return super().backward(closure_loss, *args, **kwargs)
-        local = (
-            self.lightning_module.trainer.accumulate_grad_batches
-        )  # by which Lightning has divided, a power of two
+        # Lightning has divided by the number of this rank's replicas, a power of two.
+        local = local_replicas(self._replicas, hc.size())
         loss = super().backward(closure_loss * local, *args, **kwargs)
         self._replica.__exit__(None, None, None)
         return loss / local
@@ -379,7 +375,7 @@ class TrainingStep(nn.Module):
 
 
 def _stored(state: Any) -> torch.Tensor:
-    """A rank's state as bytes: not every dtype can be sent in a tensor."""
+    """A rank's state as bytes, since unsigned integers of random states cannot be pickled."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)

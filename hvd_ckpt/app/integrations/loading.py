@@ -87,6 +87,5 @@ class OwnBatches:
 
 def take_own_batches(loader: DataLoader[Any], replicas: int) -> None:
     """Has a loader give this rank the batches of its logical replicas, one after the other."""
-    vars(loader)["batch_sampler"] = OwnBatches(
-        loader.batch_sampler, replicas
-    )  # which a loader does not let be set
+    # A loader refuses this attribute to be set after its construction.
+    vars(loader)["batch_sampler"] = OwnBatches(loader.batch_sampler, replicas)

@@ -48,6 +48,8 @@ class _OverHorovod:
 
     def __init__(
         self: Any,
+        model: Any = None,
+        args: Any = None,
         *positional: Any,
         budget: int | float | str | None = None,
         shard: str | int = "none",
@@ -55,17 +57,13 @@ class _OverHorovod:
         **others: Any,
     ) -> None:
         hc.init()
-        args = others.get("args") or (positional[1] if len(positional) > 1 else None)
+        args = transformers.TrainingArguments() if args is None else args
         self._distributed: Any = None
         self._budget, self._options = budget, {"shard": shard, **(distributed or {})}
-        if args is None:
-            raise ValueError(
-                "Trainer: args is missing; give TrainingArguments, which name the folder of the run"
-            )
         _check(args, budget, shard, self._options)
         if type(args).__dict__.get("__reduce_ex__") is not _stored:
             args.__class__ = type(type(args).__name__, (type(args),), dict(_OF_RANKS))
-        super().__init__(*positional, **others)
+        super().__init__(model, args, *positional, **others)
         if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
             raise ValueError(
                 "Trainer: train_dataset has no length, so that it cannot be split over ranks; give numbered samples"
