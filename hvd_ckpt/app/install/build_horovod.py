@@ -237,15 +237,16 @@ def is_installed(wheel: Path) -> bool:
 
 
 def install(wheel: Path, log: Path) -> None:
-    """Installs the wheel into this environment and loads it once. A wheel that does not load is removed from the cache."""
+    """Installs the wheel into this environment and loads it once.
+
+    A wheel that does not load stays in the cache, since other environments may load it.
+    """
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)]
     if _run_logged(command, log) != 0:
         raise BuildError(f"Horovod's wheel could not be installed: {_cause(log)}\n  the log is {log}")
     if _run_logged([sys.executable, "-c", "import horovod.torch"], log) != 0:
-        shutil.rmtree(wheel.parent, ignore_errors=True)
         raise BuildError(
-            f"the installed Horovod does not load: {_cause(log)}\n  its wheel was removed from the cache, so the next "
-            f"build starts anew; the log is {log}"
+            f"the installed Horovod does not load: {_cause(log)}\n  remove {wheel.parent} to build it anew; the log is {log}"
         )
 
 
