@@ -63,7 +63,7 @@ class _OverHorovod:
         _check(args, budget, shard, self._options)
         if type(args).__dict__.get("__reduce_ex__") is not _stored:
             args.__class__ = type(type(args).__name__, (type(args),), dict(_OF_RANKS))
-        super().__init__(model, args, *positional, **others)
+        super().__init__(model, args, *positional, **others)  # type: ignore[call-arg]
         if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
             raise ValueError(
                 "Trainer: train_dataset has no length, so that it cannot be split over ranks; give numbered samples"
