@@ -109,6 +109,7 @@ class Run:
         gc.collect()  # on every rank alike
         if self.stage and self._others is not None:  # the model begins as rank 0's
             self._others.broadcast_buffers(0)
+            self._clear_gradients(self.parameters, "none")  # as unshard() does
         self.optimizers = self._make_optimizers()
 
     # ---------------------------------------------------------------------------------- what happens in a step
