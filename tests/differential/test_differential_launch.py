@@ -11,11 +11,11 @@ import pytest
 pytestmark = pytest.mark.launch
 
 
-@pytest.mark.parametrize(("ranks", "tensor", "seed"), [(2, 2, 0), (4, 2, 100)])
+@pytest.mark.parametrize(("ranks", "tensor", "seed"), [(4, 2, 100)])
 def test_random_programs_in_parts(ranks: int, tensor: int, seed: int) -> None:
-    run = [sys.executable, str(Path(__file__).with_name("run.py")), "--programs", "4", "--seed", str(seed)]
+    run = [sys.executable, str(Path(__file__).with_name("run.py")), "--programs", "3", "--seed", str(seed)]
     job = subprocess.run(
         [*run, "--np", str(ranks), "--tensor", str(tensor)], capture_output=True, text=True, timeout=400
     )
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "4 programs" in job.stdout
+    assert "3 programs" in job.stdout

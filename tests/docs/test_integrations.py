@@ -26,7 +26,10 @@ def test_the_script_of_a_page(
 ) -> None:
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     monkeypatch.chdir(folder)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything() leaves them set, for all tests after this one
+    for name in (
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+    ):  # seed_everything() leaves them set, for all tests after this one
         monkeypatch.setenv(name, "0")
     block = re.search(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
     assert block is not None

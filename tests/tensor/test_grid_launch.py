@@ -19,11 +19,8 @@ def run(controller: str, processes: int, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("controller", "processes", "stages", "tensor"),
     [
-        ("gloo", 2, "1", "2"),
-        ("gloo", 4, "1", "4"),
         ("gloo", 4, "1", "2"),
         ("gloo", 4, "2", "2"),
-        ("mpi", 4, "1", "2"),
         ("mpi", 4, "1", "4"),
     ],
 )

@@ -31,13 +31,9 @@ def run(controller: str, processes: int, script: str, *arguments: str) -> None:
     ("controller", "processes", "tensor", "models"),
     [
         ("gloo", 2, "2", ()),
-        ("gloo", 4, "2", ("gpt,bert",)),  # two replicas
-        ("gloo", 4, "4", ("gpt,BertForMaskedLM",)),
-        ("gloo", 6, "2", ("gpt,bert",)),  # three replicas, whose sums depend on the place of an element
-        ("mpi", 2, "2", ("gpt,bert",)),
-        ("mpi", 4, "4", ("gpt,bert,gpt2,XLNetLMHeadModel",)),
+        ("gloo", 6, "2", ("gpt",)),  # three replicas, whose sums depend on the place of an element
+        ("mpi", 4, "4", ("gpt,BertForMaskedLM",)),
         ("gloo", 2, "2", ("gpt,bert,roberta,gpt2,BertForMaskedLM,GPT2LMHeadModel", "sequence")),
-        ("mpi", 4, "4", ("gpt,bert", "sequence")),
     ],
 )
 def test_models_train_like_the_whole_model(
@@ -50,11 +46,8 @@ def test_models_train_like_the_whole_model(
     ("controller", "processes", "arguments"),
     [
         ("gloo", 2, ("2",)),
-        ("gloo", 4, ("2",)),
-        ("mpi", 4, ("4",)),
-        ("gloo", 2, ("2", "sequence")),
         ("gloo", 4, ("2", "sequence")),
-        ("mpi", 4, ("4", "sequence")),
+        ("mpi", 4, ("4",)),
     ],
 )
 def test_together_with_all_else(controller: str, processes: int, arguments: tuple[str, ...]) -> None:
@@ -89,23 +82,13 @@ def test_the_command_trains_in_parts_and_resumes_in_one(tmp_path: Path) -> None:
         (
             (2, "1", "2", "none"),
             [
-                (2, "1", "2", "none", "same"),
                 (1, "1", "1", "none"),
                 (4, "1", "4", "none"),
-                (4, "1", "2", "gradients"),
                 (4, "2", "2", "none"),
             ],
         ),
-        (
-            (4, "1", "2", "parameters"),
-            [(4, "1", "4", "none"), (2, "1", "2", "optimizer"), (2, "1", "1", "parameters")],
-        ),
-        ((1, "1", "1", "none"), [(2, "1", "2", "none"), (4, "1", "2", "parameters")]),
-        ((2, "1", "1", "gradients"), [(4, "1", "4", "optimizer")]),
-        (
-            (4, "2", "2", "none"),
-            [(4, "2", "2", "none", "same"), (2, "2", "1", "none"), (2, "1", "2", "none")],
-        ),
+        ((4, "1", "2", "parameters"), [(2, "1", "2", "optimizer")]),
+        ((1, "1", "1", "none"), [(4, "1", "2", "gradients")]),
         (
             (4, "2", "2", "none", "sequence"),
             [(4, "2", "2", "none", "same", "sequence"), (1, "1", "1", "none", "sequence")],
