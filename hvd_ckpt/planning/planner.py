@@ -86,7 +86,6 @@ class Planner:
         limit = first.bytes(0, 0, self._step.device) if first.is_absolute else None
         self._notes: list[str] = []
         self._chain: list[Block] = []
-        self._tried: dict[tuple[Item, ...], _Tried] = {}
         with undisturbed(model, self._step.device), verifying("never"):
             self._step.note_written()
         with undisturbed(model, self._step.device), verifying("never"):
@@ -101,9 +100,11 @@ class Planner:
         loss: Callable[[Any], Tensor] | None = None,
         say: Callable[[str], None] = _say_nothing,
     ) -> None:
-        """Takes another model, sample and loss for which the measurements hold, too."""
+        """Takes another model, sample and loss for which the measurements of the blocks hold, too."""
         self._step.bind(model, args, kwargs or {}, loss)
         self._say = say
+        with undisturbed(model, self._step.device), verifying("never"):
+            self._try_kept()
 
     def release(self) -> None:
         """Keeps the measurements, and no model, sample and loss, until :meth:`bind`."""
@@ -337,29 +338,38 @@ class Planner:
         return f"block '{self.profile.blocks[block - 1].members[0]}'"
 
     def _calibrate(self) -> None:
-        """Measures a step without recomputation, if it fits with certainty, and corrects the seconds of all choices.
+        """Measures a step without recomputation, and corrects the seconds of all choices by it.
 
         The step takes longer than the sum of its blocks, since memory that is touched for the first time costs time. The
         difference is spread over the bytes that the blocks keep.
         """
         self._chain = self.profile.chain
-        self._kept: _Tried | None = None  # without recomputation
-        everything = self.baseline
-        if everything.peak_bytes > FITS * free_memory(self._step.device):
-            return
-        self._say("measuring a step without recomputation")
-        peak, timeline = self._peak()
-        if peak == _OUT_OF_MEMORY:
+        self._try_kept()
+        if self._kept is None:
             return
         seconds = min(self._step.seconds() for _ in range(2))
         kept = sum(block.choices[0].kept for block in self._chain[1:-1])
-        rate = max(seconds - everything.seconds, 0.0) / max(kept, 1)
+        rate = max(seconds - self.baseline.seconds, 0.0) / max(kept, 1)
         self._chain = [
             block.with_costs(lambda choice: {"seconds": choice.seconds + rate * choice.kept})
             for block in self._chain
         ]
         solution = self._all_kept
-        self._kept = self._tried[solution.items] = _Tried(solution, peak, timeline)
+        self._kept = self._tried[solution.items] = self._kept._replace(solution=solution)
+
+    def _try_kept(self) -> None:
+        """Measures a step without recomputation, if it fits with certainty. Other schedules are measured anew after it."""
+        # How much memory is free may have changed since the last plan.
+        self._tried: dict[tuple[Item, ...], _Tried] = {}
+        self._kept: _Tried | None = None  # without recomputation
+        self.__dict__.pop("_unlimited", None)
+        solution = self._all_kept
+        if solution.peak > FITS * free_memory(self._step.device):
+            return
+        self._say("measuring a step without recomputation")
+        peak, timeline = self._peak()
+        if peak != _OUT_OF_MEMORY:
+            self._kept = self._tried[solution.items] = _Tried(solution, peak, timeline)
 
     def _try(self, solution: Solution) -> _Tried:
         """Measures the peak of a schedule; a second call returns the first result."""
