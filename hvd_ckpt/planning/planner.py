@@ -86,6 +86,8 @@ class Planner:
         limit = first.bytes(0, 0, self._step.device) if first.is_absolute else None
         self._notes: list[str] = []
         self._chain: list[Block] = []
+        self._tried: dict[tuple[Item, ...], _Tried] = {}
+        self._kept: _Tried | None = None  # without recomputation
         with undisturbed(model, self._step.device), verifying("never"):
             self._step.note_written()
         with undisturbed(model, self._step.device), verifying("never"):
@@ -360,8 +362,8 @@ class Planner:
     def _try_kept(self) -> None:
         """Measures a step without recomputation, if it fits with certainty. Other schedules are measured anew after it."""
         # How much memory is free may have changed since the last plan.
-        self._tried: dict[tuple[Item, ...], _Tried] = {}
-        self._kept: _Tried | None = None  # without recomputation
+        self._tried.clear()
+        self._kept = None
         self.__dict__.pop("_unlimited", None)
         solution = self._all_kept
         if solution.peak > FITS * free_memory(self._step.device):
