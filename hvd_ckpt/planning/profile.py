@@ -102,9 +102,8 @@ class Profile:
             for block, extra in zip(inner, self.waiting)
         ]
         self.chain = self._with_ends(inner)
-        for block in (
-            self.blocks
-        ):  # the measurements serve other budgets later, and must not keep a model and its inputs alive
+        # The measurements serve other budgets later, and must not keep a model and its inputs alive.
+        for block in self.blocks:
             block.modules, block.args, block.kwargs = [], None, None
 
     def _look_for_head(self, say: Callable[[str], None]) -> None:

@@ -172,7 +172,8 @@ def _planner(
     bound = {name: options[name] for name in given if name in options}
     settings = {name: value for name, value in options.items() if name not in given}
     key = key_of(model, (args, options.get("kwargs")), options.get("loss"), device, settings)
-    known, planner = _planners.get(model, ("", None))
+    # Taken out: a planner that fails while it is bound must not stay, since it would keep the model alive.
+    known, planner = _planners.pop(model, ("", None))
     if planner is not None and known == key:
         planner.bind(model, *args, **bound)
     else:

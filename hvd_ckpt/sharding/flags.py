@@ -23,7 +23,7 @@ class ShardFlags(NamedTuple):
         position: in the schedule.
         unsteady: a rank had to launch in ``synchronize``.
         failed: a rank has recomputed other values.
-        anew, not_anew: stand for the gradients that were dropped before others came; one is the other times -1.
+        anew, not_anew: stand for the gradients that were dropped after they had left; one is the other times -1.
         written, unwritten: stand for what the rank has written to weights; one is the other times -1.
     """
 

@@ -307,6 +307,22 @@ def test_plans_keep_neither_model_nor_sample_alive():
     assert plan.blocks
 
 
+def test_a_further_plan_that_fails_keeps_no_model_alive(monkeypatch):
+    model, (ids,), _ = listed()
+    hc.plan(model, ids, budget="min")
+
+    def fail(step):
+        raise RuntimeError("no step")
+
+    monkeypatch.setattr(Step, "peak", fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        hc.plan(model, ids, budget="0.8x")
+    weak = weakref.ref(model)
+    del model
+    gc.collect()
+    assert weak() is None
+
+
 def test_a_plan_that_needs_more_than_predicted_is_corrected():
     """Segments hold a random state each, which this prediction is made to leave out; for "min" there is no slack."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])

@@ -98,9 +98,8 @@ class _OverHorovod:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         if items is None or not self.args.average_tokens_across_devices:
             return items
-        return hc.allreduce(
-            torch.as_tensor(items, dtype=torch.float32), name="items of a batch"
-        )  # the mean over ranks
+        # The mean over ranks.
+        return hc.allreduce(torch.as_tensor(items, dtype=torch.float32), name="items of a batch")
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
         return hc.clip_grad_norm_(self._distributed, self.args.max_grad_norm)
