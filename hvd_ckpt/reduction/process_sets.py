@@ -62,19 +62,21 @@ def rank_groups(within: str | Sequence[Sequence[int]] | None, process_set: Any, 
     ranks = ranks_of(process_set)
     if within is None:
         return [[rank] for rank in ranks]
-    if isinstance(within, str):
-        here = Peer.here(mpi_ops.rank())
-        hosts = allgather_objects((here.host, here.addresses), process_set, name)
-        groups = [
-            [rank for rank, other in zip(ranks, hosts) if other == host] for host in dict.fromkeys(hosts)
-        ]
-    else:
-        groups = sorted(sorted(group) for group in within)
+    given = ranks_of_hosts(process_set, name) if isinstance(within, str) else within
+    groups = sorted(sorted(group) for group in given)
     if sorted(rank for group in groups for rank in group) != ranks or len(set(map(len, groups))) > 1:
         raise ValueError(
             f"within={within!r}: groups must have each of the ranks {ranks} once and be of equal size, not {groups}"
         )
     return groups
+
+
+def ranks_of_hosts(process_set: Any, name: str) -> list[list[int]]:
+    """The ranks of each host. Collective."""
+    here = Peer.here(mpi_ops.rank())
+    hosts = allgather_objects((here.host, here.addresses), process_set, name)
+    ranks = ranks_of(process_set)
+    return [[rank for rank, other in zip(ranks, hosts) if other == host] for host in dict.fromkeys(hosts)]
 
 
 def process_sets_of(

@@ -8,17 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, Sum, global_process_set, rank
+from horovod.torch.mpi_ops import Average, Sum, global_process_set, local_size, rank, size
 
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.collectives import broadcast_tensors
 from hvd_ckpt.reduction.construction import is_elastic
-from hvd_ckpt.reduction.process_sets import check_within, process_sets_of, rank_groups, ranks_of, release
+from hvd_ckpt.reduction.process_sets import (
+    check_within,
+    process_sets_of,
+    rank_groups,
+    ranks_of,
+    ranks_of_hosts,
+    release,
+)
 from hvd_ckpt.sharding import stage_of, state
 from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding.exchange import Exchange, levels
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.formats import FP32, INT4, INT8, WireFormat, wire_formats
 from hvd_ckpt.sharding.host_memory import OffloadError
@@ -206,6 +213,10 @@ def shard_optimizer(
             parameter.data = parameter.data.contiguous()
     start_alike(named, options.model, members, f"hvd_ckpt.{optimizer.identity}.start")
     exchange = Exchange(members, f"hvd_ckpt.{optimizer.identity}.0")
+    if options.stage > 1 and local_size() < size():  # the same on all ranks
+        place = {rank: number for number, rank in enumerate(ranks_of(members))}
+        hosts = ranks_of_hosts(members, f"{exchange.prefix}.levels")
+        exchange.hosts = levels([[place[rank] for rank in host] for host in hosts])
     added = [] if options.within is None else _divide(exchange, options.within)
     offload = None
     if options.offload:

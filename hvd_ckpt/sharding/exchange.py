@@ -1,9 +1,10 @@
 """The collectives of sharded training, over Horovod: gradients are reduce-scattered, parameters gathered, flags reduced.
 
-Horovod carries, this module adds: a reduce-scatter is an alltoall and a sum of what arrives, in rank order; a gather is an
-allgather straight into its place, or over MPI a few broadcasts where the shard lies there already. Measured from 16 KiB to 25 MiB
-on 2 and 4 ranks over Gloo and MPI (``docs/sharding/communication.md``), Horovod's own reduce-scatter takes 1 to 8 times as long as
-this and its allreduce 1 to 3. mpi4py saves a cycle of Horovod's on small messages, little on those that matter, and cannot overlap.
+Horovod carries, this module adds: a reduce-scatter is an alltoall and a sum of what arrives, in rank order, or on several hosts
+two of each; a gather is an allgather straight into its place, or over MPI a few broadcasts where the shard lies there already.
+Measured from 16 KiB to 25 MiB on 2 and 4 ranks over Gloo and MPI (``docs/sharding/communication.md``), Horovod's own reduce-scatter
+takes 1 to 8 times as long as this and its allreduce 1 to 3. mpi4py saves a cycle of Horovod's on small messages, little on those
+that matter, and cannot overlap.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ Kind = Literal["reduce_scatter", "all_gather", "gather_within", "control"]
 KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "gather_within", "control")
 
 BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every other rank
+TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES = 1 << 20, 2 << 10
+"""From this much on, in all and for each rank, a reduce-scatter first adds up within hosts: two alltoalls in place of one, whose
+messages take longer than the bytes that they save where there are few (``hvd-ckpt bench scale``)."""
 
 # Dtypes that Horovod carries; all others are carried as one of these, bit for bit.
 _CARRIED = {
@@ -75,11 +79,13 @@ class Exchange:
 
     Attributes:
         within: the exchange of this rank's group of ranks, where such groups keep a second copy; it shares the traffic.
+        hosts: positions in the process set of the ranks of each host, as :func:`levels` takes them; None for one level.
     """
 
     def __init__(self, process_set: Any, prefix: str, gathers: Kind = "all_gather") -> None:
         self.prefix = prefix
         self.within: Exchange | None = None
+        self.hosts: Sequence[Sequence[int]] | None = None
         self._gathers: Kind = gathers
         self.ranks: int = process_set.size()
         self.rank: int = process_set.rank()
@@ -101,6 +107,8 @@ class Exchange:
         self, flat: torch.Tensor, what: str, scale: float = 1.0, format: WireFormat = FP32
     ) -> Work:
         """Starts to add up all ranks' ``flat`` [ranks * m], of which this rank gets its own m elements, times ``scale``.
+
+        Ranks are added in their order; with ``hosts`` and much to send, those of each host first, and then the hosts.
 
         Args:
             flat: contiguous, untouched until the work is done.
@@ -127,7 +135,44 @@ class Exchange:
         if self.ranks == 1:
             return Work((), lambda _: add(flat.view(1, -1)))
         name = self._name("reduce_scatter", what, flat.numel())
+        if self.hosts is not None and flat.nbytes >= max(TWO_LEVEL_BYTES, self.ranks * TWO_LEVEL_ROW_BYTES):
+            return self._scatter_in_levels(self.hosts, flat, name, out, scale, format)
         return exchange_rows(format.encode(flat, self.ranks), name, self.process_set).then(add)
+
+    def _scatter_in_levels(
+        self,
+        hosts: Sequence[Sequence[int]],
+        flat: torch.Tensor,
+        name: str,
+        out: torch.Tensor,
+        scale: float,
+        format: WireFormat,
+    ) -> Work:
+        # In one alltoall each rank of a host sends nearly all its rows to other hosts, so that a link carries the gradients as
+        # often as the host has ranks. Added up within the host first, they pass the link once:
+        #
+        #     rank 0, of hosts [0, 1] and [2, 3]    1. to rank 1: rows 1 and 3; from rank 1: its rows 0 and 2, which are added
+        #                                           2. to rank 2: that sum of row 2; from rank 2: its sum of row 0
+        own = next(host for host in hosts if self.rank in host)
+        place, local = own.index(self.rank), len(own)
+        order = [host[other] for other in range(local) for host in hosts]
+        rows = flat.view(self.ranks, -1)[order]
+        # A sum of many may be too large for a narrow format where their mean is not.
+        mean = 1.0 / local if format.changes(flat.dtype) else 1.0
+
+        def across(arrived: torch.Tensor) -> Work:
+            total = torch.empty(len(hosts) * out.numel(), dtype=out.dtype, device=out.device)
+            format.sum(arrived, total, mean)
+            peers = [host[place] for host in hosts]
+            wire = format.encode(total, len(hosts))
+            return exchange_rows(wire, f"{name}.across", self.process_set, peers)
+
+        def add(arrived: torch.Tensor) -> torch.Tensor:
+            format.sum(arrived, out, scale / mean)
+            return out
+
+        within = exchange_rows(format.encode(rows.view(-1), local), f"{name}.within", self.process_set, own)
+        return _TwoSteps(within, across).then(add)
 
     def all_gather(
         self, shard: torch.Tensor, flat: torch.Tensor, what: str, format: WireFormat = FP32
@@ -212,6 +257,50 @@ class Exchange:
         if rest:
             raise ValueError(f"{flat.numel()} elements do not divide by {self.ranks} ranks; pad them")
         return numel
+
+
+class _TwoSteps(Work):
+    """A collective and then another one, which ``follow`` begins with the result of the first and whose result this one has."""
+
+    def __init__(self, first: Work, follow: Callable[[torch.Tensor], Work]) -> None:
+        self._work = first
+        self._follow: Callable[[torch.Tensor], Work] | None = follow
+
+    def done(self) -> bool:
+        self.advance(block=False)
+        return self._follow is None and self._work.done()
+
+    def advance(self, block: bool, awaited: str = "") -> None:
+        follow = self._follow
+        if follow is not None and (block or self._work.done()):
+            self._follow = None
+            self._work = follow(self._work.wait(awaited))
+
+    def wait(self, awaited: str = "") -> torch.Tensor:
+        self.advance(True, awaited)
+        return self._work.wait(awaited)
+
+    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
+        follow = self._follow
+        assert follow is not None
+        return _TwoSteps(self._work, lambda result: follow(result).then(change))
+
+    def forget(self) -> None:
+        self._work.forget()
+
+
+def levels(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
+    """The ranks of each host, from the first, if a reduce-scatter can add up within hosts first; else None.
+
+    That takes several hosts with equally many ranks, more than one, numbered host by host or in turn: then what a rank gets from
+    those at its place on each host comes in the order of hosts.
+    """
+    groups = sorted(sorted(host) for host in hosts)
+    local = len(groups[0])
+    if len(groups) == 1 or local == 1 or any(len(group) != local for group in groups):
+        return None
+    ascending = all(sorted(column) == list(column) for column in zip(*groups))
+    return groups if ascending else None
 
 
 def exchange_rows(

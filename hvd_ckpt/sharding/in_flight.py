@@ -108,7 +108,9 @@ class InFlight:
         self._launches.append(_Launch(group, work, flat.nbytes, position))
 
     def poll(self) -> None:
-        """Takes what has arrived."""
+        """Takes what has arrived, and sends what follows on it."""
+        for launch in self._launches:
+            launch.work.advance(block=False)
         while self._launches and self._launches[0].work.done():
             self._wait()
 
@@ -153,6 +155,8 @@ class InFlight:
 
     def wait_all(self) -> None:
         """Waits for everything; the host may read shards then."""
+        for launch in self._launches:  # what follows on one need not wait for the end of the one before
+            launch.work.advance(block=True, awaited=GRADIENTS)
         while self._launches:
             self._wait()
         self._wait_for_copies()

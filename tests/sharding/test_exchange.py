@@ -9,7 +9,8 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.reduction import communicator
-from hvd_ckpt.sharding.exchange import Exchange
+from hvd_ckpt.sharding import exchange as module
+from hvd_ckpt.sharding.exchange import Exchange, levels
 from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
@@ -171,3 +172,41 @@ def test_large_objects_are_sent_in_several_messages(
     for one, other in zip(moved(), expected, strict=True):
         assert torch.equal(one, other)
     assert bool((expected[-1] == 1).all())
+
+
+def test_levels_are_hosts_with_equally_many_ranks_in_order() -> None:
+    assert levels([[0, 1], [2, 3]]) == [[0, 1], [2, 3]]
+    assert levels([[3, 1], [2, 0]]) == [[0, 2], [1, 3]]
+    for hosts in ([[0, 1, 2]], [[0], [1]], [[0, 1], [2]], [[0, 5], [1, 2], [3, 4]]):
+        assert levels(hosts) is None
+
+
+@pytest.mark.ranks(mpi=(4,))
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=["by host", "in turn"])
+@pytest.mark.parametrize(("format", "bound"), FORMATS, ids=lambda value: str(value))
+def test_ranks_of_a_host_are_added_first(
+    exchange: Exchange,
+    hosts: list[list[int]],
+    format: WireFormat,
+    bound: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the bytes of one level, in the same bits each time, and in those of sums of sums where nothing is rounded on the way."""
+    for name in ("TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
+        monkeypatch.setattr(module, name, 0)
+    exchange.hosts = levels(hosts)
+    sent = 0
+    for dtype in DTYPES:
+        contributions = flats(dtype)
+        mine, scale = contributions[exchange.rank], 1 / exchange.ranks
+        first, second = (exchange.reduce_scatter(mine, f"sum.{number}", scale, format) for number in range(2))
+        total = first.wait()
+        assert torch.equal(total, second.wait())
+        exact = own(sum(each.to(torch.complex128) for each in contributions), exchange) * scale
+        assert float((total - exact).abs().max()) <= 2 * bound
+        if format is FP32:
+            parts = [own(each, exchange).to(total.dtype) for each in contributions]
+            assert torch.equal(total, sum(parts[host[0]] + parts[host[1]] for host in hosts) * scale)
+        real = (2 * SHARD, torch.float32) if dtype.is_complex else (SHARD, dtype)
+        sent += 2 * (exchange.ranks - 1) * format.row_bytes(*real)
+    assert exchange.traffic.sent["reduce_scatter"] == sent

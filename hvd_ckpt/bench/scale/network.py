@@ -1,0 +1,166 @@
+"""The time, bytes and messages of each collective on a stated network: formulas, and nothing that is measured.
+
+Ranks are numbered host by host. A rank sends to the others on its host at its own rate; the ranks of a host share its link to the
+other hosts. So a ring, in which only one rank of a host sends to another host, loads a link as little as can be, and an alltoall
+as many times more as a host has ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvd_ckpt.bench.scale.trace import LINKED, Operation, Trace
+from hvd_ckpt.sharding.exchange import TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES
+
+SEGMENT = 128 << 10  # bytes, of a broadcast along a chain over MPI
+SMALL = 10 << 10  # bytes, up to which MPI's allreduce doubles distances
+SPLIT = 4  # bytes that each two ranks tell each other before an alltoall of Horovod's
+WORD = 8  # bytes of the ranks' agreement on what is ready
+
+
+class Cost(NamedTuple):
+    """Seconds of a collective; bytes and messages that a rank sends (of a broadcast, the mean rank)."""
+
+    seconds: float
+    sent: float = 0.0
+    messages: float = 0.0
+
+    def plus(self, other: Cost) -> Cost:
+        """Both, one after the other."""
+        return Cost(self.seconds + other.seconds, self.sent + other.sent, self.messages + other.messages)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network and what carries collectives over it.
+
+    Attributes:
+        local: ranks on each host.
+        bandwidth: bytes a second of a host's link, each way, shared by its ranks.
+        local_bandwidth: bytes a second of a rank to others on its host.
+        latency, local_latency: seconds of an empty message to another host, and on a host.
+        message: seconds of a rank's processor for each message.
+        cycle: seconds of Horovod's cycle.
+        controller: ``mpi`` or ``gloo``, whose algorithms are taken: those of Open MPI 4, or of Gloo.
+        one_level: reduce-scatters do not add up within hosts first.
+    """
+
+    local: int = 8
+    bandwidth: float = 25e9 / 8
+    local_bandwidth: float = 100e9 / 8
+    latency: float = 25e-6
+    local_latency: float = 2e-6
+    message: float = 2e-6
+    cycle: float = 1e-3
+    controller: str = "mpi"
+    one_level: bool = False
+
+    def every(self, stride: int) -> Network:
+        """The network of each of ``stride`` groups that talk at the same time, each with every so many-th rank."""
+        local = max(1, self.local // stride)
+        return dataclasses.replace(self, local=local, bandwidth=self.bandwidth / min(stride, self.local))
+
+    def _hop(self, nbytes: float, across: bool) -> float:
+        near = self.local_latency + nbytes / self.local_bandwidth
+        return self.message + (max(near, self.latency + nbytes / self.bandwidth) if across else near)
+
+    def ring(self, nbytes: float, ranks: int, rounds: int = 1) -> Cost:
+        """An all-gather or a reduce-scatter; with two rounds an allreduce: each rank hands parts to its neighbour."""
+        if ranks == 1:
+            return Cost(0.0)
+        steps, part = rounds * (ranks - 1), nbytes / ranks
+        return Cost(steps * self._hop(part, ranks > self.local), steps * part, steps)
+
+    def doubling(self, nbytes: float, ranks: int) -> Cost:
+        """An allreduce of all bytes with the ranks at distance 1, 2, 4, ..., beyond a host with all its ranks at a time."""
+        rounds = math.ceil(math.log2(ranks))
+        near = min(rounds, int(math.log2(self.local)))
+        far = rounds - near
+        seconds = near * self._hop(nbytes, False) + far * self._hop(nbytes * min(self.local, ranks), True)
+        return Cost(seconds, rounds * nbytes, rounds)
+
+    def allreduce(self, nbytes: float, ranks: int) -> Cost:
+        """The controller's own choice."""
+        if self.controller == "mpi" and nbytes <= SMALL:
+            return self.doubling(nbytes, ranks)
+        return self.ring(nbytes, ranks, 2)
+
+    def rows(self, nbytes: float, ranks: int, peers: int, near: int) -> Cost:
+        """Each rank sends a row of ``nbytes`` to each peer, of which ``near`` are on its host, and an empty one to others."""
+        if ranks == 1:
+            return Cost(0.0)
+        row, far = nbytes / (peers + 1), peers - near
+        bandwidth = max(
+            near * row / self.local_bandwidth, far * row * min(self.local, ranks) / self.bandwidth
+        )
+        latency = self.latency if ranks > self.local else self.local_latency
+        return Cost(latency + (ranks - 1) * self.message + bandwidth, peers * row, ranks - 1)
+
+    def alltoall(self, nbytes: float, ranks: int) -> Cost:
+        """Horovod's: the ranks tell each other the sizes of their rows, then send them."""
+        near = min(self.local, ranks) - 1
+        sizes = self.rows(SPLIT * ranks, ranks, ranks - 1, near)
+        return sizes.plus(self.rows(nbytes, ranks, ranks - 1, near))
+
+    def scatter(self, nbytes: float, ranks: int) -> Cost:
+        """This library's reduce-scatter: an alltoall, or one on each host and then one of those at the same place on each host."""
+        local, least = min(self.local, ranks), max(TWO_LEVEL_BYTES, ranks * TWO_LEVEL_ROW_BYTES)
+        if self.one_level or ranks <= local or local == 1 or nbytes < least:
+            return self.alltoall(nbytes, ranks)
+        sizes = self.rows(SPLIT * ranks, ranks, ranks - 1, local - 1)
+        within = self.rows(nbytes, ranks, local - 1, local - 1)
+        across = self.rows(nbytes / local, ranks, ranks // local - 1, 0)
+        return sizes.plus(within).plus(self.agreement(ranks)).plus(sizes).plus(across)
+
+    def broadcast(self, nbytes: float, ranks: int) -> Cost:
+        """Over MPI along a chain, in segments; over Gloo along a tree, in whole, at last by all ranks of a host at a time."""
+        if ranks == 1:
+            return Cost(0.0)
+        sent = nbytes * (ranks - 1) / ranks
+        if self.controller == "mpi":
+            segment = min(nbytes, SEGMENT)
+            hops = (ranks - 1) * self.local_latency + (-(-ranks // self.local) - 1) * self._hop(segment, True)
+            rate = self.bandwidth if ranks > self.local else self.local_bandwidth
+            return Cost(hops + nbytes / rate, sent, nbytes / segment)
+        return Cost(self.doubling(nbytes, ranks).seconds, sent, 1)
+
+    def objects(self, nbytes: float, ranks: int) -> Cost:
+        """Pickled values, of which each rank gets all: their sizes, then they."""
+        return self.allreduce(WORD * ranks, ranks).plus(self.ring(nbytes * ranks, ranks))
+
+    def agreement(self, ranks: int) -> Cost:
+        """What all ranks tell each other in each of Horovod's cycles: which collectives are ready."""
+        return self.allreduce(WORD, ranks) if ranks > 1 else Cost(0.0)
+
+    def cost(self, operation: Operation, trace: Trace, ranks: int) -> Cost:
+        """The cost of an operation of a trace in a job of so many ranks, stages and parts included."""
+        if operation.kind in LINKED:
+            return self._linked(operation, trace, ranks)
+        replicas = ranks // (trace.stages * trace.tensor)
+        network = self.every(trace.tensor)
+        if operation.kind == "allreduce":
+            return (
+                network.allreduce(operation.nbytes, replicas)
+                if trace.queue
+                else network.ring(operation.nbytes, replicas, 2)
+            )
+        if operation.kind in ("reduce_scatter", "all_gather"):
+            return network.ring(operation.nbytes, replicas)
+        cost: Cost = getattr(network, operation.kind)(operation.nbytes, replicas)
+        return cost
+
+    def _linked(self, operation: Operation, trace: Trace, ranks: int) -> Cost:
+        # Parts are neighbours. Stages are as far apart as there are replicas, and all replicas of a host send at a time.
+        if operation.kind == "exchange":
+            others = trace.tensor - 1
+            sent = others * operation.nbytes
+            across = trace.tensor > self.local
+            return Cost(
+                others * self.message + self._hop(sent * (self.local if across else 1), across), sent, others
+            )
+        across = ranks > self.local
+        together = min(self.local, ranks // trace.stages) if across else 1
+        return Cost(self._hop(operation.nbytes * together, across), operation.nbytes, 1)

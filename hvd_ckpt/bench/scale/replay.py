@@ -1,0 +1,192 @@
+"""A trace on a network, for any number of ranks: when each operation runs, and what a rank waits for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from hvd_ckpt.bench.scale.network import Cost, Network
+from hvd_ckpt.bench.scale.trace import LINKED, Operation, Trace
+
+UNPICKLING = 20e-6  # seconds, of one small object
+CONNECTING = (
+    150e-6  # seconds that the launcher's server takes for one question of a rank, measured on one core
+)
+IMPORTING = 6.0  # seconds, of Python, PyTorch and Horovod
+HASHING = 1.5e9  # bytes a second, of SHA-256 on one core
+OPENING = 1e-3  # seconds, of a file on a shared file system
+
+
+@dataclass
+class Timeline:
+    """A step on so many ranks; all ranks do the same at the same time.
+
+    Attributes:
+        ranks: of the job.
+        seconds: of a step.
+        computing: seconds of its computation.
+        communicating: seconds in which collectives or messages run, hidden behind computation or not.
+        sent, messages: bytes and messages of a rank.
+        buffers: the most bytes of messages, sent and received, that a rank holds at a time.
+        spans: for each operation of the trace its start and its end, in seconds since the start.
+    """
+
+    ranks: int
+    seconds: float = 0.0
+    computing: float = 0.0
+    communicating: float = 0.0
+    sent: float = 0.0
+    messages: float = 0.0
+    buffers: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def efficiency(self) -> float:
+        """The part of a step that is computation: the speed of a rank, to one that is alone."""
+        return self.computing / self.seconds if self.seconds else 1.0
+
+
+class _Queue:
+    """Horovod's thread: a cycle begins at fixed intervals, and not before the one before has ended; it runs all that is ready."""
+
+    def __init__(self, network: Network, ranks: int, cycles: bool) -> None:
+        self._period = 0.0
+        self.agreement = Cost(0.0)
+        if cycles:
+            self.agreement = network.agreement(ranks)
+            self._period = max(network.cycle, self.agreement.seconds)
+        self._cycle, self._free = -math.inf, 0.0
+
+    def start(self, ready: float) -> float:
+        """When an operation begins that is ready at this time."""
+        if ready > self._cycle:
+            begin = max(self._cycle + self._period, self._free)
+            if ready > begin:
+                begin = (
+                    begin + math.ceil((ready - begin) / self._period) * self._period
+                    if self._period
+                    else ready
+                )
+            self._cycle, self._free = begin, begin + self.agreement.seconds
+        return self._free
+
+    def ends(self, time: float) -> None:
+        """An operation has ended."""
+        self._free = time
+
+
+def replay(trace: Trace, network: Network, ranks: int) -> Timeline:
+    """The timeline of a step on ``ranks`` ranks, a multiple of the trace's stages times parts."""
+    replicas = ranks // (trace.stages * trace.tensor)
+    queue, link = _Queue(network.every(trace.tensor), replicas, trace.queue), 0.0
+    timeline, now, held = Timeline(ranks, computing=trace.computing), 0.0, 0.0
+    for event in trace.events:
+        if event.what == "compute":
+            now += event.seconds
+            continue
+        operation = trace.operations[event.number]
+        if event.what == "wait":
+            now = max(now, timeline.spans[event.number][1])
+            held -= _memory(operation, replicas)
+            continue
+        cost = network.cost(operation, trace, ranks)
+        ready = max(now, timeline.spans[operation.after][1] if operation.after >= 0 else 0.0)
+        linked = operation.kind in LINKED
+        start = max(ready, link) if linked else queue.start(ready)
+        end = start + cost.seconds
+        if linked:
+            link = end
+        else:
+            queue.ends(end)
+        timeline.spans.append((start, end))
+        timeline.communicating += cost.seconds
+        timeline.sent += cost.sent
+        timeline.messages += cost.messages
+        held += _memory(operation, replicas)
+        timeline.buffers = max(timeline.buffers, held)
+    timeline.seconds = max(now, *(end for _, end in timeline.spans), 0.0)
+    for name in ("seconds", "computing", "communicating", "sent", "messages"):
+        setattr(timeline, name, getattr(timeline, name) / trace.steps)
+    return timeline
+
+
+def _memory(operation: Operation, ranks: int) -> float:
+    """Bytes of what is sent and what arrives: an allreduce is in place, a gather has its own part in its place."""
+    if operation.kind in ("alltoall", "scatter"):
+        return 2 * operation.nbytes
+    if operation.kind == "reduce_scatter":
+        return operation.nbytes * (1 + 1 / ranks)
+    return operation.nbytes * (ranks if operation.kind == "objects" else 1)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Seconds from the launch to the first step, by what takes them.
+
+    Attributes:
+        processes: of imports, and of the connections of Horovod's controller.
+        agreeing: of comparing objects of all ranks.
+        sending: of the weights of rank 0.
+    """
+
+    processes: float
+    agreeing: float
+    sending: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.processes + self.agreeing + self.sending
+
+
+def start(trace: Trace, network: Network, ranks: int) -> Start:
+    """The start of a job, from the collectives before its first step.
+
+    Over Gloo each rank asks the launcher's server for the address of each other rank. Over MPI connections are made when they are
+    needed.
+    """
+    processes = IMPORTING + (ranks**2 * CONNECTING if network.controller == "gloo" else 0.0)
+    agreeing = sending = 0.0
+    for operation in trace.operations:
+        seconds = network.cost(operation, trace, ranks).seconds
+        if operation.kind == "objects":
+            agreeing += seconds + ranks * UNPICKLING
+        else:
+            sending += seconds
+    return Start(processes, agreeing + network.agreement(ranks).seconds, sending)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A shared file system: bytes a second of all ranks together."""
+
+    bandwidth: float = 10e9
+
+
+@dataclass(frozen=True)
+class SnapshotCost:
+    """Seconds to write and to load a snapshot, and bytes that all ranks read to load it."""
+
+    write: float
+    load: float
+    read: float
+
+
+def snapshot(
+    weights: int, state: int, sharded: tuple[bool, bool], ranks: int, storage: Storage
+) -> SnapshotCost:
+    """The cost of a snapshot.
+
+    Args:
+        weights, state: bytes of the whole model and of the optimizer's state.
+        sharded: whether each rank writes its part of the state, and of the weights.
+    """
+    own = (weights / ranks if sharded[1] else weights) + (state / ranks if sharded[0] else state)
+    total, files = weights + state, ranks * (1 + sharded[0] + sharded[1])
+    # Rank 0 writes what is not in shards, and then collects a file of each rank.
+    write = max(own / HASHING, total / storage.bandwidth) + ranks * OPENING
+    # Rank 0 verifies all files. Then every rank reads all weights, a file of each rank where they are in shards, and its own state.
+    verify = max(total / HASHING, total / storage.bandwidth) + files * OPENING
+    read = ranks * (weights + (state / ranks if sharded[0] else state))
+    every = max((weights + state / ranks) / HASHING, read / storage.bandwidth)
+    return SnapshotCost(write, verify + every + (ranks * OPENING if sharded[1] else OPENING), total + read)

@@ -1,0 +1,46 @@
+"""``hvd-ckpt bench scale`` as a whole command, which records steps of four ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_ckpt.bench.command import bench
+from hvd_ckpt.bench.harness.jobs import load_json
+from hvd_ckpt.bench.scale.command import MODELS, RECORDED
+from hvd_ckpt.bench.scale.record import Recorded
+from hvd_ckpt.bench.scale.sizes import Sizes, Split
+
+pytestmark = pytest.mark.launch
+
+
+def test_what_is_recorded_is_what_follows_from_sizes(tmp_path: Path) -> None:
+    modes = ["parameters", "replicas", "tensor", "fsdp2"]
+    arguments = [
+        "scale",
+        "--quick",
+        "--modes",
+        ",".join(modes),
+        "--np",
+        "4,64",
+        "--output",
+        str(tmp_path / "report"),
+    ]
+    result = CliRunner().invoke(bench, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "report" / "results.json").read_text())["results"]
+    assert [(row["ranks"], row["efficiency"] > 0) for row in found] == [(4, True)] * 4 + [(64, True)] * 4
+    assert (tmp_path / "report" / "scale.png").exists()
+    sizes = Sizes(MODELS[RECORDED], 4, 1e12)
+    for mode in modes[:2]:
+        recorded = load_json(Recorded, tmp_path / "report" / "jobs" / mode / "rank0.json")
+        assert list(recorded.trace.shapes()) == list(sizes.trace(mode, Split(4)).shapes())
+        assert recorded.trace.computing > 0 and len(recorded.seconds) == 3
+    kinds = {
+        operation.kind
+        for operation in load_json(Recorded, tmp_path / "report/jobs/tensor/rank0.json").trace.operations
+    }
+    assert kinds == {"exchange", "allreduce"}
