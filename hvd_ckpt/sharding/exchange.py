@@ -292,15 +292,13 @@ class _TwoSteps(Work):
 def levels(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
     """The ranks of each host, from the first, if a reduce-scatter can add up within hosts first; else None.
 
-    That takes several hosts with equally many ranks, more than one, numbered host by host or in turn: then what a rank gets from
-    those at its place on each host comes in the order of hosts.
+    That takes several hosts with equally many ranks, more than one, numbered host by host. Then a sum in a binary tree over the
+    ranks has the same bits in both levels as in one.
     """
     groups = sorted(sorted(host) for host in hosts)
-    local = len(groups[0])
-    if len(groups) == 1 or local == 1 or any(len(group) != local for group in groups):
-        return None
-    ascending = all(sorted(column) == list(column) for column in zip(*groups))
-    return groups if ascending else None
+    ranks = [rank for group in groups for rank in group]
+    alike = len({len(group) for group in groups}) == 1 and ranks == sorted(ranks)
+    return groups if alike and 1 < len(groups) < len(ranks) else None
 
 
 def exchange_rows(

@@ -9,6 +9,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.reduction import communicator
+from hvd_ckpt.reduction.tree import add_rows
 from hvd_ckpt.sharding import exchange as module
 from hvd_ckpt.sharding.exchange import Exchange, levels
 from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat
@@ -175,18 +176,21 @@ def test_large_objects_are_sent_in_several_messages(
 
 
 def test_levels_are_hosts_with_equally_many_ranks_in_order() -> None:
-    assert levels([[0, 1], [2, 3]]) == [[0, 1], [2, 3]]
-    assert levels([[3, 1], [2, 0]]) == [[0, 2], [1, 3]]
-    for hosts in ([[0, 1, 2]], [[0], [1]], [[0, 1], [2]], [[0, 5], [1, 2], [3, 4]]):
+    assert levels([[3, 2], [0, 1]]) == [[0, 1], [2, 3]]
+    for hosts in ([[0, 1, 2]], [[0], [1]], [[0, 1], [2]], [[0, 2], [1, 3]]):
         assert levels(hosts) is None
 
 
+def test_a_tree_of_ranks_is_a_tree_of_trees_on_hosts() -> None:
+    rows = torch.randn(8, 5)
+    on_hosts = torch.stack([add_rows(host.clone()) for host in rows.split(2)])
+    assert torch.equal(add_rows(on_hosts), add_rows(rows.clone()))
+
+
 @pytest.mark.ranks(mpi=(4,))
-@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=["by host", "in turn"])
 @pytest.mark.parametrize(("format", "bound"), FORMATS, ids=lambda value: str(value))
 def test_ranks_of_a_host_are_added_first(
     exchange: Exchange,
-    hosts: list[list[int]],
     format: WireFormat,
     bound: float,
     monkeypatch: pytest.MonkeyPatch,
@@ -194,7 +198,7 @@ def test_ranks_of_a_host_are_added_first(
     """With the bytes of one level, in the same bits each time, and in those of sums of sums where nothing is rounded on the way."""
     for name in ("TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
         monkeypatch.setattr(module, name, 0)
-    exchange.hosts = levels(hosts)
+    hosts = exchange.hosts = [[0, 1], [2, 3]]
     sent = 0
     for dtype in DTYPES:
         contributions = flats(dtype)

@@ -38,7 +38,7 @@ RECORDED = "gpt-mini"
 WAYS = (*MODES, "ddp", "fsdp2", "ring")
 STATE = 2  # of Adam, as many times the bytes of the weights
 NOTES = (
-    "Every rank has a batch of its own, so the work grows with the ranks. efficiency: the part of a step that is computation. "
+    "Every replica has a batch of its own, so the work grows with them. efficiency: the part of a step that is computation. "
     "communication: seconds in which collectives or messages run, hidden or not; of FSDP2: as a ratio to FSDP2's.",
     "sent MiB, messages: of a rank in a step. buffers MiB: the most bytes of messages in flight, sent and received, on a rank.",
     "start s: imports, connections, agreement on options and the broadcast of weights. agreement ms: what all ranks tell each "
