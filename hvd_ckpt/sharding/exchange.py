@@ -126,28 +126,33 @@ class Exchange:
         out = torch.empty(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
         if numel == 0:
             return Work((), lambda _: out)
-        self.traffic.count("reduce_scatter", (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
+        hosts = self.hosts
+        if hosts is None or flat.nbytes < max(TWO_LEVEL_BYTES, self.ranks * TWO_LEVEL_ROW_BYTES):
+            hosts = [range(self.ranks)]
+        within, across = len(hosts[0]) - 1, len(hosts) - 1
+        sent = within * format.row_bytes(len(hosts) * numel, flat.dtype)
+        sent += across * format.row_bytes(numel, out.dtype)
+        self.traffic.count("reduce_scatter", sent)
 
-        def add(rows: torch.Tensor) -> torch.Tensor:
+        def add(rows: torch.Tensor, scale: float = scale) -> torch.Tensor:
             format.sum(rows, out, scale)
             return out
 
         if self.ranks == 1:
             return Work((), lambda _: add(flat.view(1, -1)))
         name = self._name("reduce_scatter", what, flat.numel())
-        if self.hosts is not None and flat.nbytes >= max(TWO_LEVEL_BYTES, self.ranks * TWO_LEVEL_ROW_BYTES):
-            return self._scatter_in_levels(self.hosts, flat, name, out, scale, format)
-        return exchange_rows(format.encode(flat, self.ranks), name, self.process_set).then(add)
+        if len(hosts) == 1:
+            return exchange_rows(format.encode(flat, self.ranks), name, self.process_set).then(add)
+        # A sum of many may be too large for a narrow format where their mean is not.
+        mean = 1.0 / len(hosts[0]) if format.changes(flat.dtype) else 1.0
+        return self._exchange_in_levels(hosts, flat, name, format, mean).then(
+            lambda rows: add(rows, scale / mean)
+        )
 
-    def _scatter_in_levels(
-        self,
-        hosts: Sequence[Sequence[int]],
-        flat: torch.Tensor,
-        name: str,
-        out: torch.Tensor,
-        scale: float,
-        format: WireFormat,
+    def _exchange_in_levels(
+        self, hosts: Sequence[Sequence[int]], flat: torch.Tensor, name: str, format: WireFormat, scale: float
     ) -> Work:
+        """Starts to bring this rank each host's sum of its row, times ``scale``; the result is [hosts, any], encoded."""
         # In one alltoall each rank of a host sends nearly all its rows to other hosts, so that a link carries the gradients as
         # often as the host has ranks. Added up within the host first, they pass the link once:
         #
@@ -155,24 +160,16 @@ class Exchange:
         #                                           2. to rank 2: that sum of row 2; from rank 2: its sum of row 0
         own = next(host for host in hosts if self.rank in host)
         place, local = own.index(self.rank), len(own)
-        order = [host[other] for other in range(local) for host in hosts]
-        rows = flat.view(self.ranks, -1)[order]
-        # A sum of many may be too large for a narrow format where their mean is not.
-        mean = 1.0 / local if format.changes(flat.dtype) else 1.0
+        rows = flat.view(self.ranks, -1)[[host[other] for other in range(local) for host in hosts]]
+        total = torch.empty(flat.numel() // local, dtype=sum_dtype(flat.dtype), device=flat.device)
 
         def across(arrived: torch.Tensor) -> Work:
-            total = torch.empty(len(hosts) * out.numel(), dtype=out.dtype, device=out.device)
-            format.sum(arrived, total, mean)
+            format.sum(arrived, total, scale)
             peers = [host[place] for host in hosts]
-            wire = format.encode(total, len(hosts))
-            return exchange_rows(wire, f"{name}.across", self.process_set, peers)
-
-        def add(arrived: torch.Tensor) -> torch.Tensor:
-            format.sum(arrived, out, scale / mean)
-            return out
+            return exchange_rows(format.encode(total, len(hosts)), f"{name}.across", self.process_set, peers)
 
         within = exchange_rows(format.encode(rows.view(-1), local), f"{name}.within", self.process_set, own)
-        return _TwoSteps(within, across).then(add)
+        return _TwoSteps(within, across)
 
     def all_gather(
         self, shard: torch.Tensor, flat: torch.Tensor, what: str, format: WireFormat = FP32

@@ -9,7 +9,7 @@ import pytest
 
 from hvd_ckpt.bench.scale.command import WAYS
 from hvd_ckpt.bench.scale.network import Network
-from hvd_ckpt.bench.scale.replay import Storage, replay, snapshot, start
+from hvd_ckpt.bench.scale.replay import Saved, replay, snapshot, start
 from hvd_ckpt.bench.scale.sizes import BASELINES, Sizes, Split
 from hvd_ckpt.bench.scale.trace import Trace
 
@@ -145,9 +145,10 @@ def test_a_start_over_gloo_asks_the_launcher_as_often_as_there_are_pairs(sizes: 
     assert begun["gloo", 1024] > 60 > begun["gloo", 8]
 
 
-def test_shards_divide_what_a_rank_writes_and_every_rank_reads_all_weights() -> None:
+def test_shards_divide_what_a_rank_writes_and_every_host_reads_all_weights() -> None:
     whole, parts = (
-        snapshot(10**9, 2 * 10**9, sharded, 64, Storage(1e10)) for sharded in ((False, False), (True, True))
+        snapshot(Saved(10**9, 2 * 10**9, sharded, sharded), Network(local=8), 64, 1e10)
+        for sharded in (False, True)
     )
     assert parts.write < whole.write
-    assert whole.read == pytest.approx(65 * 3e9) and parts.read == pytest.approx(65 * 1e9 + 4e9)
+    assert whole.read == (1 + 8) * 3e9 and parts.read == 3e9 + 8 * 1e9 + 2e9

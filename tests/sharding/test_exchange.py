@@ -12,7 +12,7 @@ from hvd_ckpt.reduction import communicator
 from hvd_ckpt.reduction.tree import add_rows
 from hvd_ckpt.sharding import exchange as module
 from hvd_ckpt.sharding.exchange import Exchange, levels
-from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat
+from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat, sum_dtype
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
 
@@ -195,7 +195,7 @@ def test_ranks_of_a_host_are_added_first(
     bound: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the bytes of one level, in the same bits each time, and in those of sums of sums where nothing is rounded on the way."""
+    """In the same bits each time, and in those of sums of sums where nothing is rounded on the way."""
     for name in ("TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
         monkeypatch.setattr(module, name, 0)
     hosts = exchange.hosts = [[0, 1], [2, 3]]
@@ -211,6 +211,6 @@ def test_ranks_of_a_host_are_added_first(
         if format is FP32:
             parts = [own(each, exchange).to(total.dtype) for each in contributions]
             assert torch.equal(total, sum(parts[host[0]] + parts[host[1]] for host in hosts) * scale)
-        real = (2 * SHARD, torch.float32) if dtype.is_complex else (SHARD, dtype)
-        sent += 2 * (exchange.ranks - 1) * format.row_bytes(*real)
+        numel, dtype = (2 * SHARD, torch.float32) if dtype.is_complex else (SHARD, dtype)
+        sent += 2 * (format.row_bytes(2 * numel, dtype) + format.row_bytes(numel, sum_dtype(dtype)))
     assert exchange.traffic.sent["reduce_scatter"] == sent

@@ -26,7 +26,7 @@ from hvd_ckpt.bench.harness.settings import (
 )
 from hvd_ckpt.bench.scale.network import Network
 from hvd_ckpt.bench.scale.record import MODES, Recorded, RecordJob
-from hvd_ckpt.bench.scale.replay import SnapshotCost, Start, Storage, Timeline, replay, snapshot, start
+from hvd_ckpt.bench.scale.replay import Saved, SnapshotCost, Start, Timeline, replay, snapshot, start
 from hvd_ckpt.bench.scale.trace import Trace
 
 MODELS: dict[str, dict[str, Any]] = {  # arguments of gpt()
@@ -43,7 +43,7 @@ NOTES = (
     "sent MiB, messages: of a rank in a step. buffers MiB: the most bytes of messages in flight, sent and received, on a rank.",
     "start s: imports, connections, agreement on options and the broadcast of weights. agreement ms: what all ranks tell each "
     "other in each of Horovod's cycles. flags ms: the message with control flags; 0 where they ride in a bucket.",
-    "write s, load s, read GiB: of a snapshot, and the bytes that all ranks read to load it.",
+    "write s, load s, read GiB: of a snapshot, and the bytes that all hosts read to load it.",
     "PyTorch's engines and the ring reduce-scatter are replayed with ring collectives that wait for no cycle. Nothing of them is "
     "measured.",
 )  # fmt: skip
@@ -192,7 +192,7 @@ def predict(settings: Settings, recorded: dict[str, Recorded]) -> list[Predictio
     """Every way to train on every number of ranks that it can have, from recorded traces or from sizes."""
     from hvd_ckpt.bench.scale.sizes import BASELINES, Sizes, Split
 
-    network, storage = settings.network, Storage(settings.storage * 1e9)
+    network = settings.network
     sizes = Sizes(MODELS[settings.model], settings.batch, settings.tflops * 1e12)
     if recorded:  # baselines compute for as long as what was recorded
         first = next(iter(recorded.values())).trace
@@ -210,14 +210,15 @@ def predict(settings: Settings, recorded: dict[str, Recorded]) -> list[Predictio
                 trace, before = sizes.trace(mode, split), sizes.start(mode)
             if ranks % (trace.stages * trace.tensor):
                 continue
-            sharded = (mode in ("optimizer", "gradients", "parameters"), mode == "parameters")
+            in_shards = (mode in ("optimizer", "gradients", "parameters"), mode == "parameters")
+            saved = Saved(sizes.nbytes, STATE * sizes.nbytes, *in_shards)
             flags = [operation for operation in trace.operations if "flags" in operation.name]
             found[mode] = Prediction(
                 mode,
                 trace,
                 replay(trace, network, ranks),
                 None if mode in BASELINES else start(before, network, ranks),
-                snapshot(sizes.nbytes, STATE * sizes.nbytes, sharded, ranks, storage),
+                snapshot(saved, network, ranks, settings.storage * 1e9),
                 network.agreement(ranks).seconds if trace.queue else 0.0,
                 sum(network.cost(operation, trace, ranks).seconds for operation in flags),
             )

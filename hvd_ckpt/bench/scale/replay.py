@@ -157,36 +157,44 @@ def start(trace: Trace, network: Network, ranks: int) -> Start:
 
 
 @dataclass(frozen=True)
-class Storage:
-    """A shared file system: bytes a second of all ranks together."""
+class Saved:
+    """What a snapshot holds.
 
-    bandwidth: float = 10e9
+    Attributes:
+        weights, state: bytes of the whole model and of the optimizer's state.
+        state_in_shards, weights_in_shards: whether each rank writes its part of it, in a file of its own.
+    """
+
+    weights: int
+    state: int
+    state_in_shards: bool = False
+    weights_in_shards: bool = False
+
+    def of_rank(self, ranks: int) -> float:
+        """Bytes that the first rank writes."""
+        state = self.state / ranks if self.state_in_shards else self.state
+        return state + (self.weights / ranks if self.weights_in_shards else self.weights)
 
 
 @dataclass(frozen=True)
 class SnapshotCost:
-    """Seconds to write and to load a snapshot, and bytes that all ranks read to load it."""
+    """Seconds to write and to load a snapshot, and bytes that all hosts read to load it."""
 
     write: float
     load: float
     read: float
 
 
-def snapshot(
-    weights: int, state: int, sharded: tuple[bool, bool], ranks: int, storage: Storage
-) -> SnapshotCost:
-    """The cost of a snapshot.
-
-    Args:
-        weights, state: bytes of the whole model and of the optimizer's state.
-        sharded: whether each rank writes its part of the state, and of the weights.
-    """
-    own = (weights / ranks if sharded[1] else weights) + (state / ranks if sharded[0] else state)
-    total, files = weights + state, ranks * (1 + sharded[0] + sharded[1])
+def snapshot(saved: Saved, network: Network, ranks: int, storage: float) -> SnapshotCost:
+    """The cost of a snapshot on a file system that gives all hosts together ``storage`` bytes a second."""
+    total, hosts = saved.weights + saved.state, math.ceil(ranks / network.local)
+    files = ranks * (1 + saved.state_in_shards + saved.weights_in_shards)
     # Rank 0 writes what is not in shards, and then collects a file of each rank.
-    write = max(own / HASHING, total / storage.bandwidth) + ranks * OPENING
-    # Rank 0 verifies all files. Then every rank reads all weights, a file of each rank where they are in shards, and its own state.
-    verify = max(total / HASHING, total / storage.bandwidth) + files * OPENING
-    read = ranks * (weights + (state / ranks if sharded[0] else state))
-    every = max((weights + state / ranks) / HASHING, read / storage.bandwidth)
-    return SnapshotCost(write, verify + every + (ranks * OPENING if sharded[1] else OPENING), total + read)
+    write = max(saved.of_rank(ranks) / HASHING, total / storage) + ranks * OPENING
+    # Rank 0 verifies all files. Then every rank reads all weights, and its own part of the state. What one rank of a host has read
+    # is in the memory of that host for the others, but each of them hashes it.
+    verify = max(total / HASHING, total / storage) + files * OPENING
+    read = hosts * saved.weights + (saved.state if saved.state_in_shards else hosts * saved.state)
+    own = saved.weights + (saved.state / ranks if saved.state_in_shards else saved.state)
+    opened = ranks * OPENING if saved.weights_in_shards else OPENING
+    return SnapshotCost(write, verify + max(own / HASHING, read / storage) + opened, total + read)
