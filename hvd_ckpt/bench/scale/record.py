@@ -1,6 +1,6 @@
 """The trace of a step that runs here: what each room hands to Horovod and to the links between processes, and when.
 
-Run by the launcher as ``python -m hvd_ckpt.bench.scale.record JOB``. Only in one place are messages seen of all rooms: where
+Run by the launcher as ``python -m hvd_ckpt.bench.scale.record JOB``. The messages of all rooms pass two places: where
 ``horovod.torch`` enqueues an operation, and where a link sends and receives.
 """
 
@@ -84,10 +84,10 @@ class Recorder:
         self.trace.compute(until - self._mark)
         self._mark = until
 
-    def launched(self, kind: Kind, nbytes: int, name: str | None) -> int:
+    def launched(self, kind: Kind, nbytes: int, name: str) -> int:
         """An operation is about to be handed over."""
         self._gap(time.perf_counter())
-        return self.trace.launch(kind, nbytes, name or "")
+        return self.trace.launch(kind, nbytes, name)
 
     def waited(self, number: int | None, start: float) -> None:
         """An operation has ended, for which this rank began to wait at ``start``."""
@@ -101,7 +101,6 @@ class Recorder:
         """Within it everything is recorded that this process sends."""
         from horovod.torch import mpi_ops
 
-        from hvd_ckpt.reduction import communicator
         from hvd_ckpt.utils.spans import SpanTimes, recording
 
         recorder = self
@@ -115,17 +114,18 @@ class Recorder:
                 Waits.start = super().now()
                 return Waits.start
 
-        def enqueued(name: str, kind: Kind, size: Callable[[Any], int]) -> Callable[..., Any]:
+        def enqueued(name: str, kind: Kind) -> Callable[..., Any]:
             original = getattr(mpi_ops, name)
 
             def enqueue(*arguments: Any) -> Any:
-                text = next((given for given in arguments if isinstance(given, str)), "")
-                sent, text = arguments[0], next((one for one in arguments if isinstance(one, str)), "")
-                own, nbytes = kind, size(arguments)
+                sent, text = arguments[0], next(given for given in arguments if isinstance(given, str))
+                own, nbytes = kind, sent.nbytes
                 if kind == "alltoall" and ".reduce_scatter." in text:
                     own = "scatter"
                 elif kind == "all_gather" and text.endswith(".values") and sent.itemsize == 1:
-                    own, nbytes = "objects", sent.nbytes
+                    own = "objects"
+                elif kind == "all_gather":
+                    nbytes *= arguments[3].size()
                 number = recorder.launched(own, nbytes, text)
                 handle = original(*arguments)
                 recorder._numbers[handle] = number
@@ -137,28 +137,20 @@ class Recorder:
         synchronize = mpi_ops.synchronize
 
         def synchronized(handle: int) -> Any:
-            begun = (
-                Waits.start if times.innermost == "wait" and Waits.start is not None else time.perf_counter()
-            )
+            waiting = times.innermost == "wait" and Waits.start is not None
+            begun = Waits.start if waiting else time.perf_counter()
             result = synchronize(handle)
             recorder.waited(recorder._numbers.pop(handle, None), begun)
             return result
 
-        def whole(arguments: Any) -> int:
-            return int(arguments[0].nbytes)
-
-        def gathered(arguments: Any) -> int:
-            return int(arguments[0].nbytes) * int(arguments[3].size())
-
-        functions = {
-            "_allreduce_async": enqueued("_allreduce_async", "allreduce", whole),
-            "_allgather_async": enqueued("_allgather_async", "all_gather", gathered),
-            "_broadcast_async": enqueued("_broadcast_async", "broadcast", whole),
-            "_alltoall_async": enqueued("_alltoall_async", "alltoall", whole),
+        functions: dict[str, Any] = {
+            "_allreduce_async": enqueued("_allreduce_async", "allreduce"),
+            "_allgather_async": enqueued("_allgather_async", "all_gather"),
+            "_broadcast_async": enqueued("_broadcast_async", "broadcast"),
+            "_alltoall_async": enqueued("_alltoall_async", "alltoall"),
             "synchronize": synchronized,
         }
         times = Waits()
-        assert communicator.mpi_ops is mpi_ops
         with mock.patch.multiple(mpi_ops, **functions), recording(times), self._on_links():
             self._mark = time.perf_counter()
             yield
