@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from hosts import Hosts
 
-from hvd_ckpt.bench.harness.jobs import launch_command, load_json, rank_environment
+from hvd_ckpt.bench.harness.jobs import launch_command, load_json
 from hvd_ckpt.bench.scale.network import Network
 from hvd_ckpt.bench.scale.record import MODES, Recorded, RecordJob
 from hvd_ckpt.bench.scale.replay import replay
@@ -41,7 +41,7 @@ def run(hosts: Hosts, job: RecordJob, local: int) -> list[Recorded]:
     job.save()
     where = ",".join(f"{name}:{local}" for name in string.ascii_lowercase[: job.size // local])
     command = launch_command(job.size, "gloo", job.worker, job.file, options=["-H", where])
-    done = hosts.run("a", command, timeout=300, environment=rank_environment(1))
+    done = hosts.run("a", command, timeout=500, environment={"OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
     return [load_json(Recorded, job.result_file(rank)) for rank in range(job.size)]

@@ -138,7 +138,7 @@ class Recorder:
 
         def synchronized(handle: int) -> Any:
             waiting = times.innermost == "wait" and Waits.start is not None
-            begun = Waits.start if waiting else time.perf_counter()
+            begun: Any = Waits.start if waiting else time.perf_counter()
             result = synchronize(handle)
             recorder.waited(recorder._numbers.pop(handle, None), begun)
             return result
