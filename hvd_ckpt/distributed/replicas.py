@@ -211,10 +211,10 @@ class Replicas:
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, step, and the buffers of all replicas: plain data, the same on every rank. Collective."""
-        found = allgather_objects(
+        of_ranks = allgather_objects(
             self._buffers, self._communicator.process_set, f"{self._communicator.name}.state"
         )
-        buffers = {index: values for each in found for index, values in each.items()}
+        buffers = {index: values for each in of_ranks for index, values in each.items()}
         return {"number": self.number, "seed": self.seed, "step": self.step, "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -90,7 +90,7 @@ class Averaging:
     @property
     def divergence(self) -> float:
         """See ``LocalOptimizer.divergence``."""
-        return math.sqrt(sum(one.squares for one in self.fragments) / len(self._groups))
+        return math.sqrt(sum(fragment.squares for fragment in self.fragments) / len(self._groups))
 
     @property
     def settled(self) -> bool:
@@ -111,7 +111,10 @@ class Averaging:
             OffloadError, ValueError: this rank cannot offload its part.
             FailedElsewhere: another rank cannot.
         """
-        placed = [(self._fragment_of.setdefault(one.name, len(self.fragments) - 1), one) for one in segments]
+        placed = [
+            (self._fragment_of.setdefault(segment.name, len(self.fragments) - 1), segment)
+            for segment in segments
+        ]
         self._batches.append(placed)
         if len(self._groups) > 1 or self._outer is not None:
             make = functools.partial(WeightRun, outer=self._outer, wire=self._wire, offload=self._offload)
@@ -145,9 +148,14 @@ class Averaging:
         segments = [
             (
                 number,
-                Segment(one.name, one.owner, one.like, functools.partial(self._moment, name, one.like)),
+                Segment(
+                    segment.name,
+                    segment.owner,
+                    segment.like,
+                    functools.partial(self._moment, name, segment.like),
+                ),
             )
-            for number, one in placed
+            for number, segment in placed
         ]
         period = 1 if isinstance(self._moments, str) else self._moments[name] // self.schedule.every
         self._add(f"{MOMENT}{name}", segments, ValueRun, self._place, period)
@@ -174,7 +182,7 @@ class Averaging:
 
     def _find_moments(self) -> None:
         """Agrees on the names of moments, once some rank has any. Collective."""
-        found = {
+        names = {
             name
             for placed in self._batches
             for _, segment in placed
@@ -182,7 +190,7 @@ class Averaging:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in COUNTERS
             if value.shape == segment.like.shape
         }
-        everywhere = allgather_objects(sorted(found), self._members, f"{self._place.exchange.prefix}.moments")
+        everywhere = allgather_objects(sorted(names), self._members, f"{self._place.exchange.prefix}.moments")
         self._set_moment_names(sorted(set().union(*everywhere)))
 
     def _set_moment_names(self, names: Sequence[str]) -> None:
@@ -310,11 +318,13 @@ class Averaging:
             Each of this rank's tensors that may have changed, and a copy of it from before.
         """
         kept = []
-        runs = [run for one in self.fragments for run, _ in one.runs if not isinstance(run, IntegerRun)]
+        runs = [
+            run for fragment in self.fragments for run, _ in fragment.runs if not isinstance(run, IntegerRun)
+        ]
         for run in runs:
             if run.name.startswith(MOMENT) or self.settled or run.place.exchange.ranks == 1:
                 continue
-            own = [value.detach() for one in run.segments if (value := one.value()) is not None]
+            own = [value.detach() for segment in run.segments if (value := segment.value()) is not None]
             kept += [(value, value.clone()) for value in own]
             mean = ValueRun(f"means.{run.name}", run.segments, run.place)
             mean.send()

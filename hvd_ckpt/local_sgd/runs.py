@@ -261,7 +261,9 @@ class IntegerRun(Run):
         firsts, start = self._work.wait(AVERAGES), 0
         for buffer in self._buffers():
             stop = start + buffer.numel()
-            first, own = (one[start:stop].view(buffer.shape).to(buffer.device) for one in (firsts, self.sent))
+            first, own = (
+                flat[start:stop].view(buffer.shape).to(buffer.device) for flat in (firsts, self.sent)
+            )
             buffer.copy_(first if buffer.dtype is torch.bool else buffer + first - own)
             start = stop
         self._end()

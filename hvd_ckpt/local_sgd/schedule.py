@@ -45,7 +45,7 @@ class Schedule:
     def leaving(self, step: int) -> list[int]:
         """The fragments whose average leaves after ``step`` steps."""
         place = step % self.every
-        return [one for one in range(self.fragments) if self._offset(one) == place]
+        return [fragment for fragment in range(self.fragments) if self._offset(fragment) == place]
 
     def turn(self, fragment: int, step: int) -> int:
         """How many averages of a fragment have left after ``step`` steps."""

@@ -56,6 +56,7 @@ class AccumulationCounts:
         """Forgets this step's accumulations of some parameters."""
         for index in indices:
             self.arrived[index] = self.last_arrival[index] = 0
+        # Without arrivals the step has not begun. close_step() must not learn from it that nothing arrives.
         self._clock *= any(self.arrived)
 
     def close_step(self, learn: bool = True) -> None:
@@ -72,6 +73,7 @@ class AccumulationCounts:
                         self.expected[index] = arrived
                         self._lower[index] = -1
             elif max(self._lower) >= 0:
+                # The step was as expected, so a lower one before it was an exception and not the first of two.
                 self._lower = [-1] * len(self._lower)
         self.arrived = [0] * len(self.arrived)
         self.last_arrival = [0] * len(self.last_arrival)
@@ -189,7 +191,7 @@ class OwningReducer(ABC):
             parameter = self._parameters[index]
             self._number_of[id(parameter)] = index
             reducers = _reducers.setdefault(parameter, _Reducers())
-            reducers.all = [one for one in reducers.all if one() is not None] + [weakref.ref(self)]
+            reducers.all = [known for known in reducers.all if known() is not None] + [weakref.ref(self)]
             owner = None if reducers.owner is None else reducers.owner()
             if owner is not None:
                 before[owner] = None
@@ -209,6 +211,8 @@ class OwningReducer(ABC):
             self.become_exclusive()
             return False
         distinct = {id(optimizer): optimizer for optimizer in self._owners.values()}
+        # Each release is collective. Identities are the same on every rank, so all
+        # ranks go through the optimizers in one order.
         for optimizer in sorted(distinct.values(), key=lambda optimizer: optimizer.identity):
             optimizer.release_gradients()
         taken, self._owners = self._owners, {}
@@ -233,6 +237,8 @@ class OwningReducer(ABC):
         if self.active:
             self.abandon()
         else:
+            # On another rank the step may have begun; it is dropped and renamed by
+            # abandon() there. Names must stay equal on all.
             self.rename_anew()
 
     def _acquire(self, indices: Iterable[int]) -> None:
@@ -401,9 +407,9 @@ def mark_summed(parameter: torch.Tensor, process_set: Any) -> None:
     """Remembers that a gradient is the sum over the ranks of a process set, as long as it is this tensor and not changed."""
     gradient = parameter.grad
     if gradient is not None:
-        parameter.grad = gradient = (
-            gradient.data
-        )  # a view shares its version with the other views into its bucket
+        # ``data`` has a version of its own. A view would share that of its bucket, so that a change of any gradient
+        # in it would pass for a change of this one.
+        parameter.grad = gradient = gradient.data
         known = _Sum(process_set=process_set.process_set_id, before=None, version=gradient._version)
         setattr(gradient, _ATTRIBUTE, known)
 
@@ -450,6 +456,7 @@ def leave_own_part(gradient: torch.Tensor, process_set: Any, brings_sum: bool) -
     """
     known = sum_of(gradient)
     vars(gradient).pop(_ATTRIBUTE, None)
+    # A sum over all ranks is equal on the ranks of any smaller set, so one of these must bring it alone, too.
     sets = (process_set.process_set_id, global_process_set.process_set_id)
     if known is None or brings_sum or known["process_set"] not in sets:
         return

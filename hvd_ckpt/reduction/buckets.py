@@ -86,10 +86,11 @@ class Bucket:
     waiting: int = 0  # parameters whose gradient is not complete yet
     launched: bool = False
     void: bool = False  # was sent as zeros, since a parameter has been converted
-    version: int = (
-        0  # of the storage when it was sent, or has arrived; another one later tells of a change in place
-    )
-    keeps_sources: bool = False  # other ranks' gradients may have been replaced by hand in flight, so that ours are needed again
+    # Of the storage when it was sent, or has arrived. Horovod writes through a pointer, which moves no version, so
+    # another one later tells of a change in place.
+    version: int = 0
+    # Other ranks' gradients may have been replaced by hand in flight, so that ours are needed again.
+    keeps_sources: bool = False
     sources: dict[int, torch.Tensor] = field(default_factory=dict)  # the gradients that were copied here
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
@@ -111,6 +112,7 @@ class Bucket:
         with torch.no_grad():
             for entry in self.entries:
                 view = entry.view
+                # ``Module.to`` may have moved the view, which was the parameter's ``grad``, out of this storage.
                 if view is None or view.data_ptr() != entry.pointer or view.dtype is not self.dtype:
                     self.view(entry)
         return self.flat
@@ -220,6 +222,8 @@ def view_of(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements, of which there are some, fill consecutive places, in whatever order of dimensions."""
+    # In channels-last memory a shape of [2, 3, 4, 4] has the strides 48, 1, 12, 3: in ascending order 1, 3, 12, 48. Each must
+    # be the product of the sizes that come before it: 1, 3, 3 * 4, 3 * 4 * 4.
     expected = 1
     for stride, size in sorted(zip(strides, shape)):
         if size != 1 and stride != expected:
@@ -250,11 +254,14 @@ def lay_out(
     # The parts of tensor parallelism must lay out alike what each has whole: an allreduce of three ranks or more adds up elements
     # in an order that depends on their place, and the sums of the parts would differ in their last bits.
     parts = current().tensor
-    nbytes = [math.prod(shape_of_first(one, parts)) * one.dtype.itemsize for one in parameters]
+    nbytes = [
+        math.prod(shape_of_first(parameter, parts)) * parameter.dtype.itemsize for parameter in parameters
+    ]
     keys = _group_keys(order, groups)
     total_tail = 0
     tail_from = len(order)
     if keys is None:
+        # The tail becomes the last bucket: the gradient that is final last, and those before it that fit in with it.
         while tail_from > 0:
             size = nbytes[order[tail_from - 1]]
             if tail_from < len(order) and total_tail + size > min(cap_bytes, LAST_BUCKET_BYTES):
@@ -274,9 +281,9 @@ def lay_out(
     )
     runs = pack(places, cap_bytes if keys is None else float("inf"))
     buckets = []
-    for position, run in enumerate(
-        sorted(runs, key=lambda run: run[-1])
-    ):  # by when the last gradient is final
+    # By when the last gradient of each is final, which is not the order of their first ones: of the order f32, bf16, bf16, f32
+    # the bucket of bf16 is complete first, although that of f32 was begun first.
+    for position, run in enumerate(sorted(runs, key=lambda run: run[-1])):
         bucket = Bucket(position, *kinds[order[run[0]]])
         for place in run:
             bucket.add(order[place], parameters[order[place]])
@@ -405,6 +412,8 @@ class BucketAssignment:
             votes: the sum over the ranks of their :meth:`placement_votes`.
         """
         last_arrival, sparse_ranks, sparse_dims = votes
+        # Each rank with a sparse gradient votes for its number of sparse dimensions, which
+        # is the same on all: so it is their mean.
         dims = {
             index: round(total / ranks)
             for index, ranks, total in zip(fresh, sparse_ranks, sparse_dims)
@@ -429,7 +438,10 @@ class BucketAssignment:
             groups = self.groups
         else:
             known = self._index_of
-            groups = [[known[id(one)] for one in group if id(one) in known] for group in self.groups]
+            groups = [
+                [known[id(parameter)] for parameter in group if id(parameter) in known]
+                for group in self.groups
+            ]
         self.buckets: list[Bucket] = lay_out(self.order, self.parameters, self.cap_bytes, groups)
         self.bucket_of: list[Bucket | None] = [None] * len(self.parameters)
         self.entry_of: list[GradientEntry | None] = [None] * len(self.parameters)

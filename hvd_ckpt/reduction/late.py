@@ -178,6 +178,8 @@ class UnbucketedGradients:
             ValueError: a rank has called ``join()``; on every rank.
         """
         if indices:
+            # Sparse gradients are gathered. They and a resynchronization are all of a step
+            # for which a rank that has joined is missed.
             check_present(
                 round(self.communicator.sum(torch.ones(1, dtype=torch.float32), "present")[0]),
                 self.communicator.process_set,
@@ -187,6 +189,7 @@ class UnbucketedGradients:
         for index in sorted(indices):
             parameter = self.assignment.parameters[index]
             sparse_dim = self.assignment.sparse[index]
+            # Also where the gradient is only gathered: entries of a sum that all ranks hold would come once from each of them.
             self.communicator.leave_own_part(parameter)
             gradient = parameter.grad
             if gradient is None:

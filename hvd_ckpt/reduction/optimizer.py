@@ -121,6 +121,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _any_new_gradients(self, reducer: Reducer) -> bool:
         """Whether any rank has new gradients since the last synchronization, other ones than others, or a notice. Collective."""
+        # A notice travels in the control flags only, so it asks for a reduction as a new gradient does.
         new = None if reducer.notice else reducer.changes()
         return changed_apart(new, f"hvd_ckpt.{self.identity}.again", self.process_set)
 
@@ -183,12 +184,16 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 self.synchronize()
             closure = self._reduced_closure(closure)
         elif self._step_reduces is StepReduces.YES:
+            # Horovod warns of each step() that follows the user's synchronize(). Here only one is warned of that
+            # had nothing left to reduce.
             by_user, reduced_before = self._phase is Phase.SYNCHRONIZED, reducer.stats.steps
             self.synchronize()
             if by_user and reducer.stats.steps == reduced_before:
                 warnings.warn(phases.REDUCED_BEFORE, stacklevel=2)
         else:
             self.check_reduced()
+            # A step in skip_synchronize() on gradients that were never reduced is the rank's own:
+            # its weights differ on purpose from then on.
             reducer.weights.alone |= (
                 self._step_reduces is StepReduces.NOT_IN_SKIP and not self._phase.is_reduced
             )
@@ -252,6 +257,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         used = next((parameter for parameter in parameters if parameter.grad is not None), None)
         self.wrapped_class.zero_grad(self, *args, **kwargs)
+        # Whether zeros were set or gradients dropped shows in one that was there.
         if used is not None:
             self._keeps_zeros = used.grad is not None
 

@@ -24,6 +24,7 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
         methods.pop(name, None)
     # Horovod's own functions know its optimizers by their module.
     methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
+    # Not constructed: groups, state and hooks of the given optimizer become this one's, as the same objects.
     new: Any = object.__new__(type(wrapped.__name__, (wrapped,), methods))
     # ``step`` is an instance attribute where a learning rate scheduler has patched it.
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}

@@ -179,10 +179,10 @@ class AveragedWeights:
             for part in parts
         ]
         targets = ranges_of(self._optimizer)
-        found = Sources(as_state, []).states(targets)
+        averages = Sources(as_state, []).states(targets)
         for number, target in enumerate(targets):
-            if number not in found:
+            if number not in averages:
                 raise ValueError(
                     f"the average of '{target.name}' is in none of the parts; give those of all ranks"
                 )
-        return [found[number]["average"] for number in range(len(targets))]
+        return [averages[number]["average"] for number in range(len(targets))]

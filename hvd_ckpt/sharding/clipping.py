@@ -126,7 +126,7 @@ def split_gradients(
     Raises:
         ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
     """
-    split = [one for one in owners if isinstance(one, ShardedOptimizer) and one.shard_stage > 1]
+    split = [owner for owner in owners if isinstance(owner, ShardedOptimizer) and owner.shard_stage > 1]
     if not split:
         return None
     if len(owners) > 1 or any(
@@ -182,8 +182,8 @@ class SplitGradients:
             values = torch.cat(gradients) if gradients else torch.empty(0, dtype=torch.float32)
             known = values[~values.isnan()]
             greatest = (sign * known).max().item() if known.numel() else -math.inf
-            found = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
-            of_part = torch.tensor(self._exchange.maximum(found, "norm"), dtype=torch.float64)
+            own = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
+            of_part = torch.tensor(self._exchange.maximum(own, "norm"), dtype=torch.float64)
             greatest, has_nan = parts.maximum(of_part).tolist()
             return math.nan if has_nan else sign * greatest
         place = {index: number for number, index in enumerate(self._used)}

@@ -70,7 +70,7 @@ class ShardOptions:
             return list(named)
         assert self.model is not None
         names = {id(parameter): name for name, parameter in named}
-        found: list[tuple[str, torch.Tensor]] = [
+        split: list[tuple[str, torch.Tensor]] = [
             (names.pop(id(parameter), name), parameter) for name, parameter in self.model.named_parameters()
         ]
         if names:
@@ -78,7 +78,7 @@ class ShardOptions:
                 f"parameter '{next(iter(names.values()))}' of the optimizer is not in the model whose parameters are to be split; "
                 f"pass model= the module that has them all"
             )
-        return found
+        return split
 
     def described(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
@@ -259,9 +259,9 @@ def start_alike(
     named: Sequence[tuple[str, torch.Tensor]], model: torch.nn.Module | None, members: Any, name: str
 ) -> None:
     """Gives parameters, and those and the buffers of the model where it is known, the values of the first rank. Collective."""
-    tensors = {id(one): one for _, one in named}
+    tensors = {id(parameter): parameter for _, parameter in named}
     if model is not None:
-        tensors.update((id(one), one) for one in (*model.parameters(), *model.buffers()))
+        tensors.update((id(tensor), tensor) for tensor in (*model.parameters(), *model.buffers()))
     broadcast_tensors(tensors.values(), ranks_of(members)[0], name, members)
 
 
@@ -276,7 +276,7 @@ def _divide(exchange: Exchange, within: Any) -> list[tuple[int, ...]]:
             "or leave within out"
         )
     sets, added = process_sets_of(groups, exchange.process_set)
-    exchange.divide(next(one for ranks, one in sets.items() if rank() in ranks))
+    exchange.divide(next(members for ranks, members in sets.items() if rank() in ranks))
     return added
 
 
@@ -295,7 +295,7 @@ def _stored(
     names = {id(parameter): name for name, parameter in named}
     *blocks, rest = options.units
     groups = {  # in about the order in which gradients become final, so that they leave during the first backward pass already
-        id(unit): layout.add([(names[id(one)], one) for one in unit.parameters])
+        id(unit): layout.add([(names[id(parameter)], parameter) for parameter in unit.parameters])
         for unit in [*reversed(blocks), rest]
     }
     units = [(unit.modules, groups[id(unit)]) for unit in options.units]

@@ -262,7 +262,7 @@ def _in_parts(
     if len(parts) == 1:
         return begin(message, name)
     works = [begin(part, f"{name}.{number}") for number, part in enumerate(parts)]
-    return Work.joined(works, lambda found: torch.cat(found, dim=1))
+    return Work.joined(works, lambda columns: torch.cat(columns, dim=1))
 
 
 def _carried(message: torch.Tensor) -> torch.Tensor:

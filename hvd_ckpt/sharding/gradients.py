@@ -87,10 +87,9 @@ class SentGradients:
         self.held = [False] * len(layout.parameters)
         self.begun_anew: dict[int, list[tuple[int, bool]]] = {}
         self._layout = layout
-        self._arriving: set[int] = (
-            set()
-        )  # another gradient is about to be accumulated in place of the one that has left
-        self._arrived: set[int] = set()  # it has been
+        # Another gradient is about to be accumulated in place of the one that has left, and it has been.
+        self._arriving: set[int] = set()
+        self._arrived: set[int] = set()
         self._replaced: dict[int, float] = {}
 
     def note(self, index: int) -> None:

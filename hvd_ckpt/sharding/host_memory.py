@@ -45,7 +45,7 @@ class MappedFiles:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = Path(tempfile.gettempdir()) if folder is None else folder
-        # by address
+        # By address.
         self._maps: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         kind = _filesystem(self._folder)
         if kind in _IN_MEMORY:
@@ -170,19 +170,19 @@ def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
         free = f", {show_bytes(psutil.disk_usage(str(folder)).free)} are free"
     except OSError:
         free = ""
-    found = OffloadError(
+    refused = OffloadError(
         f"cannot offload to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or name another "
         f"folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so you can try again"
     )
-    found.errno = error.errno
-    return found
+    refused.errno = error.errno
+    return refused
 
 
 def _filesystem(folder: Path) -> str:
     """The kind of file system that a folder is on; empty if it is unknown."""
     path = Path(os.path.realpath(folder))
-    around = [one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)]
-    return max(around, key=lambda one: len(one.mountpoint)).fstype if around else ""
+    around = [disk for disk in psutil.disk_partitions(all=True) if path.is_relative_to(disk.mountpoint)]
+    return max(around, key=lambda disk: len(disk.mountpoint)).fstype if around else ""
 
 
 @contextmanager

@@ -58,9 +58,8 @@ class _Launch:
     work: Work
     nbytes: int
     position: int
-    without: set[int] = field(
-        default_factory=set
-    )  # parameters whose gradients were dropped after they had left
+    # Parameters whose gradients were dropped after they had left.
+    without: set[int] = field(default_factory=set)
 
 
 class InFlight:

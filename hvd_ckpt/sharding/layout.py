@@ -122,12 +122,12 @@ class Group:
         """The parts of its parameters that lie in one rank's shard, in order."""
         first = rank * self.shard_numel
         last = first + self.shard_numel
-        found = []
+        spans = []
         for index, offset, numel in zip(self.indices, self.offsets, self.numels):
             start, stop = max(offset, first), min(offset + numel, last)
             if start < stop:
-                found.append(ShardSpan(index, start - offset, stop - offset, start - first))
-        return found
+                spans.append(ShardSpan(index, start - offset, stop - offset, start - first))
+        return spans
 
     def gaps(self) -> list[tuple[int, int]]:
         """The first and last + 1 element of each run of padding."""

@@ -113,20 +113,20 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     open_values = [value]
     while open_values:
-        one = open_values.pop()
-        if isinstance(one, _PLAIN) or id(one) in seen:
+        inner = open_values.pop()
+        if isinstance(inner, _PLAIN) or id(inner) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one.hidden if isinstance(one, DeferredLogits) else one
-        elif isinstance(one, Mapping):
-            open_values += one.values()
-        elif isinstance(one, (list, tuple, set, frozenset)):
-            open_values += one
-        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
-            open_values += (getattr(one, part.name, None) for part in dataclasses.fields(one))
-        elif not callable(one):
-            open_values += getattr(one, "__dict__", {}).values()
+        seen.add(id(inner))
+        if isinstance(inner, torch.Tensor):
+            yield inner.hidden if isinstance(inner, DeferredLogits) else inner
+        elif isinstance(inner, Mapping):
+            open_values += inner.values()
+        elif isinstance(inner, (list, tuple, set, frozenset)):
+            open_values += inner
+        elif dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+            open_values += (getattr(inner, part.name, None) for part in dataclasses.fields(inner))
+        elif not callable(inner):
+            open_values += getattr(inner, "__dict__", {}).values()
 
 
 _USUAL = frozenset(nn.Module().__dict__)

@@ -294,11 +294,10 @@ class ShardedOptimizer(ReducedOptimizer):
         into the same rank of a job of the same size and stage; :func:`hvd_ckpt.sharding.state.load_parts` takes the parts of any.
         """
         own = {id(piece.parameter) for piece in self.pieces}
-        for parameter in [one for one, values in self.state.items() if not values and id(one) not in own]:
+        for parameter in [key for key, values in self.state.items() if not values and id(key) not in own]:
             del self.state[parameter]  # somebody has asked for the state of a parameter of the model
-        self.sharding.masters.follow(
-            self.sharding.store.shards
-        )  # of weights that a forward pass has written, say
+        # A forward pass, say, may have written weights since the last step.
+        self.sharding.masters.follow(self.sharding.store.shards)
         part: dict[str, Any] = self.wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)
         part["stage"] = self.shard_stage
@@ -351,9 +350,9 @@ class ShardedOptimizer(ReducedOptimizer):
                     "pieces": own["pieces"],
                     "state": pytree.tree_map_only(torch.Tensor, _on_cpu, own["state"]),
                 }
-            found = broadcast_from(mine, root, members, f"hvd_ckpt.{self.identity}.state.{rank}")
+            part = broadcast_from(mine, root, members, f"hvd_ckpt.{self.identity}.state.{rank}")
             if all_ranks or sharding.exchange.rank == 0:
-                parts.append(found)
+                parts.append(part)
         if not parts:
             return None
         whole = state.Sources(parts, []).states(state.whole_ranges(self))

@@ -65,7 +65,7 @@ class ShardedParameters:
                 self.shards[group.position] = shard
         owners = _owners(model, layout.parameters_of(units[-1][1]))
         self._modules = [*(modules for modules, _ in units[:-1]), [model, *owners]]
-        self._passes = Passes([(one, len(used)) for one, used in zip(own, self._modules)])
+        self._passes = Passes([(parameters, len(used)) for parameters, used in zip(own, self._modules)])
         self._handles: list[Any] = []
         if not deferred:
             self._begin()

@@ -225,8 +225,8 @@ class Passes:
                 for number in unit.parameters.numbers:
                     differing[number] = written.differs(number, unit.parameters.whole_of(number))
                 self._reshard(unit)
-        found = exchange.maximum(differing.float(), "differing")
-        return next((number for number, differs in enumerate(found) if differs), None)
+        anywhere_differing = exchange.maximum(differing.float(), "differing")
+        return next((number for number, differs in enumerate(anywhere_differing) if differs), None)
 
     def reset(self) -> None:
         """No forward and no backward pass is running now, whatever became of the last ones: all memory is given back."""
@@ -350,15 +350,15 @@ class Passes:
         if not torch.is_grad_enabled():
             return False
         with DisableTorchFunction():
-            found = list(tensors_within(output))
+            returned = list(tensors_within(output))
             watched = [
                 tensor
-                for tensor in (*found, *tensors_left_in(module, unit))
+                for tensor in (*returned, *tensors_left_in(module, unit))
                 if tensor.requires_grad and not is_input(tensor)
             ]
             for tensor in watched:
                 tensor.register_hook(lambda gradient: self._pre_backward(unit, call))  # type: ignore[no-untyped-call]
-        if not found and output is not None:
+        if not returned and output is not None:
             return True
         return unit is self.root and bool(watched)
 

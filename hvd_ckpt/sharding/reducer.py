@@ -102,9 +102,8 @@ class ShardReducer(OwningReducer):
         offload: Offload | None,
         store: ShardedParameters | None = None,
     ) -> None:
-        super().__init__(
-            layout.parameters, range(sys.maxsize)
-        )  # every gradient is watched: its shard may have left
+        # Every gradient is watched, new parameters' too: where one has left, a placeholder stands in ``grad`` and must make room.
+        super().__init__(layout.parameters, range(sys.maxsize))
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
@@ -182,7 +181,7 @@ class ShardReducer(OwningReducer):
         """None if a gradient is new or was dropped; what a synchronization has left is in shards, and each element on one rank."""
         parameters = enumerate(self._layout.parameters)
         unchanged = not self.active and not any(
-            has_values(one.grad) or self._sent.done_by_hand(index) for index, one in parameters
+            has_values(parameter.grad) or self._sent.done_by_hand(index) for index, parameter in parameters
         )
         return [] if unchanged else None
 

@@ -105,7 +105,8 @@ class ShardReplicaReducer(ReplicaReducer):
         self.used[:] = [False] * len(self.used)
 
     def changes(self) -> list[Change] | None:
-        return None if self.active or any(has_values(one.grad) for one in self.assignment.parameters) else []
+        unreduced = any(has_values(parameter.grad) for parameter in self.assignment.parameters)
+        return None if self.active or unreduced else []
 
     def drain(self) -> None:
         begun = float(bool(self._in_flight or self._results))

@@ -90,9 +90,8 @@ class Sharding:
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     added_sets: list[tuple[int, ...]] = field(default_factory=list)
-    _given: dict[int, torch.Tensor | None] = field(
-        default_factory=dict
-    )  # gradients of pieces that are the ranks' own, by piece
+    # By piece: the gradient that this class has given it. Another one is the user's.
+    _given: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def add_param_group(self, parameters: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
         """Another parameter group of the optimizer; returns what it steps: this rank's pieces of its parameters."""

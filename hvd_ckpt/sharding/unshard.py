@@ -208,9 +208,8 @@ class UnitParameters:
             for flat in self._flats:
                 flat.allocate()
                 exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
-                if (
-                    not exactly and flat.source is not shard
-                ):  # what was gathered, rounded if the format does so
+                if not exactly and flat.source is not shard:
+                    # The secondary copy has what was gathered before, rounded where the format rounds: it travels as it is.
                     assert exchange.within is not None
                     exchange, shard, format = exchange.within, flat.source, FP32
                 if shard.device != flat.whole.device:  # is offloaded: copied from pinned memory to its place
@@ -269,13 +268,13 @@ class UnitParameters:
 
     def _changed(self) -> list[_Member]:
         """The parameters that were written since they are whole."""
-        found = []
+        changed = []
         for member, version in zip(self._members, self._versions):
             parameter = member.parameter
             data_written = data_was_written(parameter)
             if data_written or parameter._version != version or not self.holds(parameter):
-                found.append(member)
-        return found
+                changed.append(member)
+        return changed
 
     def keep_written(self) -> None:
         """Keeps what a pass has written to the parameters: this rank's shard of it.

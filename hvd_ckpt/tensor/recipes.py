@@ -106,7 +106,11 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
     grid = current()
     problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
     try:
-        chosen = {name: one for name, one in _chosen(model, recipe) if sequence or one[1] != "block"}
+        chosen = {
+            name: (module, kind)
+            for name, (module, kind) in _chosen(model, recipe)
+            if sequence or kind != "block"
+        }
         blocks = [name for name, (_, kind) in chosen.items() if kind == "block"]
         if sequence and not blocks:
             raise ValueError(
@@ -183,7 +187,7 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
 
 
 def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
-    found: dict[str, tuple[nn.Module, str]] = {}
+    known: dict[str, tuple[nn.Module, str]] = {}
     seen: set[nn.Module] = set()
     for prefix, module in modules.items():
         recipe = next(
@@ -195,8 +199,8 @@ def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]
             fits = kind != "vocabulary" or isinstance(there, (nn.Linear, nn.Embedding))
             if there is not None and fits and there not in seen:
                 seen.add(there)
-                found[name] = there, kind
-    return found
+                known[name] = there, kind
+    return known
 
 
 def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, Cut]:
@@ -268,7 +272,7 @@ def _check_divides(where: str, what: str, size: int, parts: int) -> None:
 def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
     """Raises ValueError on all parts where one has a problem, or another recipe or model. Collective."""
     grid = current()
-    digests = {name: _digest(one) for name, one in model.state_dict(keep_vars=True).items()}
+    digests = {name: _digest(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     everyone = grid.gather_objects((problem, dict(kinds), digests))
     for number, (theirs, *_) in enumerate(everyone):
         if theirs:
