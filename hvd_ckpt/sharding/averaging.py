@@ -112,6 +112,8 @@ class AveragedWeights:
             sharding.store.sync_from_model()
             sharding.masters.follow(sharding.store.shards)
             changing += [piece.weights for piece in sharding.pieces]
+            # Whole parameters as well: put back from copies they need no gather, and have their
+            # bits whatever a lossy wire makes of shards.
             if sharding.stage < 3:
                 changing += sharding.layout.parameters
         pairs = self._follow()

@@ -220,6 +220,7 @@ class SplitGradients:
 
     def clip(self, max_norm: float, total: float) -> None:
         """Scales them as torch does for that norm of all gradients."""
+        # A nan must reach the gradients, as in torch; what min() makes of one depends on the order of its arguments.
         coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else math.nan
         if self.pieces:
             foreach_mul_([_gradient(piece) for piece in self.pieces], coefficient)

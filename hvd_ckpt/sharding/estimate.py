@@ -339,6 +339,7 @@ class Estimator:
                 halves = sum(group.nbytes for group in trained if group.dtype is torch.bfloat16)
                 moment.buckets += 2 * (final - waiting) * halves // whole
             else:
+                # As in InFlight.make_room(): two groups, or more as long as they are small together.
                 on_way = min(final, max(_in_flight(sizes), SMALL_BYTES))
                 moment.gradients = final * reduced // whole
                 moment.buckets = on_way

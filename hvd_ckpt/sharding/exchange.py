@@ -151,6 +151,7 @@ class Exchange:
             )
             return real.then(lambda _: flat)
         numel = self._shard_numel(flat)
+        # Its version counter is its own: autograd may have saved views of ``flat``, which are valid again after a gather.
         whole = flat.data
         own = whole[self.rank * numel : (self.rank + 1) * numel]
         self.traffic.count(self._gathers, (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
@@ -229,6 +230,7 @@ def exchange_rows(
 
     def begin(part: torch.Tensor, name: str) -> Work:
         splits = torch.zeros(process_set.size(), dtype=torch.int32)
+        # Ranks that are no peers get nothing from this one, and still take part: an alltoall is of all ranks of the set.
         splits[peers] = part.shape[1]
         handle = mpi_ops.alltoall_async(part.reshape(-1), splits, name=name, process_set=process_set)
         return Work([(name, handle)], lambda results: results[0][0].view(part.shape))

@@ -162,6 +162,7 @@ class InFlight:
             self._copied = None
 
     def _wait(self) -> None:
+        # Always the oldest first, whichever arrives first: a group's rounds are added in their order on every run.
         launch = self._launches.popleft()
         result = launch.work.wait(GRADIENTS)
         position = launch.group.position
@@ -171,6 +172,7 @@ class InFlight:
                 self._clear_part(launch.group, index, result)
             if position in self.shards:
                 self.shards[position].add_(result.to(self.shards[position].device))
+            # Offloaded: a copy that the device still makes. wait_all() waits for its event before the host reads the shard.
             elif position in self._room:
                 self.shards[position] = self._room[position].copy_(result, non_blocking=True)
                 if result.is_cuda:

@@ -72,6 +72,13 @@ class ShardSpan(NamedTuple):
         return shard[self.offset : self.offset + self.stop - self.start]
 
 
+# Parameters A of 200 elements and B of 30, on two ranks: one group of 384 elements, two shards of 192.
+#
+#   elements   0 ... 191    192 ... 199   200 ... 255   256 ... 285   286 ... 383
+#   hold       A[0:192]     A[192:200]    padding       B[0:30]       padding
+#   shard of   rank 0       rank 1, where A's rest is at offset 0 and B at 256 - 192 = 64
+#
+# So rank 1 has two pieces, [192, 200) of A and [0, 30) of B, and rank 0 has one.
 @dataclass
 class Group:
     """One flat run of elements that travels together.
@@ -185,6 +192,7 @@ class Layout:
             self.names.append(name)
             self.parameters.append(parameter)
             self.specs.append(TensorSpec.of(parameter))
+            # Frozen parameters lie in groups of their own: these are gathered, but the schedule of gradients leaves them out.
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
             fresh.append(((index, kind), kind, parameter.numel() * parameter.dtype.itemsize))
         group_of = {}

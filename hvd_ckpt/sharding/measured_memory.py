@@ -65,6 +65,7 @@ def measure_step(step: Step) -> list[Stretch]:
         stretches.append(Stretch("backward" if stretches else "forward", mark.peak_bytes, final))
         if mark.name == "gradient":
             number, owner = next(gradients)
+            # A gradient is final at its last accumulation; at earlier ones more is to come.
             final += owner.nbytes * (last[id(owner)] == number)
     return stretches
 
@@ -105,6 +106,7 @@ class OptimizerMemory(NamedTuple):
         try:
             own = {name: value for name, value in options.items() if name in arguments}
             made = kind([{**options, "params": parameters}], **own)
+            # The first step makes the state, and is not measured.
             made.step()
             with recording_marks(device) as marks:
                 marks.mark("start")

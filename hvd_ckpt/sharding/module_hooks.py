@@ -82,6 +82,7 @@ class _PostBackward(torch.autograd.Function):
         ctx: Any, post_backward: Callable[[UnitCall], None], call: UnitCall, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.post_backward, ctx.call = post_backward, call
+        # A missing gradient stays None, as without this node; zeros would be accumulated.
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)  # no views: these may be changed in place
 

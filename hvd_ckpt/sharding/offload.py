@@ -107,6 +107,7 @@ class Offload:
         allocated = self._memory.allocate([wanted for *_, wanted in missing])
         for (own, name, _), buffer in zip(missing, allocated):
             own[name] = buffer
+        # Replaced at once, after everything was allocated: an OffloadError leaves what there was.
         self._buffers = buffers
 
     def move_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -250,6 +251,8 @@ class Offload:
                 arrived = self._load(optimizer, parameter, arriving)
             current.wait_event(arrived)
             if len(stored) == 2:
+                # The state of the parameter before last has left. What held it is given back,
+                # and may hold the state that is loaded next.
                 current.wait_event(stored[0][0])
                 stored.popleft()
             if following is not None:

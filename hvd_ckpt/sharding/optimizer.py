@@ -98,6 +98,7 @@ class ShardedOptimizer(ReducedOptimizer):
         """
         sharding, reducer = self.sharding, self.reducer
         sharding.store.unshard()
+        # The store comes first: it raises where it cannot be done now, and nothing has changed then.
         release(sharding.added_sets)
         if reducer is not None:
             reducer.abandon()
@@ -205,6 +206,7 @@ class ShardedOptimizer(ReducedOptimizer):
             except OffloadError:
                 self._phase = Phase.SYNCHRONIZED  # the gradients are reduced: the step can be taken again
                 raise
+        # In this order: weights that were written from outside, masters that follow them, then gradients in the pieces' dtypes.
         sharding.store.sync_from_model()
         sharding.masters.follow(sharding.store.shards)
         sharding.take_gradients()
@@ -218,6 +220,8 @@ class ShardedOptimizer(ReducedOptimizer):
                     result = None if closure is None else closure()
                 offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *args, **kwargs))
         except BaseException:  # of a hook, say, which may come after the update
+            # At stage 3 this only makes what was gathered stale. At stages 1 and 2 it would
+            # gather, which an error of one rank must not.
             if sharding.stage == 3:
                 sharding.shards_changed()
             raise

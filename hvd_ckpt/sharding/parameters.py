@@ -200,6 +200,8 @@ def _hook(passes: Passes, modules: Sequence[Sequence[nn.Module]]) -> list[Any]:
     whole_only = _Hook(passes, lambda *_: _require_whole(passes, "give or take a state_dict"))
     for unit, used in zip(passes.units, modules):
         for number, module in enumerate(used):
+            # Prepended, since the user's own hooks may read parameters. Always called, since a forward pass that raises must
+            # end, too: else its unit would count as running and never be freed.
             before = _Hook(passes, functools.partial(passes.pre_forward, unit, number))
             after = _Hook(passes, functools.partial(passes.post_forward, unit, number))
             handles += [

@@ -196,6 +196,8 @@ class Passes:
             output = _apart(unit.parameters, output)
         with _quietly():
             if not unit.running and unit.parameters.whole and not self.summoned:
+                # A recomputation writes what the first pass has written already
+                # (nn.Embedding(max_norm=...) say), so that is kept once.
                 unit.parameters.forget_written() if _in_backward() else unit.parameters.keep_written()
             if not _in_backward():
                 if unit is self.root:
@@ -219,6 +221,7 @@ class Passes:
             for unit in self.units:
                 if anywhere.isdisjoint(unit.parameters.numbers):
                     continue
+                # Gathered, compared and freed one after the other, so that one unit is whole at a time.
                 if not self.summoned:
                     unit.parameters.unshard(exactly=True)
                     unit.parameters.wait_for_unshard()
@@ -275,6 +278,7 @@ class Passes:
                     unit.parameters.write_back()
         finally:
             for unit in self.units:
+                # write_back() has kept everything, or has raised: nothing is left for reset() to keep.
                 unit.parameters.discard_written()
             self.reset()
 
@@ -321,6 +325,7 @@ class Passes:
                     unit.parameters.reshard()
             for unit, values in zip(self.units, copies):
                 stack.enter_context(unit.parameters.lent(values))
+            # Where this rank reads: hooks let a state_dict() through, and nothing is freed under it.
             self.summoned += here
             try:
                 yield [value for values in copies for value in values]
@@ -364,6 +369,7 @@ class Passes:
 
     def _pre_backward(self, unit: ShardedUnit, call: UnitCall | None) -> None:
         """A gradient has come back to an output of the unit."""
+        # Read before _quietly() turns gradients off: in a backward pass they are on with create_graph=True only.
         differentiated = torch.is_grad_enabled()
         with _quietly():
             self._begin_backward()
@@ -396,6 +402,7 @@ class Passes:
         finished, self._backward = self._backward, None
         if finished is None:
             return
+        # A pass that has failed does not come here, and teaches no order: reset() drops it.
         self._order.end(finished)
         with _quietly():
             # A unit whose inputs need no gradient has no node before them, so nothing has freed it: it is freed here.

@@ -194,6 +194,7 @@ class ShardReducer(OwningReducer):
         """Makes room for a gradient, and keeps what is summed already."""
         self._sent.make_room(index)
         self._begin_anew(self._layout.group_of[index], index)
+        # After the placeholder has made room: what is here now is a gradient with values, to which more is about to be added.
         gradient = self._layout.parameters[index].grad
         if gradient is not None and self._keeps_sums:
             keep_sum(gradient)
@@ -267,6 +268,7 @@ class ShardReducer(OwningReducer):
             raise_gathered(allgather_objects(self._mismatch, self.process_set, "recomputation"))
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.by_hand)
+        # Each flag is the greatest over the ranks, so the sum of these two is 0 if and only if all ranks have brought the same.
         if flags.anew != -flags.not_anew:
             self._check_begun_anew(flags.states)
         if self._store is not None:
@@ -329,6 +331,8 @@ class ShardReducer(OwningReducer):
         needs = [float(launched) for launched in schedule.launched]
         for index, parameter in enumerate(layout.parameters):
             position = layout.group_of[index].position
+            # The round in which the gradient left last, or will leave. After two backward passes with one pass in a round,
+            # rounds 0 and 1 are due. A gradient of round 2 has therefore come late.
             last = self._sent.rounds.get(index, -1)
             by_hand[index] = self._sent.done_by_hand(index)
             if index in self._sent.begun_anew and parameter.grad is None:
@@ -343,6 +347,7 @@ class ShardReducer(OwningReducer):
             elif self.used[index]:
                 states[index] = USED
         leads = self._exchange.rank == 0
+        # Zeros on other ranks make the greatest the one of rank 0.
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
         written = 0.0 if self._store is None else self._store.written.digest
@@ -384,6 +389,7 @@ class ShardReducer(OwningReducer):
             group = self._layout.groups[position]
             while self._schedule.launched[position] < needs[position]:
                 self._in_flight.make_room(group)
+                # The position stays: whole rounds up to it are what all ranks make in the next step without being told.
                 self._launch(group, in_sequence=False)
 
     # ---------------------------------------------------------------------------------- the result

@@ -47,6 +47,7 @@ class ShardedTreeCommunicator(TreeCommunicator):
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         group = self.layout.group_of[bucket.indices[0]]
         total = torch.zeros(group.padded, dtype=sum_dtype(flat.dtype), device=flat.device)
+        # A bucket has its gradients in the order in which they became final, a group in that of the layout, with padding.
         places = dict(zip(group.indices, self.layout.views(group, total)))
         with torch.no_grad():
             for entry in bucket.entries:

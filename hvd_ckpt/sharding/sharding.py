@@ -134,6 +134,7 @@ class Sharding:
         piece stays, if the parameter has none."""
         for number, piece in enumerate(self.pieces):
             gradient, own = self.layout.parameters[piece.index].grad, piece.parameter.grad
+            # Three may stand in a piece's ``grad``: a placeholder, what was given here in an earlier step, or the user's own.
             by_hand = has_values(own) and own is not self._given.get(number)
             if isinstance(gradient, ShardedGradient) or (gradient is None and by_hand):
                 continue
@@ -153,6 +154,7 @@ class Sharding:
         self._given.clear()
         for piece in self.pieces if pieces is None else pieces:
             stepped = piece.parameter
+            # A frozen one has None, as everywhere: code that asks for gradients must find that there is none.
             trained = self.layout.parameters[piece.index].requires_grad
             stepped.grad = ShardedGradient(stepped, piece.name, IN_PIECES) if trained else None
 

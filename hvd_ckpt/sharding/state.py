@@ -172,6 +172,8 @@ class Sources:
         first = values[name]
         if not isinstance(first, torch.Tensor):
             return first
+        # A value without dimensions, or of one element where the piece has more, is of the parameter as a whole: a count of
+        # steps. Only the state of a whole parameter without dimensions looks alike, and is told by its name.
         element = not self._in_pieces and target.spec.shape == () and name not in COUNTERS
         if (first.dim() == 0 and not element) or (first.numel() == 1 and stop - start != 1):
             return first.clone()
@@ -207,6 +209,7 @@ def assembled(
     reached = start
     for first, last, values in sorted(parts, key=lambda part: part[0]):
         low, high = max(first, reached), min(last, stop)
+        # Sorted by their start, so a part that begins behind what is reached leaves a hole; a later one cannot fill it.
         if low > reached or low >= high:
             continue
         result[low - start : high - start].copy_(values.reshape(-1)[low - first : high - first])

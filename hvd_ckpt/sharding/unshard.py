@@ -29,6 +29,13 @@ from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages
 from hvd_ckpt.utils.waits import waiting_for
 
 
+# What a unit has in each state, and what leads out of it. ``whole`` is its flat tensor, a parameter the same object throughout.
+#
+#   state        storage of whole    parameter.data     class of a parameter        next
+#   SHARDED      0 bytes             nan, expanded      absent: reading raises      unshard()
+#   UNSHARDING   filling             nan, expanded      absent                      wait_for_unshard(), or reshard()
+#   WHOLE        all ranks' values   views of whole     watched, or its own class   reshard()
+#                                                       where gathered exactly
 class _State(enum.Enum):
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -78,6 +85,8 @@ class _Flat:
             span.of(self.shard).copy_(
                 layout.specs[index].flatten(layout.parameters[index])[span.start : span.stop]
             )
+        # The shards have their values now. Parameters keep memory of their own until
+        # UnitParameters.split() makes them placeholders.
         nothing = _nothing(group)
         self.absence = identity_of(nothing.untyped_storage())
         self.members = []
@@ -106,6 +115,8 @@ class _Flat:
 
     def release(self) -> None:
         """Gives the memory back, or leaves it to a numpy array that shares it, and has another storage from then on."""
+        # PyTorch cannot resize a storage whose memory numpy shares. The old one lives
+        # on for the array; views move to a new one.
         if not self._storage.resizable():
             self._storage = torch.empty_like(self.whole).untyped_storage()
             self.identity = identity_of(self._storage)
@@ -213,6 +224,7 @@ class UnitParameters:
                     assert exchange.within is not None
                     exchange, shard, format = exchange.within, flat.source, FP32
                 if shard.device != flat.whole.device:  # is offloaded: copied from pinned memory to its place
+                    # By ``data``, which has a version counter of its own: what graphs have saved of the parameters stays valid.
                     place = flat.whole.data[exchange.rank * shard.numel() :][: shard.numel()]
                     shard = place.copy_(shard, non_blocking=True)
                 self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
@@ -221,6 +233,7 @@ class UnitParameters:
     def gather_again(self) -> None:
         """Gathers what the shards hold once more, exactly, into the parameters, which are whole. Collective."""
         assert self.whole
+        # First, since reshard() would keep what was written before the shards were changed.
         self.discard_written()
         self.reshard()
         self.unshard(exactly=True)
@@ -251,8 +264,10 @@ class UnitParameters:
         except RuntimeError:
             self.reshard()
             raise
+        # After check(), which knows by the state what a parameter's data must be: its placeholder until here.
         self._state = _State.WHOLE
         self._keep_secondary()
+        # Versions are noted last: they count what a pass writes from here on.
         self._present([member.whole for member in self._members], watched=not self._exact)
         self.forget_written()
 
@@ -344,6 +359,7 @@ class UnitParameters:
         for member, value in zip(self._members, values):
             member.parameter.data = value
             member.parameter.__class__ = watched_class(member.kind) if watched else member.kind
+        # Reading is right now, so that a replay must not gather the unit because of these storages.
         _forget(self._identities | self._absences)
 
     @contextlib.contextmanager
@@ -380,7 +396,9 @@ class UnitParameters:
         """Keeps what was written, and gives the memory back; what is on its way is waited for first, since it is written there."""
         if self._state is _State.UNSHARDING:
             self._arrive()
-        elif self._versions:
+        elif (
+            self._versions
+        ):  # empty where nothing is to be kept: after an error, or once write_back() has kept it
             self.keep_written()
         self.discard_written()
         self._state = _State.SHARDED
