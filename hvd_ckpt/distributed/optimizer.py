@@ -113,6 +113,7 @@ def DistributedOptimizer(
         ValueError: arguments are wrong, or parameters differ between ranks (name, shape, dtype, number, ``requires_grad``);
             raised on every rank, naming the first one.
     """
+    # The first statement, so that locals() has the arguments and nothing else.
     options = Options(**locals()).resolved()
     error: Exception | None = None
     named: Sequence[tuple[str, torch.Tensor]] = []
@@ -140,6 +141,7 @@ def DistributedOptimizer(
     if options.model is not None:
         warn_of_unsynchronized(options.model)
     member = bool(process_set.included())
+    # A rank outside the process set has nothing to split and nothing to reduce: it steps on its own.
     new = wrapping(optimizer, ReducedOptimizer if extension is None or not member else extension.methods)
     communicator = options.communicator()
     new.begin_reduction(communicator, identity, named, known_names)
@@ -148,6 +150,7 @@ def DistributedOptimizer(
         assign = functools.partial(BucketAssignment, named, bucket_cap_mb * MEBIBYTE, options.groups)
         if extension is not None:
             extension.add(new, named, assign)
+        # A single rank needs no reducer, unless other ranks may join it: an optimizer does not get one later.
         may_grow = is_elastic() and process_set is global_process_set
         if (extension is None or not extension.reduces) and (process_set.size() > 1 or may_grow):
             new.reducer = Reducer(assign(), communicator, identity, sparse_as_dense, keep_buckets)

@@ -70,6 +70,7 @@ class Averaging:
         self._moments, self._outer = moments, options.outer
         self._wire, self._offload = options.format, options.make_offload
         own = next(group for group in groups if members.rank() in group)
+        # The ranks with this rank's place in their groups: of [[0, 1], [2, 3]], rank 1 averages with rank 3.
         column = [group[own.index(members.rank())] for group in groups]
         everyone = range(members.size())
         shared = len(own) > 1 and not optimizer.shard_stage  # the group's ranks have the same values
@@ -220,6 +221,8 @@ class Averaging:
         """
         self.step += 1
         self._worked += worked
+        # With delay=5, what leaves after step s is added up after step s + 3 and applied after s + 5. Applying comes before
+        # leaving: with delay=every, a fragment's average ends in the step after which its next one leaves.
         under_way = [fragment for fragment in self.fragments if fragment.sent_at is not None]
         for fragment in under_way:
             if not fragment.gathering and self._age(fragment) >= self.schedule.half:
@@ -242,6 +245,13 @@ class Averaging:
 
     def _average(self, fragment: Fragment) -> None:
         """An average without delay: two runs are under way at a time, one on its way to be added up, one being gathered."""
+        # Of three runs, in time from left to right:
+        #
+        #   send      0  1  2
+        #   combine      0  1  2
+        #   apply           0  1  2
+        #
+        # So two are under way at a time, whatever the size of the model.
         runs = self._due(fragment)
         for place in range(len(runs) + 2):
             if place >= 2:
@@ -369,6 +379,7 @@ class Averaging:
         """Loads a state of this rank's, which :meth:`check` has passed; with None a new period begins. On every rank."""
         for fragment in self.fragments:
             fragment.abandon()
+        # What was under way may still arrive, so what is sent again has new names.
         self._generation += 1
         self._rename()
         if state is None:

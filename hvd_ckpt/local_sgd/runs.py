@@ -159,6 +159,8 @@ class ValueRun(Run):
     def __init__(self, name: str, segments: Sequence[Segment], place: Place) -> None:
         super().__init__(name, segments, place)
         self.dtype, self.device = segments[0].kind
+        # 1000 elements between two groups of two ranks with equal values: 2 parts of 2 rows. A row has 4 * 64 = 256 elements,
+        # since a quarter of 1000 is rounded up to the alignment; a part has 512.
         rows = place.parts * place.exchange.ranks
         numel = sum(segment.numel for segment in segments)
         self.row_numel = max(-(-numel // (rows * ALIGNMENT)), 1) * ALIGNMENT  # never empty

@@ -52,6 +52,7 @@ class Schedule:
         return (step - self._offset(fragment)) // self.every + (1 if self._offset(fragment) else 0)
 
     def _offset(self, fragment: int) -> int:
+        # Four fragments in 100 steps leave after steps 25, 50, 75 and 100 of a period; the last one has the offset 0.
         return (fragment + 1) * self.every // self.fragments % self.every
 
 

@@ -261,9 +261,8 @@ class Verification:
 
     _title: Callable[[], str]
     _counts: _Counts
-    is_over: bool = (
-        True  # whether the first pass is: a recomputation in the middle of it proves nothing about the rest
-    )
+    # Whether the first pass is over: a recomputation in the middle of it proves nothing about the rest.
+    is_over: bool = True
     _pairs: list[tuple[Observation, Observation, str]] = field(default_factory=list)
 
     def compare(self, tensors: Iterable[tuple[Observation, Tensor]], what: str) -> None:

@@ -160,6 +160,7 @@ def _heads(base: Any) -> dict[str, Callable[..., Any]]:
                 return value
             if edges.enter is enter_positions and not (value.dim() == 3 and value.is_floating_point()):
                 return value  # a mask, of all positions
+            # Query, key and value are often one tensor. Entered once, its gradient is summed over the parts once.
             if id(value) not in entered:
                 entered[id(value)] = edges.enter(value)
             return entered[id(value)]

@@ -121,6 +121,7 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
         _check_ties(model, {module: cuts[name] for name, (module, _) in chosen.items()})
     except ValueError as error:
         problem = str(error)
+    # Nothing of the model has been changed yet: either all parts split it, or none does.
     if grid.size > 1 and not parts.is_alone():
         _agree(model, {name: kind for name, (_, kind) in chosen.items()}, problem)
     elif problem:
@@ -130,6 +131,9 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
     around = [f"{name}." for name, (_, kind) in chosen.items() if kind.startswith("heads")]
     for name, (module, kind) in chosen.items():
         kind, _, options = kind.partition(":")
+        # Positions are split where the first block begins and joined where the last one ends. In between a block
+        # hands its own on, and the layers inside gather all positions and scatter their sums. Layers in
+        # attention get what that has entered already.
         edges = POSITIONS if name.startswith(tuple(f"{block}." for block in blocks)) else WHOLE
         if kind == "block":
             leave = join_positions if name == blocks[-1] else unchanged
