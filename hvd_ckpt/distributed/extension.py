@@ -16,7 +16,7 @@ from hvd_ckpt.distributed.replicas import Replicas, check_replicas
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import broadcast_from
-from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.construction import check_not_split
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator

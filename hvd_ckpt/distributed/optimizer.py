@@ -12,7 +12,8 @@ from horovod.torch.mpi_ops import Average, global_process_set
 
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import described
-from hvd_ckpt.reduction.buckets import MEBIBYTE, BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.construction import (
     agree_at_construction,
     check_not_split,

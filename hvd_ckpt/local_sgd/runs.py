@@ -15,7 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange, weighted_mean
-from hvd_ckpt.reduction.buckets import pack
+from hvd_ckpt.reduction.assignment import pack
 from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.reduction.process_sets import ranks_of
 from hvd_ckpt.sharding.exchange import Exchange

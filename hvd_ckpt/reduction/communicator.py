@@ -14,9 +14,9 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression, Compressor, NoneCompressor
 from horovod.torch.mpi_ops import Adasum, Average, Sum
 
-from hvd_ckpt.reduction.accumulation import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
+from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.waits import waiting_for
@@ -176,7 +176,7 @@ class Communicator:
 
     @property
     def sums_once(self) -> bool:
-        """Keeps a gradient that is summed already from being summed again (see :mod:`.accumulation`)."""
+        """Keeps a gradient that is summed already from being summed again (see :mod:`.sums`)."""
         return bool(self.op == Sum)
 
     def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters, check_present, raise_gathered
-from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, GradientEntry
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import Bucket, GradientEntry
 
 # What a gradient finds in ``grad`` that is accumulated after its bucket has left:
 #

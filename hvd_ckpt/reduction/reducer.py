@@ -30,7 +30,8 @@ import torch
 from hvd_ckpt.processes.devices import to_device
 from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
 from hvd_ckpt.reduction.agreement import ParameterFacts
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, sent_in_buckets
 from hvd_ckpt.reduction.modified import ModifiedGradients

@@ -11,7 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum
 
-from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 Change = tuple[int, torch.Tensor | None]

@@ -21,7 +21,8 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import Bucket, view_of
 from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, forget_handle, sum_dtype, wait
 from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
 from hvd_ckpt.reduction.reducer import Reducer

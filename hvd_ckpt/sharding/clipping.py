@@ -14,9 +14,9 @@ from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.accumulation import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.sharding.gradients import whole_gradients
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.reducer import whole_gradients
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
 

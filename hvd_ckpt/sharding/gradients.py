@@ -1,4 +1,4 @@
-"""What stands in ``p.grad`` for a gradient of which each rank has its shards.
+"""Gradients of which each rank has its shards: what stands for one in ``p.grad``, and how whole ones are gathered.
 
 Code that reads a gradient between the backward pass and the step (clipping, norms for a log, noise, a check for None) then finds
 one, of the right shape, and using its values is an error that says what to do: without it, it would find None and leave the
@@ -7,11 +7,12 @@ gradient out, without a word. It takes no memory. None or another tensor in its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 
+from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Layout
 from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, tracing
 from hvd_ckpt.utils.unmaterialized import Absent
@@ -65,6 +66,24 @@ class ShardedGradient(Absent, torch.Tensor):  # type: ignore[misc]
 def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether there is a gradient and its values are here."""
     return gradient is not None and not isinstance(gradient, ShardedGradient)
+
+
+def whole_gradients(
+    layout: Layout, exchange: Exchange, shards: Mapping[int, torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Gathers the gradients of groups, one group at a time. Collective.
+
+    Args:
+        shards: this rank's, by the group's position; of the same groups on every rank.
+
+    Yields:
+        The index of each parameter and its gradient.
+    """
+    for position, shard in sorted(shards.items()):
+        group = layout.groups[position]
+        flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
+        exchange.all_gather(shard, flat, f"gradients.{position}.whole").wait()
+        yield from zip(group.indices, layout.views(group, flat))
 
 
 DROPPED, REPLACED = 1.0, 2.0

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.buckets import MEBIBYTE, is_dense, pack
+from hvd_ckpt.reduction.assignment import pack
+from hvd_ckpt.reduction.buckets import MEBIBYTE, is_dense
 
 RUN_BYTES = 32 * MEBIBYTE  # of what local SGD averages together, counted in memory estimates, too
 ALIGNMENT = 64  # elements, so at least the 64 bytes at which PyTorch allocates on a CPU; parameters and shards begin at multiples

@@ -16,45 +16,35 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Average, Sum
 
-from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.accumulation import OwningReducer
 from hvd_ckpt.reduction.agreement import allgather_objects, flag_of, raise_gathered
 from hvd_ckpt.reduction.stats import StepStats
+from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flags import LATE, USED, ShardFlags
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, changed_by_hand, check_by_hand, has_values
+from hvd_ckpt.sharding.gradients import (
+    DROPPED,
+    SentGradients,
+    changed_by_hand,
+    check_by_hand,
+    has_values,
+    whole_gradients,
+)
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
-
-
-def whole_gradients(
-    layout: Layout, exchange: Exchange, shards: Mapping[int, torch.Tensor]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Gathers the gradients of groups, one group at a time. Collective.
-
-    Args:
-        shards: this rank's, by the group's position; of the same groups on every rank.
-
-    Yields:
-        The index of each parameter and its gradient.
-    """
-    for position, shard in sorted(shards.items()):
-        group = layout.groups[position]
-        flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
-        exchange.all_gather(shard, flat, f"gradients.{position}.whole").wait()
-        yield from zip(group.indices, layout.views(group, flat))
 
 
 @dataclass(frozen=True)

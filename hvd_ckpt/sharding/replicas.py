@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import Bucket, view_of
 from hvd_ckpt.reduction.communicator import GRADIENTS, Work, sum_dtype
 from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import SentGradients, has_values
+from hvd_ckpt.sharding.gradients import SentGradients, has_values, whole_gradients
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.reducer import whole_gradients
 
 
 class _TreeFormat(WireFormat):

@@ -13,7 +13,6 @@ import enum
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -21,6 +20,7 @@ from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
+from hvd_ckpt.sharding.group_memory import GroupMemory, Member
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.written import WrittenWeights, data_was_written, forget_data, watched_class
@@ -40,89 +40,6 @@ class _State(enum.Enum):
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     WHOLE = "whole"
-
-
-class _Member(NamedTuple):
-    """A parameter, by its number in the layout, its data in both states, and its class while it is whole."""
-
-    number: int
-    parameter: torch.Tensor
-    whole: torch.Tensor
-    placeholder: torch.Tensor
-    kind: type[torch.Tensor]
-
-
-class _Flat:
-    """One group of the unit.
-
-    Attributes:
-        shard: this rank's exact values, 1-D.
-        secondary: with ``within``, this rank's part of the copy that its group of ranks keeps of what was gathered last, 1-D.
-        current: whether ``secondary`` is up to date.
-        identity, absence: of the storages of ``whole`` and of the placeholders.
-        whole: all ranks' values, 1-D; without memory while the unit is sharded.
-    """
-
-    def __init__(self, layout: Layout, group: Group, exchange: Exchange, offload: Offload | None) -> None:
-        self.group = group
-        rank, within = exchange.rank, exchange.within
-        self.what = f"gather.{group.position}"
-
-        def memory(numel: int) -> torch.Tensor:
-            if offload is not None:
-                return offload.empty(numel, group.dtype)
-            return torch.zeros(numel, dtype=group.dtype, device=group.device)
-
-        self.shard = memory(group.shard_numel)
-        self.secondary = None if within is None else memory(group.padded // within.ranks)
-        self.current = False
-        self.whole = torch.empty(group.padded, dtype=group.dtype, device=group.device)
-        self._storage = self.whole.untyped_storage()
-        self.identity = identity_of(self._storage)
-        self._nbytes = self.whole.nbytes
-        for span in group.spans(rank):
-            index = span.parameter
-            span.of(self.shard).copy_(
-                layout.specs[index].flatten(layout.parameters[index])[span.start : span.stop]
-            )
-        # The shards have their values now. Parameters keep memory of their own until
-        # UnitParameters.split() makes them placeholders.
-        nothing = _nothing(group)
-        self.absence = identity_of(nothing.untyped_storage())
-        self.members = []
-        for index, whole in zip(group.indices, layout.views(group, self.whole)):
-            parameter = layout.parameters[index]
-            self.members.append(
-                _Member(index, parameter, whole, nothing.expand(whole.shape), type(parameter))
-            )
-        self.release()
-
-    @property
-    def source(self) -> torch.Tensor:
-        """What is gathered, unless it must be the exact values."""
-        return self.secondary if self.current and self.secondary is not None else self.shard
-
-    def keep(self, rank: int, format: WireFormat) -> None:
-        """The shard gets its part of what ``whole`` has; exact values stay where it has what the format makes of them."""
-        own = self.group.shard_of(self.whole, rank)
-        exact = self.shard.to(self.whole.device, non_blocking=True)
-        if format.changes(self.group.dtype):
-            own = torch.where(own == format.rounded(exact), exact, own)
-        self.shard.copy_(own)
-
-    def allocate(self) -> None:
-        self._storage.resize_(self._nbytes)
-
-    def release(self) -> None:
-        """Gives the memory back, or leaves it to a numpy array that shares it, and has another storage from then on."""
-        # PyTorch cannot resize a storage whose memory numpy shares. The old one lives
-        # on for the array; views move to a new one.
-        if not self._storage.resizable():
-            self._storage = torch.empty_like(self.whole).untyped_storage()
-            self.identity = identity_of(self._storage)
-            for view in (self.whole, *(member.whole for member in self.members)):
-                view.set_(self._storage, view.storage_offset(), view.shape, view.stride())
-        self._storage.resize_(0)
 
 
 @dataclass(frozen=True)
@@ -179,7 +96,7 @@ class UnitParameters:
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
             "optimizer.gathered_parameters(), inside which one rank may run it alone)"
         )
-        self._flats = [_Flat(layout, group, exchange, offload) for group in groups]
+        self._flats = [GroupMemory(layout, group, exchange, offload) for group in groups]
         self._identities = {flat.identity for flat in self._flats}
         self._absences = {flat.absence for flat in self._flats}
         self._members = [member for flat in self._flats for member in flat.members]
@@ -281,7 +198,7 @@ class UnitParameters:
         """Whatever is written from now on, until the parameters are gathered again, is not to be kept."""
         self._versions = []
 
-    def _changed(self) -> list[_Member]:
+    def _changed(self) -> list[Member]:
         """The parameters that were written since they are whole."""
         changed = []
         for member, version in zip(self._members, self._versions):
@@ -310,7 +227,7 @@ class UnitParameters:
         self._release_shards()
         self._note(changed)
 
-    def _collect(self, changed: Iterable[_Member]) -> None:
+    def _collect(self, changed: Iterable[Member]) -> None:
         """Brings values of data of their own, which somebody may have given parameters, into the unit's memory."""
         self.discard_written()  # an error is raised once
         self.check()
@@ -320,7 +237,7 @@ class UnitParameters:
                     member.whole.copy_(member.parameter)
                     member.parameter.data = member.whole
 
-    def _note(self, changed: Iterable[_Member]) -> None:
+    def _note(self, changed: Iterable[Member]) -> None:
         for member in changed:
             self._written.note(member.number, member.whole)
         self.forget_written()
@@ -456,12 +373,6 @@ class UnitParameters:
                     f"parameter '{self._layout.names[index]}' was given data outside optimizer.gathered_parameters(), where only "
                     "a part of it is on this rank; assign inside it"
                 )
-
-
-def _nothing(group: Group) -> torch.Tensor:
-    """One element for what reads as nan everywhere."""
-    inexact = group.dtype.is_floating_point or group.dtype.is_complex
-    return torch.full((), float("nan") if inexact else 0, dtype=group.dtype, device=group.device)
 
 
 def _forget(identities: Iterable[int]) -> None:
