@@ -96,6 +96,7 @@ class Extension:
             optimizer.reducer = ShardReplicaReducer(parts, identity)
         else:
             optimizer.reducer = ReplicaReducer(assign(), tree, identity)
+        # Under names of its own: a mean of losses may be on its way beside the gradients.
         means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
         seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
         optimizer.replicas = Replicas(number, model, optimizer.reducer, means, seed)

@@ -89,6 +89,7 @@ class LocalOptimizer(_Base):
         handle = mpi_ops.allreduce_async_(
             numbers, name="hvd_ckpt.local.mean", op=mpi_ops.Sum, process_set=members
         )
+        # Cached, since Horovod forgets a handle once it was waited for.
         return functools.cache(lambda: float(mpi_ops.synchronize(handle).item()) / members.size())
 
     @property
@@ -256,6 +257,7 @@ class LocalOptimizer(_Base):
         _get_supports_amp_scaling, ReducedOptimizer._set_supports_amp_scaling
     )
 
+    # The wrapped class's step() runs the step hooks already, as in ReducedOptimizer.
     step.hooked = True  # type: ignore[attr-defined]
 
 

@@ -212,6 +212,7 @@ class ValueRun(Run):
             value = segment.value()
             if value is not None:
                 view.copy_(value.detach())
+        # The part is copied, so that the whole run is freed before anything is sent.
         start = self.place.part * self.part_numel
         return flat if self.place.group is None else flat[start : start + self.part_numel].clone()
 
@@ -324,6 +325,7 @@ class Fragment:
         for name in KEPT:
             setattr(self, name, state[name])
         for run, _ in self.runs:
+            # A run of moments that were unknown when the state was saved has nothing under way.
             run.load_state_dict(state["runs"].get(run.name, NOTHING))
             run.resend()
 

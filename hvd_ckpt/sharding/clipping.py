@@ -159,6 +159,8 @@ class SplitGradients:
         wanted = dict.fromkeys(index for index in indices if index is not None)
         self._exchange = sharding.exchange
         self._in_order = [index for index in wanted if optimizer.reducer.used[index]]
+        # What is added up over the ranks must be in one order on all; torch's norm has
+        # the order in which parameters were given.
         self._used = sorted(self._in_order)
         self.pieces = [
             piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
@@ -180,6 +182,7 @@ class SplitGradients:
             sign = math.copysign(1.0, order)
             gradients = [_gradient(piece).abs() for piece in self.pieces]
             values = torch.cat(gradients) if gradients else torch.empty(0, dtype=torch.float32)
+            # A nan would make the maximum over the ranks depend on their order, so it travels as a flag of its own.
             known = values[~values.isnan()]
             greatest = (sign * known).max().item() if known.numel() else -math.inf
             own = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
@@ -206,6 +209,7 @@ class SplitGradients:
         layout, weights = self.sharding.layout, self.sharding.store.shards
         shards: dict[int, torch.Tensor] = {}
         for position in {layout.group_of[index].position for index in self._used}:
+            # Gradients have the dtype of what is stepped: of the masters where there are any.
             stepped = self.sharding.masters.by_group.get(position, weights[position])
             shards[position] = torch.zeros_like(stepped)
         for piece in self.pieces:

@@ -200,6 +200,7 @@ def shard_optimizer(
         named: all parameters that are split; each rank's are alike but for their values.
     """
     members = optimizer.process_set
+    # Taken while param_groups hold whole parameters; in the end each rank loads its pieces of it.
     before: dict[str, Any] = optimizer.wrapped_class.state_dict(optimizer)
     for _, parameter in named:
         if not is_packed(parameter):
@@ -244,6 +245,7 @@ def shard_optimizer(
             release(added)
         raise
     optimizer.sharding = sharding
+    # Only now: until all ranks had found room, the model was whole, so that an error left it as it was.
     if offload is not None and isinstance(store, ShardedParameters):
         store.split()
     if any(options.parameters.changes(group.dtype) for group in layout.groups):

@@ -260,6 +260,7 @@ def _in_parts(
     message: torch.Tensor, rows: int, name: str, begin: Callable[[torch.Tensor, str], Work]
 ) -> Work:
     """A collective of a message [any, m] that becomes ``rows`` rows: in one call, or by columns where that is too much for one."""
+    # By columns, so that each message has the same part of every rank's row and equal splits.
     parts = torch.split(message, most_columns(rows, message.itemsize), dim=1)
     if len(parts) == 1:
         return begin(message, name)

@@ -89,6 +89,11 @@ def whole_gradients(
 DROPPED, REPLACED = 1.0, 2.0
 
 
+# What stands in ``p.grad`` after a gradient has left, and what that tells:
+#
+#   a ShardedGradient   nothing was done to it
+#   None                it was dropped by hand, unless a hook has just made room for the next one (_arriving)
+#   another tensor      the next gradient, if one has been accumulated (_arrived); else it was replaced by hand
 class SentGradients:
     """The gradients that are in shards, or on their way there, in this step, and what is done to ``p.grad`` meanwhile.
 

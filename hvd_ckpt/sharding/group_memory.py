@@ -64,6 +64,7 @@ class GroupMemory:
         for index, whole in zip(group.indices, layout.views(group, self.whole)):
             parameter = layout.parameters[index]
             self.members.append(Member(index, parameter, whole, nothing.expand(whole.shape), type(parameter)))
+        # The views are made by now, and need no memory of their own: they read what is gathered into the storage later.
         self.release()
 
     @property

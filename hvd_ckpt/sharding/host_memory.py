@@ -74,6 +74,8 @@ class MappedFiles:
         with tempfile.TemporaryFile(dir=self._folder) as file:
             os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
             try:
+                # Through its descriptor, since the file has no name. The mapping outlives the
+                # descriptor, and the file is gone with it.
                 tensor = torch.from_file(
                     f"/proc/self/fd/{file.fileno()}", shared=True, size=numel, dtype=dtype
                 )
@@ -215,6 +217,7 @@ def init_on_disk(folder: str | Path | None = None) -> Iterator[None]:
             memory.advise(flat, soon=False)
 
     def copy_and_move(parameter: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
+        # Copied before, as a tied one is: this returns the same copy, which has been moved already.
         known = id(parameter) in memo
         result = copied(parameter, memo)  # type: ignore[no-untyped-call]
         if not known:

@@ -30,6 +30,7 @@ def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, l
     Returns:
         The buffer, of the group's padded size, and the indices of the parameters that had a gradient.
     """
+    # Zeroed only where no gradient is copied: padding and missing gradients, which count as zeros in the sum.
     flat = torch.empty(group.padded, dtype=group.dtype, device=group.device)
     gaps = [flat[start:stop] for start, stop in group.gaps()]
     targets, sources, used = [], [], []

@@ -70,6 +70,8 @@ def adopt_changes(call: UnitCall) -> None:
     for given, tensor in entered:
         with DisableTorchFunction():
             if not is_input(tensor):
+                # The change has been counted already: a detached tensor shares the
+                # version counter of what it was detached from.
                 with unsafe_preserve_version_counter(given):
                     _Changed.apply(given, tensor)  # type: ignore[no-untyped-call]
 
@@ -141,6 +143,7 @@ def tensors_left_in(module: nn.Module, finder: object) -> Iterator[torch.Tensor]
     own later; to each ``finder`` once."""
     for inner in module.modules():
         attributes = inner.__dict__
+        # Most modules have no attributes but those of every module; this runs in each forward pass of a unit.
         if len(attributes) == len(_USUAL):
             continue
         for name, value in attributes.items():

@@ -347,6 +347,7 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding, members = self.sharding, self.process_set
         own = ShardedOptimizer.state_dict(self)
         parts = []
+        # One rank's part after the other, so that a rank that keeps none holds one of them at a time.
         for rank, root in enumerate(ranks_of(members)):
             mine = None
             if rank == sharding.exchange.rank:

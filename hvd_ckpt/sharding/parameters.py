@@ -168,6 +168,7 @@ class ShardedParameters:
         self._passes.summon()
         for unit in self._passes.units:
             unit.parameters.materialize()
+        # Not release(): units have no memory left to write back or to free.
         self._passes.summoned = 0
         for handle in self._handles:
             handle.remove()

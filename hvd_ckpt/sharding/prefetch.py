@@ -43,6 +43,7 @@ class PrefetchOrder:
         current.taken.append(unit)
         learned = current.learned
         if learned is None or position >= len(learned) or learned[position] != unit:
+            # From here on this pass is another one than the last: nothing more is begun early, and its own order is learned.
             current.learned = None
             return []
         return learned[position + 1 : position + 3]

@@ -129,11 +129,13 @@ class ShardReplicaReducer(ReplicaReducer):
 
     def _launch(self, with_flags: bool = False) -> None:
         super()._launch(with_flags)
+        # What has arrived is added up and its buffers are freed, in the order of launches.
         while self._in_flight and self._in_flight[0][1].done():
             bucket, work = self._in_flight.pop(0)
             self._results[bucket.position] = work.wait(GRADIENTS).to(bucket.dtype)
 
     def synchronize(self) -> None:
+        # Placeholders of the last result are no gradients, and must not be reduced.
         self._sent.drop(range(len(self.used)))
         super().synchronize()
         for index, used in enumerate(self.used):

@@ -185,6 +185,7 @@ def _users(
 
     def visit(module: nn.Module, unit: int | None) -> None:
         unit = unit_of.get(id(module), unit)
+        # A module in two units is visited for each of them, so that its parameters are found to be shared.
         if (id(module), unit) in seen:
             return
         seen.add((id(module), unit))
