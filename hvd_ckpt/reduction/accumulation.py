@@ -65,6 +65,8 @@ class AccumulationCounts:
                 self.expected = list(self.arrived)
                 self.learned = True
             elif self.arrived != self.expected:
+                # Expected is 4: after steps of 4, 3, 4 and 3 accumulations it still is; after 3
+                # and 3 in a row it is 3; after 5 at once 5.
                 for index, (arrived, expected) in enumerate(zip(self.arrived, self.expected)):
                     if arrived < expected and arrived != self._lower[index]:
                         self._lower[index] = arrived

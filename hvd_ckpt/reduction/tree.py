@@ -92,6 +92,13 @@ class TreeSum(Work):
         self._result: torch.Tensor | None = None
         self._process_set, self._ranks = process_set, process_set.size()
         carried = torch.view_as_real(total).view(-1) if self._complex else total
+        # What travels, by the number of ranks, and what self._arriving is meanwhile:
+        #
+        #   1                none
+        #   2                an allreduce, in which a + b = b + a            "result"
+        #   more, if small   an allgather; each rank adds up all sums        "sums"
+        #   more             an alltoall, and an allgather of what each      "parts of sums", then "result"
+        #                    rank has added up
         self._handle: int | None = None
         self._arriving: Literal["parts of sums", "sums", "result"] = "result"
         if self._ranks == 1 or not total.numel():

@@ -83,6 +83,7 @@ def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ())
 class Sums:
     """Flags that are added up over the ranks: 1, and of each hexadecimal digit the digit and its square."""
 
+    # 1, 16 digits of 4 bits, and their squares.
     SIZE = 33
 
     @staticmethod
@@ -107,6 +108,7 @@ class Sums:
 class Maxima:
     """Flags of which the greatest over the ranks counts: each 16 bits, and their negative."""
 
+    # 4 numbers of 16 bits, and these with the other sign.
     SIZE = 8
 
     @staticmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -103,6 +104,18 @@ def estimate_memory(
         raise ValueError(f"within={within!r}: groups of local SGD are given in local, as its 'within'")
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
+    estimator_of = functools.partial(
+        Estimator,
+        plan=plan,
+        optimizer=optimizer,
+        precision=precision,
+        sample=sample,
+        kwargs=kwargs,
+        loss=loss,
+        bucket_cap_mb=bucket_cap_mb,
+        units=units,
+        device=device,
+    )
     if tensor > 1:
         if averages is not None or isinstance(optimizer, torch.optim.Optimizer):
             wrong = "an optimizer that is made already" if averages is None else "local"
@@ -110,21 +123,9 @@ def estimate_memory(
                 f"tensor={tensor} cannot be used with {wrong}; give optimizer as a class, and leave local out"
             )
         with parts.alone(tensor):
-            model = tensor_parallel(copy.deepcopy(model))
-            arguments = (optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device)
-            return Estimator(model, plan, *arguments).estimate(np, shard, offload, wire, within)
-    estimator = Estimator(
-        model,
-        plan,
-        optimizer,
-        precision,
-        sample,
-        kwargs=kwargs,
-        loss=loss,
-        bucket_cap_mb=bucket_cap_mb,
-        units=units,
-        device=device,
-    )
+            first_part = tensor_parallel(copy.deepcopy(model))
+            return estimator_of(first_part).estimate(np, shard, offload, wire, within)
+    estimator = estimator_of(model)
     if averages is None:
         return estimator.estimate(np, shard, offload, wire, within)
     step = estimator.estimate(averages.group, shard, offload, wire)

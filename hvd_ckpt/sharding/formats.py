@@ -66,6 +66,8 @@ class WireFormat:
         numel = out.numel()
         scratch = torch.empty_like(out[: min(numel, _slice_numel(out))])
         for start, stop in _slices(out):
+            # Where elements travel in the dtype of ``out``, the first piece is the wire
+            # itself. It is only read: sums go to ``total``.
             total, space = out[start:stop], scratch[: stop - start]
             piece = self._piece(first, numel, start, stop, total)
             for row in others:

@@ -166,6 +166,8 @@ class Passes:
             The number of the first parameter of which that is not so.
         """
         self.reset()
+        # Two small messages: which parameters some rank has written, and which of these
+        # were kept with other values than a rank's.
         count = 1 + max((number for unit in self.units for number in unit.parameters.numbers), default=-1)
         there = torch.tensor([number in written for number in range(count)], dtype=torch.float32)
         anywhere = {number for number, some in enumerate(exchange.maximum(there, "written")) if some}
