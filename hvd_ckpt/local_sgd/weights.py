@@ -93,7 +93,7 @@ class WeightRun(ValueRun):
     def apply(self, delayed: bool) -> None:
         assert self._work is not None and self.anchor is not None and self.sent is not None
         arrived = self._work.wait(AVERAGES)
-        # What has arrived is the rows' changes if the wire rounds (small numbers lose less), else the rows: see _outgoing().
+        # What has arrived is the change of the rows if the wire rounds, else the rows themselves: see _outgoing().
         anchor = self._here(self.anchor)
         if self._lossy:
             anchor.add_(arrived)

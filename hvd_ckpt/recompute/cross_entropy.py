@@ -301,7 +301,7 @@ def _chunk_by_chunk(
             else:
                 scores, of_target, mean = vocabulary.log_softmax(logits, target)
                 target, here = vocabulary.local(target)
-                # The slope at the target is the part's that has the target; the others subtract nothing.
+                # Only the part that has the target subtracts there.
                 hit = factor * here
             # Of the tensors of a chunk's size, scores alone are needed from here on; they become the slope in the same memory.
             del logits

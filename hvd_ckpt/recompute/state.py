@@ -87,7 +87,7 @@ class ForwardState:
         finally:
             self.note_written()
             self._spaces = None
-            # A source from which the pass has drawn nothing gives a recomputation nothing else, so it need not be restored.
+            # A source from which the pass has drawn nothing is not drawn from again either, so it need not be restored.
             self._random = [source for source in self._random if source.moved()]
 
     def note_written(self) -> bool:

@@ -47,7 +47,7 @@ def lay_out(
     total_tail = 0
     tail_from = len(order)
     if keys is None:
-        # The tail becomes the last bucket: the gradient that is final last, and those before it that fit in with it.
+        # The tail becomes the last bucket: the gradient that is final last, and as many before it as fit in with it.
         while tail_from > 0:
             size = nbytes[order[tail_from - 1]]
             if tail_from < len(order) and total_tail + size > min(cap_bytes, LAST_BUCKET_BYTES):
@@ -67,8 +67,8 @@ def lay_out(
     )
     runs = pack(places, cap_bytes if keys is None else float("inf"))
     buckets = []
-    # By when the last gradient of each is final, which is not the order of their first ones: of the order f32, bf16, bf16, f32
-    # the bucket of bf16 is complete first, although that of f32 was begun first.
+    # Sorted by when their last gradient is final, not their first: of the order f32, bf16, bf16, f32 the bucket of bf16 is
+    # complete first, although that of f32 was begun first.
     for position, run in enumerate(sorted(runs, key=lambda run: run[-1])):
         bucket = Bucket(position, *kinds[order[run[0]]])
         for place in run:

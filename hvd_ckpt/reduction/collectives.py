@@ -299,7 +299,6 @@ def broadcast_tensors(
                     mpi_ops.broadcast_async_(part, root_rank, own, process_set)
                     for part, own in zip(parts, names)
                 ]
-                # Horovod's thread writes to ``contiguous`` until its handles are waited for, so it must be held until then.
                 pending.append((tensor, contiguous, handles))
         for tensor, contiguous, handles in pending:
             for handle in handles:

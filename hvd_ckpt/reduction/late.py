@@ -178,8 +178,8 @@ class UnbucketedGradients:
             ValueError: a rank has called ``join()``; on every rank.
         """
         if indices:
-            # Sparse gradients are gathered. They and a resynchronization are all of a step
-            # for which a rank that has joined is missed.
+            # Sparse gradients are gathered. Of a step, only they and a resynchronization
+            # cannot do without a rank that has joined.
             check_present(
                 round(self.communicator.sum(torch.ones(1, dtype=torch.float32), "present")[0]),
                 self.communicator.process_set,

@@ -184,8 +184,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 self.synchronize()
             closure = self._reduced_closure(closure)
         elif self._step_reduces is StepReduces.YES:
-            # Horovod warns of each step() that follows the user's synchronize(). Here only one is warned of that
-            # had nothing left to reduce.
+            # Horovod warns of each step() that follows the user's synchronize(). Here only those are warned
+            # of that have had nothing left to reduce.
             by_user, reduced_before = self._phase is Phase.SYNCHRONIZED, reducer.stats.steps
             self.synchronize()
             if by_user and reducer.stats.steps == reduced_before:

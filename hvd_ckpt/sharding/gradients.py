@@ -111,7 +111,7 @@ class SentGradients:
         self.held = [False] * len(layout.parameters)
         self.begun_anew: dict[int, list[tuple[int, bool]]] = {}
         self._layout = layout
-        # Another gradient is about to be accumulated in place of the one that has left, and it has been.
+        # Parameters of which one gradient has left, and the next is about to be accumulated; and those where it has been.
         self._arriving: set[int] = set()
         self._arrived: set[int] = set()
         self._replaced: dict[int, float] = {}

@@ -255,7 +255,8 @@ class Schedule:
                     f"load a state that was saved with the same model"
                 )
         self.reset()
-        # By names, since another number of ranks cuts other groups. A group leaves when the last of its parameters did.
+        # By names, since groups may be others by now: another bucket_cap_mb or other units cut them elsewhere. A group
+        # leaves when the last of its parameters did.
         last: dict[int, int] = {}
         for index, name in enumerate(names):
             if name in places:
