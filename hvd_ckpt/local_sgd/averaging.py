@@ -299,6 +299,7 @@ class Averaging:
     def _shares(self, fragment: Fragment, run: Run) -> list[float]:
         assert fragment.weights is not None
         weights: list[float] = fragment.weights.wait(AVERAGES).tolist()
+        # A group's ranks have stepped together, so it counts for all of them. Buffers are averaged among ranks, one by one.
         of_groups = [sum(weights[rank] for rank in group) for group in self._groups]
         return _parts_of_one(weights if run.place is self._everyone else of_groups)
 

@@ -368,6 +368,7 @@ def _finish_later(verification: Verification) -> None:
     if task == -1:
         _finish([verification])
         return
+    # Tensors are unpacked on autograd's threads, one for each device, in one backward pass.
     with _lock:
         is_first = task not in _open
         _open.setdefault(task, []).append(verification)

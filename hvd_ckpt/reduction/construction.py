@@ -72,6 +72,7 @@ def name_parameters(
         )
     known_names: Any = WeakTensorKeyDictionary()
     for name, parameter in pairs:
+        # A tied parameter keeps the first of its names, as in model.named_parameters().
         if parameter not in known_names:
             known_names[parameter] = name
     own: Any = WeakTensorKeyDictionary()

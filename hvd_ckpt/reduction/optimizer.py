@@ -178,6 +178,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if self._op == Adasum:
             return self._adasum_step(reducer, closure)
         if closure is not None:
+            # The first two are the same on every rank. So either all ranks ask each other,
+            # which the third does by a message, or none.
             if self._step_reduces is StepReduces.YES and (
                 self._phase.is_reduced or reducer.shares_parameters or self._any_new_gradients(reducer)
             ):
@@ -248,6 +250,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 self._phase = Phase.ACCUMULATING
             elif self.reducer.active and self._op != Adasum:
                 raise AssertionError(phases.CLEARED_UNREDUCED)
+            # Parameters that were unfrozen since the last step get their hooks before the next backward pass begins.
             self.reducer.hook_parameters()
         self._clear(*args, **kwargs)
         if self.reducer is not None and not self._phase.is_reduced:

@@ -97,6 +97,7 @@ class Passes:
         self._order = PrefetchOrder()
         self._forward: Pass | None = None
         self._backward: Pass | None = None
+        # Weakly: absent_storages, which holds these callbacks, belongs to the process and must not keep a model alive.
         missed = weakref.WeakMethod(self._missed)
         for unit in self.units:
             unit.parameters.on_missing(functools.partial(_tell, missed, unit.number))
@@ -119,6 +120,7 @@ class Passes:
             # an output of a unit yet.
             if in_backward:
                 self._begin_backward()
+            # Number 0 is the model itself. The further modules of the root own some of its parameters, and may be run alone.
             if unit is self.root and number == 0 and self._forward is None and not _in_backward():
                 self._forward = Pass("training" if torch.is_grad_enabled() else "evaluation")
             self._unshard(unit)

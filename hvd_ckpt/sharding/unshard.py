@@ -101,10 +101,13 @@ class UnitParameters:
         self._absences = {flat.absence for flat in self._flats}
         self._members = [member for flat in self._flats for member in flat.members]
         self._bring: Callable[[], None] = lambda: None
+        # Another storage may get the identity of one that is gone, so no entry may outlast
+        # the unit. The sets are updated in place.
         weakref.finalize(self, _forget, self._identities)
         weakref.finalize(self, _forget, self._absences)
         self._in_flight: list[Work] = []
         self._exact = False
+        # Until split() the parameters have memory of their own, and are whole without anything being gathered.
         self._state = _State.WHOLE
 
     def split(self) -> None:
