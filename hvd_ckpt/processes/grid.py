@@ -93,6 +93,7 @@ class Grid:
         """
         chosen = range(self.tensor) if parts else [self.part]
         others = [self.process(stage, part=part) for stage in range(self.stages) for part in chosen]
+        # Everything is started before anything is waited for. All members run the same lines, so none can wait for another to send.
         rows = [values if other == self.number else torch.empty_like(values) for other in others]
         requests = []
         for other, row in zip(others, rows):
@@ -117,6 +118,7 @@ class Grid:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value of every stage and part of this replica, ordered by stage, then part. Collective over these."""
+        # gather() carries float64 of one length: first the sizes, then the pickles, padded to the largest one.
         content = pickle.dumps(value)
         sizes = [int(size) for size in self.gather(torch.tensor([len(content)], dtype=torch.float64))]
         padded = torch.zeros(-(-max(sizes) // 8), dtype=torch.float64)  # whose bytes are the content

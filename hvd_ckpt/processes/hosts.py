@@ -50,6 +50,7 @@ class Peer:
         process = look_up(pid)
         table = ""
         with contextlib.suppress(OSError):
+            # Containers on one machine have process tables of their own, in which the same id is another process.
             table = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
         started = process.started if process else 0
         return cls(rank, host_name(), own_addresses(), pid, started, table=table)
@@ -57,6 +58,7 @@ class Peer:
     def trouble(self) -> str:
         """The trouble of its process, which is in this machine's process table; an empty string without any."""
         process = look_up(self.pid)
+        # The kernel may have given the process id to another process since: the time of its start tells them apart.
         if process is None or process.started != self.started or process.state in "ZX":
             return f"rank {self.rank} (process {self.pid} on host {self.host}) has ended"
         if process.state in "Tt":

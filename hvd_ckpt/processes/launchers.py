@@ -75,6 +75,8 @@ class Process(NamedTuple):
 def look_up(pid: int) -> Process | None:
     """The process with this id, or None if it does not exist."""
     try:
+        # The second field is the program's name in parentheses, which may
+        # hold spaces and parentheses. So fields count from the last one.
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -103,6 +105,7 @@ def adopt_launcher() -> str | None:
     if launcher is not None:
         for name, variable in zip(("HOROVOD_RANK", "HOROVOD_SIZE"), FOREIGN[launcher]):
             os.environ[name] = os.environ[variable]
+        # Over MPI, which this launcher has not told of the other ranks, each of them would be a job of one rank.
         os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
     return launcher
 
@@ -155,6 +158,7 @@ def has_broken(chain: list[int]) -> bool:
     """Whether one of the processes has lost its parent, the next in the list."""
     for child, parent in itertools.pairwise(chain):
         process = look_up(child)
+        # An orphan has another parent from then on: init, or a process that collects orphans.
         if process is None or process.parent != parent:
             return True
     return False

@@ -59,9 +59,11 @@ def send(temporary: Path, rank: int, manifest: RankManifest) -> str | None:
     complete = place.with_suffix(".new")
     try:
         if manifest.fault:
+            # Makes room for the manifest, which may have failed for want of it.
             for name in files_of(rank, True, True):
                 (temporary / name).unlink(missing_ok=True)
         complete.write_text(manifest.model_dump_json(), encoding="utf-8")
+        # Rank 0 looks for this name and must not read half a manifest.
         complete.rename(place)
     except OSError as error:
         with suppress(OSError):  # an empty one needs no room
@@ -120,6 +122,7 @@ def _receive(temporary: Path, rank: int) -> RankManifest:
         manifest = RankManifest(
             host="?", fault=f"it could not report what it has written to '{temporary}': make room there"
         )
+    # Only the snapshot's own files may be in the folder when it gets its name: open_snapshot() refuses unknown ones.
     path.unlink()
     return manifest
 

@@ -314,6 +314,7 @@ def staged_content(
             }
             content.aliases.update(shard.aliases if rank == 0 else {})
     if staging is not None:
+        # The loop goes on when this returns. What is in `now` may change at once; `later` is copied before the next update.
         content.copying = AsyncCopy(now, later)
     return content
 
@@ -343,6 +344,7 @@ def complete(temporary: Path, step: int, ranks: Sequence[RankManifest], warn: Wa
         for rank, manifest in enumerate(ranks):
             for name, entry in manifest.files.items():
                 path = temporary / name
+                # Also a check that all ranks write to one file system: on another host, the same path may be a folder of its own.
                 if not path.is_file() or path.stat().st_size != entry.bytes:
                     seen = f"rank 0 on host {ranks[0].host} does not see it"
                     raise Wrong(not_shared(f"rank {rank} on host {manifest.host} wrote '{path}', and {seen}"))
@@ -350,6 +352,7 @@ def complete(temporary: Path, step: int, ranks: Sequence[RankManifest], warn: Wa
         sharding = merged([manifest.shards for manifest in ranks])
         whole = Manifest.of(step, len(ranks), files, ranks[0].aliases, sharding)
         save_bytes(temporary / MANIFEST, whole.encode())
+        # Names first, then the rename: after a power failure there must be no snapshot by name that lacks a file.
         sync_folder(temporary)
         put_in_place(temporary, temporary.parent / name_of(step), warn)
         return None

@@ -61,6 +61,7 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
             save_weights(unnamed, weights)
         else:
             write(unnamed, weights)
+        # Asked again: reading takes long, and rename() would replace a file that has got this name meanwhile.
         _check_new(output)
         os.rename(unnamed, output)
     except Wrong as error:

@@ -99,6 +99,7 @@ def load_state(
                 )
             parts = [{**state, "pieces": pieces}]
     load_optimizer(snapshot.replicated["optimizer"], parts, optimizer, options)
+    # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
     shards.publish_weights(optimizer)
     if average is not None:
         _load_average(average, snapshot.replicated["ema"], parts if snapshot.sharding is not None else None)
@@ -108,6 +109,8 @@ def load_state(
         same_ranks = snapshot.replicas == hvd.size() and bool(snapshot.per_stage)
         if current().number == 0 and (same_ranks or optimizer.replicas is not None):
             _warn_of_changes(snapshot, next(model.parameters()).device.type)
+        # As many ranks as before: this rank has a random state and counts
+        # of its own to resume with. Other numbers of ranks draw anew.
         if same_ranks:
             _load_rank_state(snapshot, model, optimizer)
         if optimizer.replicas is not None:

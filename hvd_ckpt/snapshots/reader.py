@@ -213,6 +213,7 @@ def read(path: Path, rank: int | None = None) -> Snapshot:
     )
     replicas = manifest.ranks // (stages * tensor)
     part = current().part if current().tensor == tensor else 0
+    # Process (stage * replicas + rank) * tensor + part wrote the file: one file of each stage.
     of_rank = range(rank * tensor + part, manifest.ranks, replicas * tensor) if rank < replicas else range(0)
     per_stage = tuple(files.state(rank_file(number)) for number in of_rank)
     return Snapshot(
@@ -323,6 +324,7 @@ def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
             old.append(path)
         else:
             kept.add(path)
+            # A damaged snapshot does not count: ``keep`` good ones stay, and with them the damaged ones in between.
             complete += _looks_whole(path)
     remove(old, warn)
     left_over = (folder / name for name in names_in(folder))

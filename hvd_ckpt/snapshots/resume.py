@@ -145,6 +145,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
     parameters = []
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
+        # Steps of one tensor at a time, which also run on the meta device.
         options.update({name: False for name in ("fused", "foreach", "capturable") if name in options})
         if isinstance(options.get("lr"), Tensor):
             options["lr"] = float(options["lr"])
@@ -157,6 +158,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
         parameters += alike
         twin.param_groups = [{**options, "params": alike}]
         with contextlib.suppress(RuntimeError):  # some read a value, when they have made all that they keep
+            # The step of the wrapped class: that of a DistributedOptimizer would communicate.
             getattr(optimizer, "wrapped_class", type(optimizer)).step(twin)
     return [twin.state[one] for one in parameters]
 
@@ -222,6 +224,7 @@ def read_shards(
     sharding, path = snapshot.sharding, snapshot.path
     assert sharding is not None and path is not None
     files = open_snapshot(path)
+    # The rank has read the weights some time ago, and a run may have put another snapshot of this step in their place.
     if files.manifest != snapshot.manifest:
         raise SnapshotError(f"The snapshot '{path}' has been written again while it was read: resume again.")
     by_name = {one.name: one for one in wanted}

@@ -365,5 +365,6 @@ def files_of(rank: int, optimizer: bool, weights: bool) -> list[str]:
 
 
 def _hash(document: dict[str, Any]) -> str:
+    # Of the content and not of the text: the file may be indented in another way and keep its hash.
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -154,6 +154,8 @@ class Snapshots:
         except (TypeError, ValueError) as wrong:
             error = wrong
         options = described(folder=str(folder), **given, blocking=blocking)
+        # Collective: an argument that is wrong on one rank alone is raised
+        # on all, so that none waits in the first collective of a save.
         agree_on_options("Snapshots", options, error)
         assert isinstance(optimizer, ReducedOptimizer)
         self.folder = Path(folder)
@@ -190,6 +192,8 @@ class Snapshots:
             found = find(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
+        # One process chooses for all. Each rank by itself could find another
+        # newest one while files come and go on a network file system.
         path = of_first_process(found, "hvd_ckpt.snapshots.path")
         if path is None:
             return 0
@@ -208,6 +212,7 @@ class Snapshots:
                 raise SnapshotError(
                     f"The snapshot '{path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
                 ) from None
+        # Nothing has been changed up to here, so an error leaves model and optimizer as they were.
         load_weights(snapshot, self._model, self._optimizer, self._shards)
         if not self.load(snapshot, options=True):
             seed_all(seed_of_rank(0, snapshot.step))
@@ -242,6 +247,7 @@ class Snapshots:
                 )
             self._resumed = True
         scheduler, loader = (
+            # The writer's thread reads the state later, when the loop has changed it.
             None if one is None else copy.deepcopy(one.state_dict())
             for one in (self._scheduler, self._loader)
         )
@@ -267,6 +273,11 @@ class Snapshots:
         if self._writer is not None:
             self._writer.check()
         optimizer, local = self._optimizer, isinstance(self._optimizer, LocalOptimizer)
+        # A signal that one rank gets during step k:
+        #
+        #     after step k               this rank calls notify() below; all ranks return None
+        #     gradients of step k + 1    carry the flag to all ranks
+        #     after step k + 1           all ranks are notified, enter this collective together, and return the same reason
         if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
             reports = of_all_processes(self.stop.reason, "Snapshots: stop")
             self._stopped = self._stopped or next((one for one in reports if one is not None), None)
@@ -411,6 +422,8 @@ class Snapshots:
             return
         token, grid = of_first_process(secrets.token_hex(4), "hvd_ckpt.snapshots.token"), current()
         with ExitStack() as opened:
+            # Left in reverse: first the hooks, so that no step waits for a
+            # writer that is gone; then the writer; the signal handlers last.
             opened.enter_context(self.stop)
             writer = SnapshotWriter(
                 self.folder / "snapshots",

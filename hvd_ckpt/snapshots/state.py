@@ -160,6 +160,7 @@ def check_fits(
     pipeline = isinstance(model, Pipeline)
 
     def of_model(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # A snapshot has the tensors of the whole model, and a stage those of its blocks.
         return {name: one for name, one in given.items() if name in expected or not pipeline}
 
     check_tensors(of_model(snapshot.weights, known), known, "weights", True)

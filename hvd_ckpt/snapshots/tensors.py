@@ -149,6 +149,7 @@ class Staging:
         if self._used == len(self._copies) or self._layouts[self._used] != layout:
             del self._copies[self._used :], self._layouts[self._used :]
             try:
+                # A tensor that is made in inference mode could not be written outside of it, in the next snapshot.
                 with torch.inference_mode(False):
                     copy = torch.empty_like(
                         tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False
@@ -183,6 +184,7 @@ class AsyncCopy:
         self._later = list(later)
         _copy(now)
         devices = {source.device for source, _ in (*now, *later) if source.is_cuda}
+        # Behind the last update in the stream: the thread's stream waits for it before it reads the tensors.
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def run(self) -> None:
@@ -262,6 +264,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> FileEntry:
             f"weights cannot be stored ({error}): store them in types of numbers that safetensors has"
         ) from None
     with open(path, "rb") as file:
+        # safetensors does not flush what it writes. A descriptor for reading flushes the file, too.
         os.fsync(file.fileno())
     return hash_file(path)
 
@@ -275,6 +278,7 @@ def hash_file(path: Path) -> FileEntry:
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(CHUNK))
     with open(
+        # Follows no link, and does not wait for a writer if a FIFO has the file's name.
         os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0
     ) as file:
         while count := file.readinto(buffer):
@@ -297,6 +301,7 @@ def load_state(path: Path, mmap: bool = False) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             if any(
+                # torch.save compresses nothing, and a few compressed bytes could expand to more than there is memory.
                 one.compress_type != zipfile.ZIP_STORED or one.file_size > size for one in archive.infolist()
             ):
                 raise Wrong(f"it is compressed: {DAMAGED}")
@@ -351,6 +356,7 @@ class _HashedFile:
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         try:
+            # After an error, the rest is dropped: torch.save goes on writing, and save_state() raises the error.
             for start in range(0, len(view) if self.error is None else 0, CHUNK):
                 part = view[start : start + CHUNK]
                 self.sha256.update(part)

@@ -63,8 +63,10 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         tensor = distinct(tensor).contiguous()
     data = tensor.resolve_conj().resolve_neg().view(-1)
     weights = _weights(data.device)
+    # Elements that fill 32-bit integers. Up to 3 bytes behind them are added with weights of their own.
     whole = data.numel() * data.element_size() // 4 * 4 // data.element_size()
     if data.element_size() < 4:
+        # A view as 32-bit integers needs an offset of whole integers.
         if data.storage_offset() * data.element_size() % 4:
             data = data.clone()
         result = _weighted(data[:whole].view(torch.int32), weights)

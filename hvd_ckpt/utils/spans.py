@@ -21,6 +21,7 @@ from hvd_ckpt.utils.torch_private import DisableTorchFunction, disable_current_m
 KINDS = ("data", "forward", "backward", "recompute", "wait", "update")
 MOST_EVENTS = 10_000  # most pairs of events that are not read yet
 
+# Of the process and not of a thread: autograd runs hooks and recomputations on threads of its own.
 _active: SpanTimes | None = None
 
 
