@@ -131,8 +131,8 @@ class TotalTerms:
         self._mean = mean
         if mean is None and across_ranks and mpi_ops.size() > 1:
             self._total, self._ranks = None, mpi_ops.size()
+            # The name is the same in each step, and Horovod refuses a name that is in flight. So each call must be waited for.
             self._handle = mpi_ops.allreduce_async_(
-                # The name is the same in each step, and Horovod refuses a name that is in flight. So each call must be waited for.
                 torch.tensor([own], dtype=torch.float64), name="hvd_ckpt.accumulate.terms", op=mpi_ops.Sum
             )
 
@@ -269,8 +269,8 @@ def silence(loss: Tensor) -> None:
 
 
 def _without_nan(inputs: Sequence[Tensor | None], outputs: Any) -> tuple[Tensor | None, ...]:
+    # Infinities stay as they are: by default, nan_to_num() makes the
+    # largest number of them, and an overflow would go unnoticed.
     return tuple(
-        # Infinities stay as they are: by default, nan_to_num() makes the
-        # largest number of them, and an overflow would go unnoticed.
         None if gradient is None else gradient.nan_to_num(0.0, math.inf, -math.inf) for gradient in inputs
     )

@@ -277,8 +277,8 @@ def hash_file(path: Path) -> FileEntry:
     """
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(CHUNK))
+    # Follows no link, and does not wait for a writer if a FIFO has the file's name.
     with open(
-        # Follows no link, and does not wait for a writer if a FIFO has the file's name.
         os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0
     ) as file:
         while count := file.readinto(buffer):
@@ -300,8 +300,8 @@ def load_state(path: Path, mmap: bool = False) -> Any:
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
+            # torch.save compresses nothing, and a few compressed bytes could expand to more than there is memory.
             if any(
-                # torch.save compresses nothing, and a few compressed bytes could expand to more than there is memory.
                 one.compress_type != zipfile.ZIP_STORED or one.file_size > size for one in archive.infolist()
             ):
                 raise Wrong(f"it is compressed: {DAMAGED}")
