@@ -101,9 +101,10 @@ class Grid:
                 assert self.link is not None
                 memory = values.contiguous().view(torch.uint8)
                 requests += [
-                    (one, other) for one in self.link.receive(row.view(torch.uint8), other, GATHER_TAG)
+                    (request, other)
+                    for request in self.link.receive(row.view(torch.uint8), other, GATHER_TAG)
                 ]
-                requests += [(one, other) for one in self.link.send(memory, other, GATHER_TAG)]
+                requests += [(request, other) for request in self.link.send(memory, other, GATHER_TAG)]
         for request, other in requests:
             assert self.link is not None
             self.link.wait(request, f"values of {self.name(other)}", other)

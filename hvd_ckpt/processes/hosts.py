@@ -69,13 +69,13 @@ class Peer:
 def own_addresses() -> tuple[str, ...]:
     """This machine's IPv4 addresses but for loopback, those of interfaces that are up first."""
     up = {name for name, status in psutil.net_if_stats().items() if status.isup}
-    found = [
+    addresses = [
         (name not in up, entry.address)
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family == socket.AF_INET and not entry.address.startswith("127.")
     ]
-    return tuple(address for _, address in sorted(found))
+    return tuple(address for _, address in sorted(addresses))
 
 
 def diagnose(peers: Sequence[Peer], own: Peer) -> str:

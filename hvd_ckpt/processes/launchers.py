@@ -112,8 +112,8 @@ def adopt_launcher() -> str | None:
 
 def launched_rank() -> int | None:
     """The rank that a launcher gave this process; None if no known launcher started it."""
-    found = map(whole_in, RANK_VARIABLES)
-    return next((number for number in found if number is not None), None)
+    numbers = map(whole_in, RANK_VARIABLES)
+    return next((number for number in numbers if number is not None), None)
 
 
 def launcher_chain(rank: int) -> list[int]:

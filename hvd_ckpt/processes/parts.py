@@ -124,10 +124,12 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     hosts = {part: rows[part] if rows[part].device.type == "cpu" else rows[part].cpu() for part, _ in others}
     requests = []
     for part, process in others:
-        requests += [(one, process) for one in grid.link.receive(_bytes(hosts[part]), process, FIRST_TAG)]
+        requests += [
+            (request, process) for request in grid.link.receive(_bytes(hosts[part]), process, FIRST_TAG)
+        ]
     memories = {part: _bytes(sent[part].cpu()) for part, _ in others}  # until they are sent
     for part, process in others:
-        requests += [(one, process) for one in grid.link.send(memories[part], process, FIRST_TAG)]
+        requests += [(request, process) for request in grid.link.send(memories[part], process, FIRST_TAG)]
     for request, process in requests:
         grid.link.wait(request, f"values of {grid.name(process)}", process)
     for part, _ in others:

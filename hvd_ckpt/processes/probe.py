@@ -79,8 +79,8 @@ def find_launcher() -> list[str] | None:
     beside = Path(sys.executable).parent / "horovodrun"
     if beside.exists():
         return [str(beside)]
-    found = shutil.which("horovodrun")
-    return [found] if found else None
+    program = shutil.which("horovodrun")
+    return [program] if program else None
 
 
 def launcher_environment() -> dict[str, str]:
@@ -173,8 +173,8 @@ def _try_operations(hvd: Any, torch: Any, device: str) -> dict[str, str]:
     answers = {}
     for name, (operation, expected) in tries.items():
         try:
-            found = operation().tolist()
-            answers[name] = "ok" if found == expected else f"gave {found} instead of {expected}"
+            result = operation().tolist()
+            answers[name] = "ok" if result == expected else f"gave {result} instead of {expected}"
         except Exception as error:
             answers[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     return answers

@@ -257,8 +257,8 @@ def _restarts_with_both_set() -> bool:
 
 def _launched_local_size() -> int:
     """Number of ranks that the launcher has started on this machine; 1 if no known launcher has."""
-    found = map(whole_in, LOCAL_SIZE_VARIABLES)
-    return next((number for number in found if number is not None), 1)
+    numbers = map(whole_in, LOCAL_SIZE_VARIABLES)
+    return next((number for number in numbers if number is not None), 1)
 
 
 def _set_mpi_prefix() -> None:

@@ -126,7 +126,7 @@ class Watchdog:
         if self.timeout is None:
             return None
         waits, now = self._longer_than(self.timeout), self.now()
-        return next((one for one in waits if now - one[1].since > one[1].least), None)
+        return next((late for late in waits if now - late[1].since > late[1].least), None)
 
     def _longer_than(self, seconds: float) -> Iterator[tuple[int, Wait]]:
         """Threads whose waits have lasted longer, and these waits."""

@@ -82,12 +82,12 @@ def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[R
         Wrong: one does not come.
         OSError: the folder cannot be read.
     """
-    found: dict[int, RankManifest] = {}
+    manifests: dict[int, RankManifest] = {}
     missing = list(range(1, ranks))
     for waited in _looks():
         names = set(os.listdir(temporary)) if missing else set()
-        found.update({rank: _receive(temporary, rank) for rank in missing if _name(rank) in names})
-        missing = [rank for rank in missing if rank not in found]
+        manifests.update({rank: _receive(temporary, rank) for rank in missing if _name(rank) in names})
+        missing = [rank for rank in missing if rank not in manifests]
         if not missing:
             break
         if given_up():
@@ -98,7 +98,7 @@ def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[R
             raise Wrong(
                 not_shared(f"rank {missing[0]} has not written its files for {RANK_SECONDS:g} seconds")
             )
-    return [found[rank] for rank in sorted(found)]
+    return [manifests[rank] for rank in sorted(manifests)]
 
 
 def not_shared(what: str) -> str:

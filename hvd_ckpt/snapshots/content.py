@@ -129,7 +129,7 @@ class RunShards:
         if self._is_spread:
             # A tied parameter is the first of its stages' to write, what is whole the first replica's, and a copy the first part's.
             own = dict(model.named_parameters()) if self.stage or current().replica == 0 else {}
-            pieces = _select(state, pieces, [name for name, one in own.items() if _is_own(one)])
+            pieces = _select(state, pieces, [name for name, tensor in own.items() if _is_own(tensor)])
         if not self.is_first:
             pieces, weights = _select(state, pieces, ()), None if weights is None else []
         shards = RankShards(
@@ -149,12 +149,12 @@ class RunShards:
             return optimizer.weight_pieces() if self.splits_each else None
         own: dict[str, Tensor] = dict(model.named_parameters())
         own.update(model.named_buffers())
-        own = {name: one for name, one in own.items() if _is_own(one)}
+        own = {name: tensor for name, tensor in own.items() if _is_own(tensor)}
         first = current().replica == 0
         pieces = [
-            (name, 0, one.numel(), TensorSpec.of(one).flatten(one))
-            for name, one in own.items()
-            if first and name in self._tensors and not (self.splits_each and isinstance(one, nn.Parameter))
+            (name, 0, tensor.numel(), TensorSpec.of(tensor).flatten(tensor))
+            for name, tensor in own.items()
+            if first and name in self._tensors and not (self.splits_each and isinstance(tensor, nn.Parameter))
         ]
         if self.splits_each:
             pieces += [piece for piece in optimizer.weight_pieces() if piece[0] in own]
@@ -183,7 +183,7 @@ def _flatten(state: Mapping[str, Any], ranges: Sequence[ShardRange]) -> list[tup
             state["state"][number] = entries
         if "averages" in state:
             state["averages"][number] = whole.spec.flatten(state["averages"][number])
-    return [(one.name, one.start, one.stop) for one in ranges]
+    return [(elements.name, elements.start, elements.stop) for elements in ranges]
 
 
 def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]) -> list[Any]:
@@ -204,12 +204,12 @@ def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under all names that they have in ``state_dict()``, which is refused where parameters are split."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
 
 
 def tensors_of(
@@ -227,10 +227,10 @@ def tensors_of(
     first: dict[int, str] = {}
     tensors: dict[str, TensorMetadata] = {}
     aliases: dict[str, str] = {}
-    found = dict(whole.named_parameters(remove_duplicate=False))
+    named = dict(whole.named_parameters(remove_duplicate=False))
     if buffers:
-        found.update(named_tensors(whole))
-    for name, tensor in found.items():
+        named.update(named_tensors(whole))
+    for name, tensor in named.items():
         stored = first.setdefault(id(tensor), name) if known is None else known[name]
         if stored != name:
             aliases[name] = stored

@@ -86,12 +86,12 @@ def names_in(folder: Path) -> list[str]:
 
 def list_snapshots(folder: Path) -> list[Path]:
     """All snapshots, complete or not, newest first."""
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for name in names_in(folder):  # those that were being replaced sort before those in place
         replaced = _REPLACED.fullmatch(name)
         if replaced or SNAPSHOT.fullmatch(name):
-            found[replaced[1] if replaced else name] = name
-    by_step = {int(known[5:]): name for known, name in found.items() if known == name_of(int(known[5:]))}
+            named[replaced[1] if replaced else name] = name
+    by_step = {int(known[5:]): name for known, name in named.items() if known == name_of(int(known[5:]))}
     return [folder / by_step[step] for step in sorted(by_step, reverse=True)]
 
 

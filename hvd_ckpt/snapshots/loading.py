@@ -82,15 +82,15 @@ def load_state(
             parts = [{**snapshot.replicated["optimizer"], "pieces": pieces}]  # a rank's own, of local SGD
         elif snapshot.sharding is not None:
             own = ranges_of(optimizer)
-            names = {shards.stored_name(one.name): one.name for one in own}
-            wanted = [one._replace(name=shards.stored_name(one.name)) for one in own]
+            names = {shards.stored_name(elements.name): elements.name for elements in own}
+            wanted = [elements._replace(name=shards.stored_name(elements.name)) for elements in own]
             cuts = {shards.stored_name(name): cut for name, cut in cuts_of(model).items()}
             parts = read_shards(snapshot, wanted, expected, len(optimizer.param_groups), cuts)
             for part in parts:
                 part["pieces"] = [[names.get(name, name), *rest] for name, *rest in part["pieces"]]
         elif current().stages > 1:  # each of which has a part of what is whole there
             state = snapshot.replicated["optimizer"]
-            sizes = {name: one.numel() for name, one in snapshot.weights.items()}
+            sizes = {name: tensor.numel() for name, tensor in snapshot.weights.items()}
             pieces = [[name, 0, sizes[name]] for name in expected]
             if len(pieces) != sum(len(group["params"]) for group in state["param_groups"]):
                 raise SnapshotError(
@@ -184,7 +184,7 @@ def average_state(
         return None, None
     state = average.state_dict()
     names = [name for name, _, _ in state["pieces"]]
-    whole = None if sharded else {names[number]: one for number, one in state["averages"].items()}
+    whole = None if sharded else {names[number]: values for number, values in state["averages"].items()}
     return {"n_averaged": state["n_averaged"], "averages": whole}, state["averages"] if sharded else None
 
 
@@ -196,6 +196,6 @@ def _load_average(
         return
     if parts is None:
         whole = state["averages"]
-        pieces = [(name, 0, one.numel()) for name, one in whole.items()]
+        pieces = [(name, 0, values.numel()) for name, values in whole.items()]
         parts = [{"pieces": pieces, "averages": dict(enumerate(whole.values()))}]
     average.load_state_dict([{**part, "n_averaged": state["n_averaged"]} for part in parts])

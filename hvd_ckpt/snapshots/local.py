@@ -121,8 +121,8 @@ def load_local(
         )
     state = own["optimizer"] or shared["optimizer"]
     scaler = own["scaler"] or shared["scaler"]
-    found = dataclasses.replace(snapshot, replicated={**shared, "optimizer": state, "scaler": scaler})
-    return found, own["averages"]
+    resumed = dataclasses.replace(snapshot, replicated={**shared, "optimizer": state, "scaler": scaler})
+    return resumed, own["averages"]
 
 
 def _pieces_of(optimizer: Any) -> dict[str, list[tuple[str, int, int]]] | None:
@@ -131,7 +131,7 @@ def _pieces_of(optimizer: Any) -> dict[str, list[tuple[str, int, int]]] | None:
         return None
     return {
         "weights": [piece[:3] for piece in optimizer.weight_pieces()],
-        "optimizer": [(one.name, one.start, one.stop) for one in optimizer.pieces],
+        "optimizer": [(elements.name, elements.start, elements.stop) for elements in optimizer.pieces],
     }
 
 

@@ -170,15 +170,17 @@ class SnapshotFiles:
             sizes = [whole.spec_of(tensor, part).numel for part in range(count)]
             return flats.setdefault(name, [torch.empty(size, dtype=whole.torch_dtype) for size in sizes])
 
-        for name in (name for name, one in parameters.items() if not one.numel):
+        for name in (name for name, parameter in parameters.items() if not parameter.numel):
             flats_of(name)
         for rank, shards in enumerate(ranks):
-            name, found = read(rank)
+            name, values_by_name = read(rank)
             with naming(self.path, name):
-                if not isinstance(found, dict) or set(found) != {shard.name for shard in shards}:
+                if not isinstance(values_by_name, dict) or set(values_by_name) != {
+                    shard.name for shard in shards
+                }:
                     raise Wrong(f"it has other parameters than the manifest says: {DAMAGED}")
                 for shard in shards:
-                    whole, values = parameters[shard.name], found.pop(shard.name)
+                    whole, values = parameters[shard.name], values_by_name.pop(shard.name)
                     fits = isinstance(values, Tensor) and values.shape == (shard.size,)
                     if not fits or (exact and values.dtype != whole.torch_dtype):
                         raise Wrong(f"{shown(shard.name)} is not what the manifest says: {DAMAGED}")
@@ -258,10 +260,10 @@ def open_snapshot(path: Path) -> SnapshotFiles:
 
 def _check_regular(path: Path) -> int:
     """The size of a file; raises Wrong if it is something else."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise Wrong(f"it is a link, a folder or a device: {DAMAGED}")
-    return found.st_size
+    return status.st_size
 
 
 @contextmanager

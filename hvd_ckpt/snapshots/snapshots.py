@@ -48,8 +48,8 @@ from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.schema import DAMAGED
 from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import (
-    PerRankState,
-    ReplicatedState,
+    LoopRankState,
+    LoopState,
     check_fits,
     check_kinds,
     check_state,
@@ -58,20 +58,6 @@ from hvd_ckpt.snapshots.state import (
 from hvd_ckpt.snapshots.stopping import StopRequest, forget_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils.schema import Wrong
-
-
-class _LoopState(ReplicatedState):
-    """State of a loop that is the same on every rank."""
-
-    scheduler: dict[str, Any] | None
-    loader: dict[str, Any] | None
-    loop: dict[str, Any]
-
-
-class _LoopRankState(PerRankState):
-    """State of a loop of each rank; ``loader`` is None if that is the same on every rank."""
-
-    loader: dict[str, Any] | None
 
 
 class Snapshots:
@@ -189,19 +175,22 @@ class Snapshots:
         self._open()
         self._resumed = True
         with errors_on_all("Snapshots: find"):
-            found = find(self.folder / "snapshots") if current().number == 0 else None
+            newest = find(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
         # One process chooses for all. Each rank by itself could find another
         # newest one while files come and go on a network file system.
-        path = of_first_process(found, "hvd_ckpt.snapshots.path")
+        path = of_first_process(newest, "hvd_ckpt.snapshots.path")
         if path is None:
             return 0
         with errors_on_all("Snapshots: read"):
             snapshot = read(path)
             try:
-                check_state(snapshot, _LoopState, _LoopRankState)
-                specs = {self._shards.stored_name(one.name): one.spec for one in ranges_of(self._optimizer)}
+                check_state(snapshot, LoopState, LoopRankState)
+                specs = {
+                    self._shards.stored_name(elements.name): elements.spec
+                    for elements in ranges_of(self._optimizer)
+                }
                 check_kinds(snapshot, self._kinds)
                 snapshot = in_order_of(sliced(snapshot, self._model), self._optimizer)
                 check_fits(snapshot, self._model, self._optimizer, specs)
@@ -217,12 +206,12 @@ class Snapshots:
         if not self.load(snapshot, options=True):
             seed_all(seed_of_rank(0, snapshot.step))
         with errors_on_all("Snapshots: loop"):
-            for one, state in (
+            for owner, state in (
                 (self._scheduler, snapshot.replicated["scheduler"]),
                 (self._loader, self._state_of_loader(snapshot)),
             ):
-                if one is not None and state is not None:
-                    one.load_state_dict(state)
+                if owner is not None and state is not None:
+                    owner.load_state_dict(state)
         self.loop = snapshot.replicated["loop"]
         return snapshot.step
 
@@ -248,8 +237,8 @@ class Snapshots:
             self._resumed = True
         scheduler, loader = (
             # The writer's thread reads the state later, when the loop has changed it.
-            None if one is None else copy.deepcopy(one.state_dict())
-            for one in (self._scheduler, self._loader)
+            None if owner is None else copy.deepcopy(owner.state_dict())
+            for owner in (self._scheduler, self._loader)
         )
         self.begin(
             step,
@@ -280,7 +269,7 @@ class Snapshots:
         #     after step k + 1           all ranks are notified, enter this collective together, and return the same reason
         if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
             reports = of_all_processes(self.stop.reason, "Snapshots: stop")
-            self._stopped = self._stopped or next((one for one in reports if one is not None), None)
+            self._stopped = self._stopped or next((reason for reason in reports if reason is not None), None)
         # Each stage has a world of its own, in which the flag travels.
         asked = current().on_any_stage(self.stop.reason is not None)
         if asked and self._stopped is None and not local:
@@ -438,9 +427,9 @@ class Snapshots:
             opened.callback(self._forget_writer)
             self._writer = opened.enter_context(writer)
             opened.callback(self._optimizer.register_step_pre_hook(lambda *_: writer.before_update()).remove)
-            for one in (self._average, self._optimizer):
-                if isinstance(one, (AveragedWeights, LocalOptimizer)):
-                    one.before_change = self.before_update
+            for changing in (self._average, self._optimizer):
+                if isinstance(changing, (AveragedWeights, LocalOptimizer)):
+                    changing.before_change = self.before_update
             self._opened = opened.pop_all()
 
     def _on_written(self, path: Path, warn: Warn) -> None:

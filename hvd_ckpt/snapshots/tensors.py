@@ -85,9 +85,11 @@ class _Mapping:
                     raise Wrong(
                         f"{place} has the key {ascii(key)[:60]} of {type(key).__name__}, and a key must be {_KEYS}"
                     )
-            return {key: self.map(one, _entry(place, key), depth + 1) for key, one in value.items()}
+            return {key: self.map(item, _entry(place, key), depth + 1) for key, item in value.items()}
         if kind in (list, tuple):
-            return kind([self.map(one, f"{place}[{number}]", depth + 1) for number, one in enumerate(value)])
+            return kind(
+                [self.map(item, f"{place}[{number}]", depth + 1) for number, item in enumerate(value)]
+            )
         way_out = "a tensor" if kind is np.ndarray else "numbers, texts, lists, dicts or tensors"
         raise Wrong(
             f"{place} is a {kind.__module__}.{kind.__qualname__}, which snapshots do not hold: store {way_out}"
@@ -110,7 +112,7 @@ def check_tensor(tensor: Any, place: str) -> None:
 
 def _is_key(key: Any) -> bool:
     if type(key) is tuple:
-        return all(_is_key(one) for one in key)
+        return all(_is_key(part) for part in key)
     return key is None or type(key) in (str, int, float, bool)
 
 
@@ -302,7 +304,8 @@ def load_state(path: Path, mmap: bool = False) -> Any:
         with zipfile.ZipFile(path) as archive:
             # torch.save compresses nothing, and a few compressed bytes could expand to more than there is memory.
             if any(
-                one.compress_type != zipfile.ZIP_STORED or one.file_size > size for one in archive.infolist()
+                entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size
+                for entry in archive.infolist()
             ):
                 raise Wrong(f"it is compressed: {DAMAGED}")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)

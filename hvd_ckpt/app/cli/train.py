@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 
 from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.app.models.catalog import overview
-from hvd_ckpt.app.training.config import Config, ConfigError, Options, read_yaml
+from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.app.training.field_types import Options
 from hvd_ckpt.app.training.supervise import Commands, asked_by, supervise
 from hvd_ckpt.processes.launchers import RANK_VARIABLES, launched_rank
 from hvd_ckpt.processes.probe import find_launcher, launcher_environment

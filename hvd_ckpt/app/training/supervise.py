@@ -103,7 +103,9 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
                 _say(f"{ended}; not launched again: {reason}")
                 return status
             # Only snapshots that this job has written count: a run that was resumed from an older one may have later ones.
-            new = max(_snapshots_of(commands.run) - before, key=lambda one: step_of(one[0]), default=None)
+            new = max(
+                _snapshots_of(commands.run) - before, key=lambda snapshot: step_of(snapshot[0]), default=None
+            )
             settings, origin = _next_launch(commands, None if new is None else new[0])
             begun = (commands.run / "config.yaml").exists()
             if restarts == max_restarts:
