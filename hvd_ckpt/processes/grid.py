@@ -13,7 +13,7 @@ import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import horovod.torch as hvd
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hvd_ckpt.processes.hosts import Peer
     from hvd_ckpt.processes.links import GlooLink, MpiLink
+
+T = TypeVar("T")
 
 GATHER_TAG, FAILURE_TAG = 0, 1  # of messages; a pipeline's values have tags from FIRST_TAG
 FIRST_TAG = 2
@@ -116,6 +118,13 @@ class Grid:
             return happened
         own = torch.tensor([float(happened)], dtype=torch.float64)
         return any(bool(stage) for stage in self.gather(own))
+
+    def of_last_stage(self, value: T) -> T:
+        """The picklable value of the last stage, such as the output of a model, on every stage. Collective like :meth:`gather`."""
+        if self.stages == 1:
+            return value
+        last: T = self.gather_objects(value)[-1]
+        return last
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value of every stage and part of this replica, ordered by stage, then part. Collective over these."""

@@ -201,6 +201,7 @@ def unpack_and_patch(sdist: Path, folder: Path) -> Path:
     for name, old, new in PATCHES:
         path = source / name
         text = path.read_text() if path.is_file() else ""
+        # A patch that fits nowhere, or twice, means another source: a build of it would miss a repair without a word.
         if text.count(old) != 1:
             raise BuildError(f"Horovod's {name} does not hold {old!r} once; the patch for it no longer fits.")
         path.write_text(text.replace(old, new))

@@ -84,6 +84,14 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
     settings = commands.first
     with _Signals() as signals, _subreaper():
         while True:
+            # What follows a launch; the first line that holds decides:
+            #
+            #     a signal has come to this process    128 + signal
+            #     failure.txt                          no restart, which would fail in the same way
+            #     status 0                             the end of the run
+            #     status 2, 126, 127, or the file stop no restart: invalid settings, or the user has asked for it
+            #     no restart left                      the status of the job
+            #     anything else                        a restart from the newest snapshot that this job has written
             job = _Job(commands, settings)
             status = job.follow(signals, grace)
             if signals.first is not None:
@@ -128,6 +136,7 @@ class _Job:
 
     def __init__(self, commands: Commands, settings: Sequence[str]) -> None:
         self._run = commands.run
+        # Other children, such as those of a test runner, are no part of the job and must not be killed with it.
         self._others = {child.pid for child in psutil.Process().children()}
         self._process = subprocess.Popen(
             [*commands.launcher, "env", f"{SUPERVISED_VARIABLE}=1", *_program(), "train", *settings],
