@@ -286,6 +286,7 @@ class Execution:
     def _backward(self, action: Action, following: Action | None) -> None:
         index = action.micro_batch
         micro_batch = self._micro_batches[index]
+        # Taken out, so that the graph and its activations are freed with this pass.
         in_flight = self._in_flight.pop((action.chunk, index))
         roots: list[Tensor] = []
         gradients: list[Tensor] = []

@@ -123,6 +123,11 @@ def launcher_chain(rank: int) -> list[int]:
     ``horovodrun`` or a program that calls Horovod's. Over ssh, where the launcher is elsewhere, it is ssh's daemon. A shell that is
     not part of the rank does not count: somebody may have given the rank by hand, and leave the shell while it trains.
     """
+    # From the rank upward; what is in parentheses is part of the rank:
+    #
+    #     horovodrun --gloo    rank  (shell with HOROVOD_RANK=...)  (helper of Horovod's)  horovodrun
+    #     horovodrun --mpi     rank  mpirun  the shell that horovodrun has become
+    #     mpirun               rank  mpirun, or orted on another host
     chain = [rank]
     while (process := look_up(chain[-1])) is not None and process.parent > 1:
         parent = process.parent

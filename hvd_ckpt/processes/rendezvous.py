@@ -65,6 +65,7 @@ def join_job(launcher: str, seconds: float | None = None) -> None:
     rank, size = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
     address, port = _meeting_point(launcher)
     here = socket.gethostname()
+    # With TORCHELASTIC_USE_AGENT_STORE, torchrun's own process holds a store at this address already.
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     limit = timedelta(seconds=min(seconds or SECONDS, LONGEST))
     try:

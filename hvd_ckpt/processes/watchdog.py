@@ -323,6 +323,7 @@ def _install() -> None:
             seen.last = _dog.now()
         else:
             now = _dog.now()
+            # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again.
             _dog.polls[handle] = Poll(threading.get_ident(), now, now)
         return done
 

@@ -134,6 +134,8 @@ def _means(files: SnapshotFiles, weights: dict[str, Tensor]) -> dict[str, Tensor
         written += local["optimizer"] is None
     means = {}
     for name, total in sums.items():
+        # Each rank has its own buffers, and each group one copy of the weights: `written` ranks are a
+        # group. A shard that is missing shows in the count of elements.
         copies = manifest.ranks if name in state["buffers"] else manifest.ranks // max(written, 1)
         with naming(files.path, MANIFEST):
             if added[name] != copies * total.numel():

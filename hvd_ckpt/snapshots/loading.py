@@ -75,6 +75,11 @@ def load_state(
     """
     model, optimizer, shards = target.model, target.optimizer, target.shards
     average, scaler = target.average, target.scaler
+    # The optimizer's state in parts, with the name and the elements of each; None for a whole state in the order of this optimizer:
+    #
+    #     shards, and this rank has its own (local SGD)    its own
+    #     shards                                           those that have elements of this rank's
+    #     a whole state, and stages here                   the whole as one part, of which each stage takes its parameters
     parts = None
     with errors_on_all("Snapshots: parts"):
         if snapshot.sharding is not None and snapshot.replicated["optimizer"] is not None:

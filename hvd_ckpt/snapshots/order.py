@@ -41,6 +41,7 @@ def reordered(state: Mapping[str, Any], names: Names, optimizer: Any) -> dict[st
             where = "there and not here" if name in there else "here and not there"
             raise Wrong(f"optimizer.param_groups[{at}]: parameter {shown(name)} is {where}")
         numbers.update(zip(there, group["params"]))
+    # An example: the names there are [b, a] with the numbers 0 and 1, and here [a, b]. So entry 1 there becomes entry 0.
     counter = itertools.count()
     ordered: dict[str, Any] = {"state": {}, "param_groups": []}
     for here, there, group in zip(own, names, groups):

@@ -93,6 +93,8 @@ class Slices:
 
     def __init__(self, sharding: ShardingMetadata, cuts: Mapping[str, Cut]) -> None:
         self._sharding, self._cuts = sharding, cuts
+        # By the name of each parameter that is cut anew, for each of its shards: part, first and last
+        # + 1 element, number in the state of its rank, and that state.
         self._found: dict[str, list[tuple[int, int, int, int, Mapping[str, Any]]]] = {}
 
     def is_cut_anew(self, name: str) -> bool:

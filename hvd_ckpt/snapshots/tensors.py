@@ -148,6 +148,7 @@ class Staging:
             Wrong: there is no memory for it.
         """
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
+        # A run's snapshots have the same state in the same order. From the first tensor that differs on, copies are made anew.
         if self._used == len(self._copies) or self._layouts[self._used] != layout:
             del self._copies[self._used :], self._layouts[self._used :]
             try:

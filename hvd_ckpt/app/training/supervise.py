@@ -210,6 +210,12 @@ class _Stop:
     def advance(self, number: int | None) -> None:
         """Handles a signal, or None where only time has passed."""
         now = time.monotonic()
+        # What the job gets, once the run has begun:
+        #
+        #     the first signal                    the file `stop`, and the grace to save and end
+        #     the second, or the grace is over    SIGTERM to its process group (SIGINT for Ctrl-C), and `seconds_to_end`
+        #     the third, or these are over        SIGKILL to its process group
+        #     SIGUSR1                             the file `stop`, without a limit
         repeated = number is not None and now - self._signal < REPEATED_SECONDS
         if number is not None:
             self._signal = now
