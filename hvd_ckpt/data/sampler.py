@@ -150,6 +150,8 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         positions = numpy.arange(position + rank, max(end, position + rank), size)
         epochs, offsets = numpy.divmod(positions, self.samples)
         numbers = offsets
+        # `numbers` is `offsets` and is written in place: the positions of an
+        # epoch are read before they are written, and by that epoch alone.
         for epoch in numpy.unique(epochs) if self._shuffle else ():
             here = epochs == epoch
             numbers[here] = self._permutation(int(epoch))[offsets[here]]

@@ -152,6 +152,7 @@ def answering_addresses(addresses: Iterable[str], seconds: float = PROBE_SECONDS
 
     The ports are that of ssh and those of connections that this process has, which no firewall between the two keeps shut.
     """
+    # All attempts run at the same time, so the limit holds for all hosts together and not for each of them.
     ports = _connected_ports()
     answered: set[str] = set()
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:

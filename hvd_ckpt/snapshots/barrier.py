@@ -85,6 +85,7 @@ def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[R
     manifests: dict[int, RankManifest] = {}
     missing = list(range(1, ranks))
     for waited in _looks():
+        # One listing for all ranks, for which a network file system asks its server.
         names = set(os.listdir(temporary)) if missing else set()
         manifests.update({rank: _receive(temporary, rank) for rank in missing if _name(rank) in names})
         missing = [rank for rank in missing if rank not in manifests]

@@ -130,6 +130,8 @@ class RunShards:
             # A tied parameter is the first of its stages' to write, what is whole the first replica's, and a copy the first part's.
             own = dict(model.named_parameters()) if self.stage or current().replica == 0 else {}
             pieces = _select(state, pieces, [name for name, tensor in own.items() if _is_own(tensor)])
+        # Other groups of local SGD write no shards: what their ranks have
+        # of their own is in the state of each rank (snapshots.local).
         if not self.is_first:
             pieces, weights = _select(state, pieces, ()), None if weights is None else []
         shards = RankShards(
@@ -158,6 +160,7 @@ class RunShards:
         ]
         if self.splits_each:
             pieces += [piece for piece in optimizer.weight_pieces() if piece[0] in own]
+        # A rank behind the last element of a parameter has an empty shard, which the manifest does not list.
         return [piece for piece in pieces if piece[1] < piece[2]]
 
     def publish_weights(self, optimizer: Any) -> None:
@@ -222,6 +225,8 @@ def tensors_of(
         optimizer: that may have sharded them.
     """
     layout = optimizer.sharding.layout if hasattr(optimizer, "sharding") else None
+    # Tied parameters are one tensor, by which they are found. In a Pipeline,
+    # those of other stages are freed, so it has noted their names.
     known = getattr(model, "_first_names", None)  # of a Pipeline
     whole = model if known is None else model.__dict__["_model"]
     first: dict[int, str] = {}

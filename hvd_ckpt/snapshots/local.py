@@ -91,6 +91,7 @@ def load_local(
                 optimizer.averaging.check(own["averages"])
             except ValueError as error:
                 fault = str(error)
+        # At the end of a period, all ranks have the same weights, so any ranks may begin a new one.
         if fault is not None and shared["mid_period"]:
             raise SnapshotError(
                 f"The snapshot of step {snapshot.step} lies within a period of local SGD, where ranks have weights of their own: "

@@ -125,6 +125,7 @@ class SnapshotFiles:
     def _loadable(self, name: str) -> Path:
         size, memory = self.manifest.files[name].bytes, psutil.virtual_memory().total
         with naming(self.path, name):
+            # Before the file is read: a sparse file of any size fits on a small disk.
             if size > memory:
                 raise Wrong(
                     f"its {size >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
@@ -180,6 +181,7 @@ class SnapshotFiles:
                 }:
                     raise Wrong(f"it has other parameters than the manifest says: {DAMAGED}")
                 for shard in shards:
+                    # Taken out, so that a shard is freed when its elements have been copied.
                     whole, values = parameters[shard.name], values_by_name.pop(shard.name)
                     fits = isinstance(values, Tensor) and values.shape == (shard.size,)
                     if not fits or (exact and values.dtype != whole.torch_dtype):

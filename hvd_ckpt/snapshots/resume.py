@@ -63,6 +63,7 @@ def check_tensors(
         raise Wrong(f"{place} {there} {shown(odd[0])}: {OTHER_MODEL}")
     for name, value in given.items():
         expected = known[name]
+        # A run may resume in another precision: loading converts floating point numbers.
         floats = value.is_floating_point() and expected.is_floating_point()
         if value.shape != expected.shape or not (floats or value.dtype == expected.dtype):
             raise Wrong(

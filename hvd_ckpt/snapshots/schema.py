@@ -191,6 +191,7 @@ class ShardingMetadata(Strict):
             whole = self.parameters.get(name)
             is_cut = whole is not None and whole.how is not None
             for part in range(self.tensor if is_cut else 1):
+                # In order, each shard must begin where the last one ended: no gap and no overlap.
                 reached = 0
                 own = [shard for of_part, shard in shards_of_parameter if of_part == part or not is_cut]
                 for shard in sorted(own, key=lambda shard: shard.offset):

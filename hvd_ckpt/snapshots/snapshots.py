@@ -204,6 +204,8 @@ class Snapshots:
         # Nothing has been changed up to here, so an error leaves model and optimizer as they were.
         load_weights(snapshot, self._model, self._optimizer, self._shards)
         if not self.load(snapshot, options=True):
+            # There were other ranks. A seed by step and rank gives no rank
+            # the numbers of another one, nor those of an earlier resume.
             seed_all(seed_of_rank(0, snapshot.step))
         with errors_on_all("Snapshots: loop"):
             for owner, state in (
@@ -349,6 +351,7 @@ class Snapshots:
         self._open()
         assert self._writer is not None
         self._step = step
+        # The next forward pass writes buffers, while the copy is made; parameters stay as they are until the update.
         changing = {name for name, _ in self._model.named_buffers()}
         self._writer.begin(step, **self.contents(replicated, per_rank), changing=changing)
 

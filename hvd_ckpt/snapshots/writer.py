@@ -166,6 +166,7 @@ class SnapshotWriter:
         token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
         job = _Job(step, self._folder / temporary_name(name_of(step), token))
         try:
+            # Until the thread has finished: prune() of this process, behind the snapshot before, must not remove the folder.
             job.held.enter_context(under_way(job.temporary))
             if self._rank == 0:  # first of all: the other ranks' threads may be waiting for it
                 self._make_folder(job)

@@ -29,6 +29,7 @@ _CPU_ROWS, _DEVICE_ROWS = (
 
 def _pseudo_random(count: int) -> torch.Tensor:
     """Odd numbers by splitmix64, which are the same on every device and in every version of PyTorch."""
+    # The constants of splitmix64, written as signed numbers. Products of int64 wrap around in PyTorch, on all devices.
     value = torch.arange(1, count + 1, dtype=torch.int64) * -0x61C8864680B583EB
     value = (value ^ (value >> 30)) * -0x40A7B892E31B1A47
     value = (value ^ (value >> 27)) * -0x6B2FB644ECCEEE15

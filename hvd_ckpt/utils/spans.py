@@ -55,6 +55,7 @@ class SpanTimes:
             self._count(kind, outer, end - start)
             return
         self._events.append((kind, outer, start, end))
+        # The oldest events have long been reached by the device, so reading them does not wait.
         while len(self._events) > MOST_EVENTS:
             self._read_event()
 

@@ -219,6 +219,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        # Schedulers are configured for the optimizers as they were, so both are kept.
         self._bare = self.optimizers
         shard = self._options["shard"]
         if len(self._bare) > 1 and shard in ("gradients", "parameters", 2, 3):
@@ -273,6 +274,7 @@ class HorovodStrategy(ParallelStrategy):
         def reduced() -> Any:
             result = closure()
             if self._step is not None:
+                # Runs what the generator does behind its last replica.
                 next(self._step, None)
                 self._step = None
             optimizer.synchronize()

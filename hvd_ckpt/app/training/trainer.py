@@ -164,6 +164,8 @@ class Trainer(Run):
         accumulated = mode.run(parts, mode.micro_batches(self.sampler, self.progress.position))
 
         # A rank that must tell the others something raises a flag, which travels with the gradients: no message of its own.
+        #
+        # float() waits for the forward pass of a GPU, so losses are looked at only if that has a consequence.
         losses = [float(loss) for loss, weight in accumulated if weight] if config.on_nan != "ignore" else []
         wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
         if current().on_any_stage(self.reports.has(wrong)):
@@ -174,6 +176,7 @@ class Trainer(Run):
         mode.finish(parts, skipped)
         if skipped:
             self.snapshots.before_update()
+            # With local SGD, a skipped step may still average, which changes the weights that a snapshot copies.
             mode.skip()
             return [Accumulated(torch.zeros((), dtype=torch.float32), 0.0) for _ in parts]
 
