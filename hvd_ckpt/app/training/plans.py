@@ -143,9 +143,12 @@ def _layout_of(config: Config) -> dict[str, Any]:
     """The settings of the pipeline that a plan is for; empty without stages."""
     if mode_of(config) is not Stages:
         return {}
-    settings = ("stages", "accumulate", "pipeline_schedule")
-    layout = {name: getattr(config, name) for name in settings}
-    return {**layout, "virtual_stages": config.virtual_stages_of_each}
+    return {
+        "stages": config.stages,
+        "accumulate": config.accumulate,
+        "pipeline_schedule": config.pipeline_schedule,
+        "virtual_stages": config.virtual_stages_of_each,
+    }
 
 
 def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
