@@ -96,13 +96,13 @@ class TiedGradients:
         Collective over the stages of a replica, and over all ranks with more than two replicas.
         """
         grid = self._transport.grid
-        # All sends are started before the first receive is waited for: the
-        # stages run the same lines, and none may wait for another to send.
         exchanges = [_fixed_order(tie.parameter) for tie in self._tied]
         own = [
             _part(tie, exchange) if exchange is not None else _copy(tie.parameter.grad)
             for tie, exchange in zip(self._tied, exchanges)
         ]
+        # All sends are started before the first receive is waited for: the
+        # stages run the same lines, and none may wait for another to send.
         for tie, part in zip(self._tied, own):
             for stage in tie.stages:
                 if stage != grid.stage:
