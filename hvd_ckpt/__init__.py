@@ -34,6 +34,7 @@ def __getattr__(name: str) -> Any:
             raise
         raise ImportError(text, name=error.name) from None
     value = getattr(module, name)
+    # From now on the name is found without this function.
     globals()[name] = value
     return value
 

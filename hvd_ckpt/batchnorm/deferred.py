@@ -135,6 +135,7 @@ class DeferredBatchNorm(ForAnyShape):
     def _observe(self, mean: Tensor, variance: Tensor, count: int) -> None:
         if count == 0:
             return
+        # A copy, since the next line changes it in place. As a number, it would make the host wait for a GPU in each layer.
         before = self.pending_count.clone()
         self.pending_count += count
         distance = mean.double() - self.pending_mean

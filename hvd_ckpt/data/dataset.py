@@ -208,6 +208,7 @@ def channel_statistics(
     count = len(which) * numpy.prod(values.shape[2:])
     mean = total / count
     deviation = numpy.sqrt(numpy.maximum(squares / count - mean**2, 0))
+    # Such a deviation is rounding of the sums: dividing by it would make noise of a constant channel.
     deviation[deviation <= 1e-6 * numpy.abs(mean)] = 1
     return mean.astype(numpy.float32), deviation.astype(numpy.float32)
 

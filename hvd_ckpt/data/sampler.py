@@ -94,6 +94,7 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         position, count = self.position, self.global_batch
         while self.length is None or position + count <= self.length:
             batch, _ = self.part(position, count, self.rank, count // self.batch_size)
+            # Before the batch is given away: a loop that saves its state has consumed this batch, and resumes with the next one.
             position = self.position = position + count
             yield batch
 
@@ -149,6 +150,8 @@ class DistributedSampler(torch.utils.data.Sampler[list[int]]):
         positions = numpy.arange(position + rank, max(end, position + rank), size)
         epochs, offsets = numpy.divmod(positions, self.samples)
         numbers = offsets
+        # `numbers` is `offsets` and is written in place: the positions of an
+        # epoch are read before they are written, and by that epoch alone.
         for epoch in numpy.unique(epochs) if self._shuffle else ():
             here = epochs == epoch
             numbers[here] = self._permutation(int(epoch))[offsets[here]]
@@ -195,8 +198,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Any:
         sampler: Any = self.batch_sampler
         position = sampler.position
+        # A generator of its own, seeded by the position: PyTorch's loader draws the
+        # seeds of its workers from it, and a resumed run draws the same.
         self.generator.manual_seed((sampler.seed + position) * 100_003 % 2**63 + sampler.rank)
         for batch in super().__iter__():
+            # The workers' batches are requested ahead, which has moved the
+            # sampler's position on. It is set back to the one of the loop.
             position = sampler.position = position + sampler.global_batch
             yield batch
 
@@ -253,6 +260,7 @@ class Loader:
         self._own, self._parts = range(rank * parts, (rank + 1) * parts), size * parts
         self._count = batch * self._parts
         self._requested, self._next, self._returned = position, 0, 0
+        # One thread: batches are made in their order, and the permutation that the sampler caches needs no lock.
         self._thread = ThreadPoolExecutor(1, "hvd_ckpt loader")
         self._batches: deque[Future[tuple[Batch, int]]] = deque()
         for _ in range(PREFETCHED):

@@ -16,7 +16,7 @@ from hvd_ckpt.distributed.replicas import Replicas, check_replicas
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import broadcast_from
-from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.construction import check_not_split
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
@@ -96,6 +96,7 @@ class Extension:
             optimizer.reducer = ShardReplicaReducer(parts, identity)
         else:
             optimizer.reducer = ReplicaReducer(assign(), tree, identity)
+        # Under names of its own: a mean of losses may be on its way beside the gradients.
         means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
         seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
         optimizer.replicas = Replicas(number, model, optimizer.reducer, means, seed)

@@ -12,7 +12,8 @@ from horovod.torch.mpi_ops import Average, global_process_set
 
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import described
-from hvd_ckpt.reduction.buckets import MEBIBYTE, BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.construction import (
     agree_at_construction,
     check_not_split,
@@ -113,6 +114,7 @@ def DistributedOptimizer(
         ValueError: arguments are wrong, or parameters differ between ranks (name, shape, dtype, number, ``requires_grad``);
             raised on every rank, naming the first one.
     """
+    # The first statement, so that locals() has the arguments and nothing else.
     options = Options(**locals()).resolved()
     error: Exception | None = None
     named: Sequence[tuple[str, torch.Tensor]] = []
@@ -140,6 +142,7 @@ def DistributedOptimizer(
     if options.model is not None:
         warn_of_unsynchronized(options.model)
     member = bool(process_set.included())
+    # A rank outside the process set has nothing to split and nothing to reduce: it steps on its own.
     new = wrapping(optimizer, ReducedOptimizer if extension is None or not member else extension.methods)
     communicator = options.communicator()
     new.begin_reduction(communicator, identity, named, known_names)
@@ -148,6 +151,7 @@ def DistributedOptimizer(
         assign = functools.partial(BucketAssignment, named, bucket_cap_mb * MEBIBYTE, options.groups)
         if extension is not None:
             extension.add(new, named, assign)
+        # A single rank needs no reducer, unless other ranks may join it: an optimizer does not get one later.
         may_grow = is_elastic() and process_set is global_process_set
         if (extension is None or not extension.reduces) and (process_set.size() > 1 or may_grow):
             new.reducer = Reducer(assign(), communicator, identity, sparse_as_dense, keep_buckets)

@@ -64,9 +64,8 @@ class GradScaler(torch.amp.GradScaler):
             growth_interval=growth_interval,
             enabled=enabled,
         )
-        self._reduced: set[int] = (
-            set()
-        )  # optimizers whose gradients unscale_() has reduced since the last update()
+        # Optimizers whose gradients unscale_() has reduced since the last update().
+        self._reduced: set[int] = set()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduces the gradients over the ranks, unless that is done, and divides them by the scale.
@@ -95,10 +94,12 @@ class GradScaler(torch.amp.GradScaler):
         anywhere = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
         if optimizer.finds_overflow_alone:
             members = optimizer.process_set
+            # Errors first: a rank that raised alone would be missing from the allreduce below.
             raise_together(error, members, "hvd_ckpt.unscale")
             mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
         if grid.model_parallel_size > 1:
             anywhere = torch.stack(grid.gather(anywhere)).amax(0)
+        # torch asserts in its step() that something was checked, also on a rank that has no gradients.
         found.setdefault(torch.device("cpu"), torch.zeros((), dtype=torch.float32))
         for value in found.values():
             value.fill_(anywhere.item())

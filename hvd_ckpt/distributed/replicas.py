@@ -109,9 +109,8 @@ class Replicas:
         self._buffers: dict[int, dict[str, torch.Tensor]] = {
             first + each: {} for each in range(reducer.local)
         }
-        self._outside: dict[
-            str, torch.Tensor
-        ] = {}  # values of the model's buffers outside the replicas' contexts
+        # Values of the model's buffers outside the replicas' contexts.
+        self._outside: dict[str, torch.Tensor] = {}
 
     def local(self) -> Iterator[Replica]:
         """This rank's replicas of one step, in order; each is to be entered once.
@@ -148,6 +147,7 @@ class Replicas:
         """Ends a replica: the model's buffers get back the values that they had before it."""
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
+            # Buffers that no pass changes, such as tables of positions, are not kept for each replica.
             changed = {
                 name: buffer
                 for name, buffer in buffers.items()
@@ -178,6 +178,8 @@ class Replicas:
                 if target.is_floating_point():
                     result = self._communicator.mean(values, f"buffer.{name}")
                 else:
+                    # The mean of the first replica's values and zeros, times their number: exact in
+                    # float64, since the number is a power of two.
                     first = [
                         value if index == 0 else torch.zeros_like(value)
                         for index, value in zip(self._buffers, values)
@@ -211,10 +213,10 @@ class Replicas:
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, step, and the buffers of all replicas: plain data, the same on every rank. Collective."""
-        found = allgather_objects(
+        of_ranks = allgather_objects(
             self._buffers, self._communicator.process_set, f"{self._communicator.name}.state"
         )
-        buffers = {index: values for each in found for index, values in each.items()}
+        buffers = {index: values for each in of_ranks for index, values in each.items()}
         return {"number": self.number, "seed": self.seed, "step": self.step, "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

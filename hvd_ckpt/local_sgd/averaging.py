@@ -70,6 +70,7 @@ class Averaging:
         self._moments, self._outer = moments, options.outer
         self._wire, self._offload = options.format, options.make_offload
         own = next(group for group in groups if members.rank() in group)
+        # The ranks with this rank's place in their groups: of [[0, 1], [2, 3]], rank 1 averages with rank 3.
         column = [group[own.index(members.rank())] for group in groups]
         everyone = range(members.size())
         shared = len(own) > 1 and not optimizer.shard_stage  # the group's ranks have the same values
@@ -90,7 +91,7 @@ class Averaging:
     @property
     def divergence(self) -> float:
         """See ``LocalOptimizer.divergence``."""
-        return math.sqrt(sum(one.squares for one in self.fragments) / len(self._groups))
+        return math.sqrt(sum(fragment.squares for fragment in self.fragments) / len(self._groups))
 
     @property
     def settled(self) -> bool:
@@ -111,7 +112,10 @@ class Averaging:
             OffloadError, ValueError: this rank cannot offload its part.
             FailedElsewhere: another rank cannot.
         """
-        placed = [(self._fragment_of.setdefault(one.name, len(self.fragments) - 1), one) for one in segments]
+        placed = [
+            (self._fragment_of.setdefault(segment.name, len(self.fragments) - 1), segment)
+            for segment in segments
+        ]
         self._batches.append(placed)
         if len(self._groups) > 1 or self._outer is not None:
             make = functools.partial(WeightRun, outer=self._outer, wire=self._wire, offload=self._offload)
@@ -145,9 +149,14 @@ class Averaging:
         segments = [
             (
                 number,
-                Segment(one.name, one.owner, one.like, functools.partial(self._moment, name, one.like)),
+                Segment(
+                    segment.name,
+                    segment.owner,
+                    segment.like,
+                    functools.partial(self._moment, name, segment.like),
+                ),
             )
-            for number, one in placed
+            for number, segment in placed
         ]
         period = 1 if isinstance(self._moments, str) else self._moments[name] // self.schedule.every
         self._add(f"{MOMENT}{name}", segments, ValueRun, self._place, period)
@@ -174,7 +183,7 @@ class Averaging:
 
     def _find_moments(self) -> None:
         """Agrees on the names of moments, once some rank has any. Collective."""
-        found = {
+        names = {
             name
             for placed in self._batches
             for _, segment in placed
@@ -182,7 +191,7 @@ class Averaging:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in COUNTERS
             if value.shape == segment.like.shape
         }
-        everywhere = allgather_objects(sorted(found), self._members, f"{self._place.exchange.prefix}.moments")
+        everywhere = allgather_objects(sorted(names), self._members, f"{self._place.exchange.prefix}.moments")
         self._set_moment_names(sorted(set().union(*everywhere)))
 
     def _set_moment_names(self, names: Sequence[str]) -> None:
@@ -212,6 +221,8 @@ class Averaging:
         """
         self.step += 1
         self._worked += worked
+        # With delay=5, what leaves after step s is added up after step s + 3 and applied after s + 5. Applying comes before
+        # leaving: with delay=every, a fragment's average ends in the step after which its next one leaves.
         under_way = [fragment for fragment in self.fragments if fragment.sent_at is not None]
         for fragment in under_way:
             if not fragment.gathering and self._age(fragment) >= self.schedule.half:
@@ -234,6 +245,13 @@ class Averaging:
 
     def _average(self, fragment: Fragment) -> None:
         """An average without delay: two runs are under way at a time, one on its way to be added up, one being gathered."""
+        # Of three runs, in time from left to right:
+        #
+        #   send      0  1  2
+        #   combine      0  1  2
+        #   apply           0  1  2
+        #
+        # So two are under way at a time, whatever the size of the model.
         runs = self._due(fragment)
         for place in range(len(runs) + 2):
             if place >= 2:
@@ -281,6 +299,7 @@ class Averaging:
     def _shares(self, fragment: Fragment, run: Run) -> list[float]:
         assert fragment.weights is not None
         weights: list[float] = fragment.weights.wait(AVERAGES).tolist()
+        # A group's ranks have stepped together, so it counts for all of them. Buffers are averaged among ranks, one by one.
         of_groups = [sum(weights[rank] for rank in group) for group in self._groups]
         return _parts_of_one(weights if run.place is self._everyone else of_groups)
 
@@ -310,11 +329,13 @@ class Averaging:
             Each of this rank's tensors that may have changed, and a copy of it from before.
         """
         kept = []
-        runs = [run for one in self.fragments for run, _ in one.runs if not isinstance(run, IntegerRun)]
+        runs = [
+            run for fragment in self.fragments for run, _ in fragment.runs if not isinstance(run, IntegerRun)
+        ]
         for run in runs:
             if run.name.startswith(MOMENT) or self.settled or run.place.exchange.ranks == 1:
                 continue
-            own = [value.detach() for one in run.segments if (value := one.value()) is not None]
+            own = [value.detach() for segment in run.segments if (value := segment.value()) is not None]
             kept += [(value, value.clone()) for value in own]
             mean = ValueRun(f"means.{run.name}", run.segments, run.place)
             mean.send()
@@ -359,6 +380,7 @@ class Averaging:
         """Loads a state of this rank's, which :meth:`check` has passed; with None a new period begins. On every rank."""
         for fragment in self.fragments:
             fragment.abandon()
+        # What was under way may still arrive, so what is sent again has new names.
         self._generation += 1
         self._rename()
         if state is None:

@@ -77,6 +77,7 @@ def weighted_mean(
     own = format if format.changes(dtype) else FP32
     first = _decoded(rows[0], own, dtype, numel)
     total = first * shares[0]
+    # Shares add up to 1 only up to rounding. Without this, weights that are equal on all ranks would change in their last bits.
     same = torch.ones(numel, dtype=torch.bool, device=rows.device)
     for row, share in zip(rows[1:], shares[1:]):
         values = _decoded(row, own, dtype, numel)

@@ -89,6 +89,7 @@ class LocalOptimizer(_Base):
         handle = mpi_ops.allreduce_async_(
             numbers, name="hvd_ckpt.local.mean", op=mpi_ops.Sum, process_set=members
         )
+        # Cached, since Horovod forgets a handle once it was waited for.
         return functools.cache(lambda: float(mpi_ops.synchronize(handle).item()) / members.size())
 
     @property
@@ -170,12 +171,14 @@ class LocalOptimizer(_Base):
             return
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
-        named = [one if isinstance(one, tuple) else ("", one) for one in whole]
+        named = [given if isinstance(given, tuple) else ("", given) for given in whole]
         tensors = [parameter for _, parameter in in_order(named, self.known_names)]
         broadcast_tensors(tensors, ranks_of(self.members)[0], "hvd_ckpt.local.added", self.members)
         known = {id(segment.owner) for segment in self.segments()}
         super().add_param_group({**param_group, "params": whole})
-        self.averaging.add_parameters(one for one in self.segments() if id(one.owner) not in known)
+        self.averaging.add_parameters(
+            segment for segment in self.segments() if id(segment.owner) not in known
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the wrapped optimizer's, and under ``"local_sgd"`` anchor, outer state, place and what is under way.
@@ -227,16 +230,19 @@ class LocalOptimizer(_Base):
         """What this rank has of each parameter, in an order that is the same on all ranks."""
         if not self.shard_stage:
             whole = self.parameter_names.items()
-            return [Segment(name, one, one, lambda one=one: one) for one, name in whole]  # type: ignore[misc]
+            return [
+                Segment(name, parameter, parameter, lambda parameter=parameter: parameter)  # type: ignore[misc]
+                for parameter, name in whole
+            ]
         sharding = self.sharding  # type: ignore[attr-defined]
         pieces = {piece.index: piece.parameter for piece in sharding.pieces}
-        found = []
+        segments = []
         stepped = set(itertools.chain.from_iterable(sharding.groups))
         for owner in filter(stepped.__contains__, self.parameter_names):
             index = sharding.layout.index(owner)
             piece = pieces.get(index, torch.empty(0, dtype=owner.dtype, device=owner.device))
-            found.append(Segment(sharding.layout.names[index], owner, piece, lambda piece=piece: piece))  # type: ignore[misc]
-        return found
+            segments.append(Segment(sharding.layout.names[index], owner, piece, lambda piece=piece: piece))  # type: ignore[misc]
+        return segments
 
     def _get_supports_amp_scaling(self) -> bool:
         # torch's own scaler skips a step without a word to the optimizer, and so to the other ranks.
@@ -251,6 +257,7 @@ class LocalOptimizer(_Base):
         _get_supports_amp_scaling, ReducedOptimizer._set_supports_amp_scaling
     )
 
+    # The wrapped class's step() runs the step hooks already, as in ReducedOptimizer.
     step.hooked = True  # type: ignore[attr-defined]
 
 

@@ -15,7 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange, weighted_mean
-from hvd_ckpt.reduction.buckets import pack
+from hvd_ckpt.reduction.assignment import pack
 from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.reduction.process_sets import ranks_of
 from hvd_ckpt.sharding.exchange import Exchange
@@ -159,6 +159,8 @@ class ValueRun(Run):
     def __init__(self, name: str, segments: Sequence[Segment], place: Place) -> None:
         super().__init__(name, segments, place)
         self.dtype, self.device = segments[0].kind
+        # 1000 elements between two groups of two ranks with equal values: 2 parts of 2 rows. A row has 4 * 64 = 256 elements,
+        # since a quarter of 1000 is rounded up to the alignment; a part has 512.
         rows = place.parts * place.exchange.ranks
         numel = sum(segment.numel for segment in segments)
         self.row_numel = max(-(-numel // (rows * ALIGNMENT)), 1) * ALIGNMENT  # never empty
@@ -210,6 +212,7 @@ class ValueRun(Run):
             value = segment.value()
             if value is not None:
                 view.copy_(value.detach())
+        # The part is copied, so that the whole run is freed before anything is sent.
         start = self.place.part * self.part_numel
         return flat if self.place.group is None else flat[start : start + self.part_numel].clone()
 
@@ -261,7 +264,9 @@ class IntegerRun(Run):
         firsts, start = self._work.wait(AVERAGES), 0
         for buffer in self._buffers():
             stop = start + buffer.numel()
-            first, own = (one[start:stop].view(buffer.shape).to(buffer.device) for one in (firsts, self.sent))
+            first, own = (
+                flat[start:stop].view(buffer.shape).to(buffer.device) for flat in (firsts, self.sent)
+            )
             buffer.copy_(first if buffer.dtype is torch.bool else buffer + first - own)
             start = stop
         self._end()
@@ -320,6 +325,7 @@ class Fragment:
         for name in KEPT:
             setattr(self, name, state[name])
         for run, _ in self.runs:
+            # A run of moments that were unknown when the state was saved has nothing under way.
             run.load_state_dict(state["runs"].get(run.name, NOTHING))
             run.resend()
 

@@ -45,13 +45,14 @@ class Schedule:
     def leaving(self, step: int) -> list[int]:
         """The fragments whose average leaves after ``step`` steps."""
         place = step % self.every
-        return [one for one in range(self.fragments) if self._offset(one) == place]
+        return [fragment for fragment in range(self.fragments) if self._offset(fragment) == place]
 
     def turn(self, fragment: int, step: int) -> int:
         """How many averages of a fragment have left after ``step`` steps."""
         return (step - self._offset(fragment)) // self.every + (1 if self._offset(fragment) else 0)
 
     def _offset(self, fragment: int) -> int:
+        # Four fragments in 100 steps leave after steps 25, 50, 75 and 100 of a period; the last one has the offset 0.
         return (fragment + 1) * self.every // self.fragments % self.every
 
 

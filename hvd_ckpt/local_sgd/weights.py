@@ -93,6 +93,7 @@ class WeightRun(ValueRun):
     def apply(self, delayed: bool) -> None:
         assert self._work is not None and self.anchor is not None and self.sent is not None
         arrived = self._work.wait(AVERAGES)
+        # What has arrived is the change of the rows if the wire rounds, else the rows themselves: see _outgoing().
         anchor = self._here(self.anchor)
         if self._lossy:
             anchor.add_(arrived)
@@ -128,9 +129,8 @@ class WeightRun(ValueRun):
             self._rest = self._keep("rest", rest)
         if self._outer is not None and state["outer"] is not None:
             (made,) = self._outer.state_dict()["param_groups"]
-            self._outer.load_state_dict(
-                {**state["outer"], "param_groups": [made]}
-            )  # lr and momentum as given now
+            # With learning rate and momentum as they are given now.
+            self._outer.load_state_dict({**state["outer"], "param_groups": [made]})
         self.row = self._exact.detach() if state["gathering"] else None
 
     def _message(self) -> torch.Tensor:
@@ -141,9 +141,11 @@ class WeightRun(ValueRun):
     def _combined(self, mean: torch.Tensor) -> None:
         if self._rest is not None:
             message = self._message()
+            # Encoded once more, to see what the wire has made of it, instead of keeping that since it left.
             travelled = torch.empty_like(message)
             self.format.decode(self.format.encode(message, self.place.exchange.ranks), travelled)
             self._rest = self._keep("rest", message.sub_(travelled))
+        # The mean is of anchor minus parameters, like a gradient: going against it leads from the anchor to the ranks' mean.
         exact, mean = self._exact.data, mean.to(self._exact.device)
         if self._outer is None:
             exact.sub_(mean)

@@ -92,6 +92,7 @@ class Chain(nn.Sequential):
         if isinstance(
             index, slice
         ):  # a part of a chain takes the arguments that the whole chain has prepared
+            # nn.Sequential would call the class of this chain with the blocks alone, and subclasses take other arguments.
             return Chain(
                 OrderedDict(list(self._modules.items())[index]),
                 checkpoint_interval=self.checkpoint_interval,

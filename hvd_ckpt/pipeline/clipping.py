@@ -44,6 +44,8 @@ def clip_over_stages(
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     owners = owners_of(parameters)
     for owner in owners:
+        # Among the replicas of this stage, in their own Horovod world.
+        # Messages between stages come after it, in the same order everywhere.
         owner.reduce_for_caller()
     if (split := split_gradients(owners, parameters)) is not None:
         return _clip_sharded(split, grid, max_norm, norm_type, error_if_nonfinite)
@@ -56,10 +58,13 @@ def clip_over_stages(
     norms, dtype = _gathered(grid, measured, {gradient.dtype for gradient in gradients.values()})
     # A stage without a parameter has -1 in its place. Copies of a tied parameter have equal norms, one of which counts.
     chosen = norms.max(dim=0).values
+    # The norms are in the order of the whole model's parameters. So they
+    # are added as torch adds them without stages, with the same bits.
     total = _joined(chosen.to(dtype), norm_type)
     _check_finite(total, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     for owner in owners:
+        # Else the optimizer would take the clipped gradients for new ones and reduce them again.
         owner.note_changes()
     return total
 

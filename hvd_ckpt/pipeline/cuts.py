@@ -73,6 +73,8 @@ def release_weights(blocks: Sequence[nn.Module], kept: Sequence[nn.Module]) -> N
         for module in block.modules():
             if module in modules:
                 continue
+            # The parameters stay, on the meta device: snapshots and the check
+            # of a plan read names and shapes of the whole model from them.
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
                     # setattr() also updates the list of weights that a recurrent module keeps.

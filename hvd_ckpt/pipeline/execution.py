@@ -104,6 +104,7 @@ class Chunk:
     def _segment(self, shared: frozenset[str]) -> LayerSegment:
         """The blocks as one function that takes these keyword arguments. Kept, since reading signatures is slow."""
         if shared not in self._segments:
+            # Of all stages: an argument that only blocks elsewhere accept is right, and all stages are given the same arguments.
             accepted = [accepted_names(block, shared) for block in self.all_blocks]
             for name in shared:
                 if not any(name in names for names in accepted):
@@ -285,10 +286,13 @@ class Execution:
     def _backward(self, action: Action, following: Action | None) -> None:
         index = action.micro_batch
         micro_batch = self._micro_batches[index]
+        # Taken out, so that the graph and its activations are freed with this pass.
         in_flight = self._in_flight.pop((action.chunk, index))
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
         for edge in action.receives:
+            # Nothing comes back for values that require no gradient. The
+            # receiver knows these from the header, and sends nothing either.
             if outputs := in_flight.sent[edge]:
                 for output, gradient in zip(outputs, self._fetch(edge, index, BACKWARD).value):
                     if gradient is not None:
@@ -300,6 +304,7 @@ class Execution:
             if in_flight.loss.requires_grad:  # else every block is frozen
                 last = index == len(self._micro_batches) - 1
                 run_backward(in_flight.loss, micro_batch.terms, self._total, self._backward_of, last)
+        # Only the loss is multiplied by the weight of the micro-batch. Gradients that arrive from the next stage include it.
         elif roots:
             if not micro_batch.terms:  # nothing of this micro-batch counts, not even a nan
                 for root in roots:

@@ -105,6 +105,7 @@ def accumulate(
         mean = add_loss(mean, loss, terms, own)
         with span("backward"):
             run_backward(loss, terms, everywhere, backward, last)
+        # Drops the graph of this micro-batch before the next forward pass builds another one.
         del loss
     assert mean is not None
     return Accumulated(mean, own)
@@ -130,6 +131,7 @@ class TotalTerms:
         self._mean = mean
         if mean is None and across_ranks and mpi_ops.size() > 1:
             self._total, self._ranks = None, mpi_ops.size()
+            # The name is the same in each step, and Horovod refuses a name that is in flight. So each call must be waited for.
             self._handle = mpi_ops.allreduce_async_(
                 torch.tensor([own], dtype=torch.float64), name="hvd_ckpt.accumulate.terms", op=mpi_ops.Sum
             )
@@ -161,7 +163,9 @@ def keeps_activations(checkpoint: str, last: bool) -> bool:
 def add_loss(mean: Tensor | None, loss: Tensor, terms: float, own: float) -> Tensor:
     """Adds the loss of a micro-batch with ``terms`` of this rank's ``own`` terms to the mean loss so far."""
     if mean is None:
+        # At least float32: a sum in half precision would lose the small shares of many micro-batches.
         mean = torch.zeros((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
+    # A loss without terms may be nan, which 0 as a factor would keep.
     return mean + loss.detach().reshape(()) * (terms / own) if terms else mean
 
 
@@ -265,6 +269,8 @@ def silence(loss: Tensor) -> None:
 
 
 def _without_nan(inputs: Sequence[Tensor | None], outputs: Any) -> tuple[Tensor | None, ...]:
+    # Infinities stay as they are: by default, nan_to_num() makes the
+    # largest number of them, and an overflow would go unnoticed.
     return tuple(
         None if gradient is None else gradient.nan_to_num(0.0, math.inf, -math.inf) for gradient in inputs
     )

@@ -131,8 +131,11 @@ class Pipeline(nn.Module):
         with errors_on_all("Pipeline"):
             names, blocks, crossing, tied = self._lay_out(model, options)
         self._transport = Transport(self._grid) if self._grid.stages > 1 else None
+        # Before any weight is freed: an error here leaves the whole model to the caller.
         self._check_equal(model, crossing, tied)
         kept = {number for chunk in self._chunks.values() for number in chunk.own}
+        # In the order of the model, also with several chunks on this rank:
+        # parameters(), and so the reducer's buckets, have that order.
         for number in sorted(kept):
             self.add_module(names[number], blocks[number])
         release_weights(
@@ -186,6 +189,7 @@ class Pipeline(nn.Module):
         self._edges = chain_edges(parts, [edge for edge in crossing if edge.source != edge.target])
         self._virtual, self._count, self._grid = virtual, parts, grid
         self._schedules: dict[int, Schedule] = {}
+        # Made for its checks: a schedule that is impossible is an error here, on all ranks, and not in the first step.
         self._schedule_for(chunks)
         self._chunks = {
             part: Chunk(blocks, part, parts, ends[part] - self.balance[part], ends[part], skips, targets)
@@ -240,6 +244,8 @@ class Pipeline(nn.Module):
             terms = [terms_of(part, weight) for part in parts]
             micro_batches = self._micro_batches(parts, terms)
             last = self._count - 1 in self._chunks
+            # Only the last stage has losses to weight, and its replicas
+            # are a Horovod world of their own: other stages take no part.
             total = TotalTerms(math.fsum(terms), across_ranks) if last else None
             tied = (
                 TiedGradients(self._tied, self._transport, TIED_TAG)
@@ -253,6 +259,8 @@ class Pipeline(nn.Module):
                 if total is not None:
                     total.factor()  # always waited for, since the next call sends under the same name
             if tied is not None:
+                # After all backward passes, and before the reduction: the
+                # reducer counts the sum of the copies as one more accumulation.
                 tied.add()
             return Accumulated(self._loss_everywhere(execution.loss), math.fsum(terms))
 
@@ -402,6 +410,7 @@ class Pipeline(nn.Module):
         try:
             yield
         except BaseException as error:
+            # Messages of this step may still arrive, under tags that the next step would use. So the pipeline cannot be used again.
             self._failed = f"{type(error).__name__}: {error}"
             if self._transport is not None and not isinstance(error, StageFailed):
                 self._transport.fail(error)
@@ -416,8 +425,10 @@ class Pipeline(nn.Module):
             for name, parameter in model.named_parameters()
         ]
         settings = (self.balance, self.micro_batches, self.schedule, self.checkpoint, self._virtual)
+        # A CRC-32 is exact in float64, the only type that gather() carries.
         digests = [zlib.crc32(repr(part).encode()) for part in (settings, (facts, crossing))]
         gathered = self._grid.gather(torch.tensor(digests, dtype=torch.float64), parts=False)
+        # All stages have the same rows here, so all of them raise or none does, and the second gather() below is safe.
         for stage, row in enumerate(gathered):
             for index, what in enumerate(("arguments", "model")):
                 if row[index] != gathered[0][index]:

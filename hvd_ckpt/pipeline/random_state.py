@@ -51,6 +51,7 @@ def seed_blocks(model: Model) -> Model:
     """
     if not any(isinstance(hook, _EnterModel) for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(_EnterModel())
+        # Also after an error: else the key would stay on this thread's stack, and the block's random state in the generators.
         model.register_forward_hook(_leave, always_call=True)
         seed_each(list(model))
     return model

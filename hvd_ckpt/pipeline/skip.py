@@ -138,6 +138,7 @@ def _put(key: Key, tensor: Tensor | None) -> None:
         tensor = tensor.view_as(tensor)
     if _thread.inside:
         _thread.inside[-1][key] = tensor
+    # A recomputation must not stash again: the tensor was popped already, and the name may belong to the next batch by now.
     elif not is_recomputing():
         _thread.outside[key] = tensor
 
@@ -145,6 +146,7 @@ def _put(key: Key, tensor: Tensor | None) -> None:
 def _take(key: Key) -> Tensor | None:
     if _thread.inside:
         return _popped(_thread.inside[-1], key)
+    # The first pass takes the tensor away. A recomputation gets what the first pass got.
     return remembered(lambda: _popped(_thread.outside, key))
 
 

@@ -101,6 +101,8 @@ class TiedGradients:
             _part(tie, exchange) if exchange is not None else _copy(tie.parameter.grad)
             for tie, exchange in zip(self._tied, exchanges)
         ]
+        # All sends are started before the first receive is waited for: the
+        # stages run the same lines, and none may wait for another to send.
         for tie, part in zip(self._tied, own):
             for stage in tie.stages:
                 if stage != grid.stage:
@@ -118,8 +120,10 @@ class TiedGradients:
             if total is not None and exchange is not None:
                 total = _in_place(total, tie.parameter, exchange)
             if tie.parameter.grad is not None:
+                # In place: the gradient may be a view into a bucket of the reducer.
                 tie.parameter.grad.copy_(torch.zeros_like(tie.parameter) if before is None else before)
             if total is not None and tie.parameter.requires_grad:
+                # Through autograd, so that the reducer's hook sees the sum as one more accumulation.
                 torch.autograd.backward([tie.parameter], [total])
         self._transport.flush()
 
@@ -133,6 +137,7 @@ def _fixed_order(parameter: Tensor) -> Exchange | None:
     owner = owner_of(parameter)
     if not parameter.requires_grad or owner is None or owner.reduces_updates:
         return None
+    # The sum of two numbers does not depend on their order.
     if owner.process_set.size() <= 2:
         return None
     return Exchange(owner.process_set, "hvd_ckpt.tied")

@@ -208,13 +208,17 @@ class Transport:
             self._received[source, tag] = _LastHeader(header.numpy().tobytes())
             arriving = None
         layout = self._received[source, tag]
+        # Set on both sides from the same message: whether the sender
+        # fills posted memory must agree with whether this side posts it.
         layout.repeated = not size
         if arriving is None:
             arriving = self._receive_tensors(layout, source, tag)
         self._wait(arriving.requests, awaited, source)
+        # Unpickling executes what it is told to. These bytes come from a process of this job alone, over its own link.
         structure, metas = pickle.loads(layout.header)
         for tensor, host, meta in zip(arriving.tensors, arriving.hosts, metas):
             if host is not tensor:
+                # The pinned memory may be dropped meanwhile: PyTorch's allocator gives it out again only after the copy.
                 tensor.copy_(host, non_blocking=True)
             if meta.requires_grad:
                 tensor.requires_grad_()

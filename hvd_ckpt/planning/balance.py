@@ -97,6 +97,7 @@ def _balanced(
                     costs[block.like] = cost(block, runner)
             return [costs[block.like] for block in blocks]
 
+    # A budget means nothing here. None is one that all ranks share.
     return balance_costs(on_rank_0(measured, None, step.device), partitions)
 
 
@@ -150,6 +151,10 @@ def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) ->
     #     least(left, start) = min over end of max(cost(part, start, end), least(left - 1, end))
     #
     # least[start] holds it for the present number, and ends[-1][start] the best end.
+    #
+    # An example: costs 3 1 1 3 and two parts. The last part alone, from block 1, 2 or 3 on, costs 5, 4
+    # or 3. With two parts left, block 0 starts the first one: end 1 costs max(3, 5), end 2 costs
+    # max(4, 4), end 3 costs max(5, 3). So the cut is before block 2.
     least = [cost(parts - 1, start, count) if start >= parts - 1 else math.inf for start in range(count)] + [
         math.inf
     ]
@@ -159,6 +164,7 @@ def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) ->
         end_of = list(range(1, count + 2))
         for start in range(parts - left, count - left + 1 if left < parts else 1):
             for end in range(start + 1, count - left + 2):
+                # The rest alone is no better than the best so far. Skipped before cost() is called, which may run a solver.
                 if least[end] >= best[start]:
                     continue
                 own = max(cost(parts - left, start, end), least[end])

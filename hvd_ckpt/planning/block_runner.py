@@ -47,6 +47,8 @@ class BlockRunner:
 
         def fresh(tensor: Tensor) -> Tensor:
             made = tensor.detach().clone()
+            # The gradient of a leaf stays in its ``grad`` after the backward
+            # pass; the gradient of an activation is freed on the way.
             return made.requires_grad_().clone() if tensor.requires_grad else made
 
         args, kwargs = copied(self._inputs, fresh)
@@ -131,6 +133,7 @@ class BlockRunner:
         begin = time.perf_counter()
         rounds = 0
         while rounds < least_rounds or (rounds < 15 and time.perf_counter() - begin < least):
+            # Turns around in each round, so that no policy always runs behind the same one.
             order = range(len(policies)) if rounds % 2 else range(len(policies) - 1, -1, -1)
             for index in order:
                 args, kwargs = self.inputs()
@@ -171,6 +174,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *ends: Tensor) -> Tensor:
+        # Shapes without memory: an output that is saved here would be held up to the backward pass, where a model may free it.
         ctx.like = [(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in ends]
         return ends[0].new_empty(0)
 

@@ -90,11 +90,14 @@ def find_blocks(
             order.append(key)
             if is_transformed(module, args, kwargs):
                 block.obstacle = "it runs inside a transform of torch.func"
+                # A kind of its own: no signature equals a name.
                 block.like = signatures.setdefault(key, len(signatures))
                 return
             signature = _signature(block, args, kwargs)
             if signature not in signatures:
                 signatures[signature] = len(signatures)
+                # Copied before the block runs, which may write its input in
+                # place. Blocks of a known kind get no copy: inputs are large.
                 block.args, block.kwargs = copied((args, kwargs), _detached)
             block.like = signatures[signature]
 
@@ -105,6 +108,7 @@ def find_blocks(
             watch(block)
     try:
         try:
+            # With gradients, so that inputs require them as in training. The tensors that autograd would save are dropped at once.
             with torch.enable_grad(), saving_nothing():
                 forward()
         except (
@@ -145,6 +149,7 @@ def _check_skips(block: FoundBlock) -> None:
             for part in inside
             for name in getattr(part, names, ())
         }
+        # Read by name, since the classes of skip connections are in `pipeline`, a room above this one.
         for names in ("_stashed_names", "_popped_names")
     )
     for _, name in popped - stashed:
@@ -291,6 +296,8 @@ def _signature(block: FoundBlock, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     return (
         tuple(base_class(module) for module in block.modules),
+        # The settings of the modules, as far as extra_repr() shows them:
+        # blocks that differ elsewhere count as equal and are measured once.
         repr(block.modules),
         parameters,
         tensors,

@@ -33,6 +33,7 @@ class BudgetError(ValueError):
         self.nearest = nearest
 
     def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int, Plan | None]]:
+        # Rank 0 sends the error to the other ranks by pickle, which would call the class with ``args``, the message alone.
         return type(self), (str(self), self.smallest, self.nearest)
 
 

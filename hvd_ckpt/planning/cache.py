@@ -73,6 +73,7 @@ def key_of(
     ]
     digest = hashlib.sha256()
     for fact in facts:
+        # Addresses in texts differ between processes.
         digest.update(re.sub(r" at 0x[0-9a-fA-F]+", "", fact).encode(errors="replace") + b"\0")
     return digest.hexdigest()[:32]
 
@@ -116,6 +117,7 @@ def _code(value: Any, depth: int = _DEPTH) -> Iterator[str]:
         elif isinstance(value, types.MethodType):
             parts = (value.__func__, value.__self__)
         else:
+            # An empty cell belongs to a variable that is not assigned yet, and raises when it is read.
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             parts = (value.__code__, cells, value.__defaults__, value.__kwdefaults__)
         yield from _code(parts, depth)

@@ -126,6 +126,16 @@ class Solution:
     seconds: float
 
 
+# An example: blocks 0, 1, 2 with an output of 1 byte, one choice (3
+# s, 4 bytes kept, a backward peak of 6), and a first pass of 1 s.
+#
+#     schedule         forward: bytes behind each item    backward: peak of each block          peak    seconds
+#     0  1  2          4  8  12                           2: 8 + 6    1: 4 + 6    0: 6          14      9
+#     (0 1)  2         1  5                               2: 1 + 6    1: 4 + 6    0: 6          10      11
+#     (0) (1)  2       1  2  6                            2: 2 + 6    1: 1 + 6    0: 6          8       11
+#     ((0) 1)  2       1  5                               2: 1 + 6    1: 1 + 6    0: 6          7       12
+#
+# A segment in parentheses leaves its output of 1 byte. In the backward pass, its blocks run forward once more, as a level.
 def simulate(blocks: Sequence[Block], items: Sequence[Item], in_flight: int = 1) -> tuple[int, float]:
     """Peak bytes above the start, and seconds, of a schedule.
 

@@ -33,6 +33,12 @@ class Ends(NamedTuple):
 
 def measure_ends(step: Step, first: nn.Module, last: nn.Module) -> Ends:
     """Measures one step of a chain that begins with the module ``first`` and ends with ``last``."""
+    # The marks of a step, and what runs between them. Each has the peak since the one before it:
+    #
+    #     start -- embeddings -- first block -- blocks -- last block -- head and loss -- loss            forward
+    #     loss -- loss and head -- gradient -- blocks -- input -- embeddings -- end                      backward
+    #
+    # If the input of the first block requires no gradient, "input" is missing and nothing before the blocks has a backward pass.
     by_name = {mark.name: mark for mark in _marked_step(step, first, last).marks}
     begin, end = by_name["first block"], by_name["last block"]
     after = by_name["end"].peak_bytes if "input" in by_name else begin.peak_bytes
@@ -46,6 +52,7 @@ def _marked_step(step: Step, first: nn.Module, last: nn.Module) -> Marks:
     """Runs a step with marks where the chain begins and ends, forward and backward."""
     seen: set[str] = set()
     handles = []
+    # The copies of the sample are made before the recording begins, so their bytes do not count.
     sample, recording = step.sample(), recording_marks(step.device)
     with no_collection(), sample as (own_args, own_kwargs), recording as marks:
 

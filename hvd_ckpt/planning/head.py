@@ -62,6 +62,8 @@ class Head:
         runner = BlockRunner(self._run, (self.hidden, self.targets), {}, step.device, step.autocast)
         costs: list[HeadCost] = []
         for chunks in (None, *self._numbers()):
+            # The policy is on the module, and the runner gets KEEP: the loss, which
+            # the runner takes for a part of the block, makes the chunks.
             apply_policy(self.module, KEEP if chunks is None else in_chunks(chunks))
             try:
                 (cost,) = runner.memory([KEEP])
@@ -116,6 +118,8 @@ def find_head(step: Step) -> Head | None:
             remove_policy(module)
         for handle in handles:
             handle.remove()
+    # Deferred logits are consumed by a cross entropy, and computed for most
+    # other functions. One loss and no computation (below) make a head.
     if len(heard.consumed) != 1:
         return None
     (consumed,) = heard.consumed

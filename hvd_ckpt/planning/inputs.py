@@ -17,6 +17,7 @@ from hvd_ckpt.utils.fingerprint import fingerprint
 def copied(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of nested containers and objects with ``change(tensor)`` for each tensor. Modules and parameters are shared."""
     reached = reach(values)
+    # deepcopy() takes what the memo has for a copy. So a module that an argument refers to, such as a layer's owner, is shared.
     memo: dict[int, Any] = {id(module): module for module in reached.modules}
     with _Tensors(change) as mode:
         for tensor in reached.tensors:
@@ -41,6 +42,7 @@ class _Tensors(TorchFunctionMode):
         return result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Tensor.__deepcopy__ refuses tensors that are not leaves of the graph, and copies parameters.
         if func is Tensor.__deepcopy__:
             return self.copy(*args)
         return func(*args, **(kwargs or {}))

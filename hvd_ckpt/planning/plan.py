@@ -277,6 +277,8 @@ class Plan:
         """
         # Blocks of one module get their policy themselves. Blocks of several modules, and segments, are run by their nn.Sequential,
         # inside which a block of one module still has its own policy.
+        #
+        # Checked before anything changes: a plan that does not fit leaves the model with the plan that it has.
         self.check(model)
         self.remove(model)
         modules = dict(model.named_modules())
@@ -344,6 +346,7 @@ class Plan:
         content = TypeAdapter(Plan).dump_python(self, mode="json", exclude_defaults=True)
         try:
             text = dumps({"format": "hvd_ckpt plan", "version": 2, "plan": content})
+            # Read back before the file is written: a value that load() refuses must not replace a good file.
             parse_json(_PlanFile, text.encode(), _GIVE, _REPAIR)
         except (Wrong, ValueError) as error:
             raise PlanError(f"The plan cannot be written to '{path}': {error}.") from None
@@ -381,6 +384,7 @@ class Plan:
             return [self._steps(inner) for inner in item]
         block = self.blocks[item]
         names = tuple(name.rpartition(".")[2] for name in block.members)
+        # A block of one module has its policy on that module already, from apply(), also inside a segment.
         return names, (KEEP if len(names) == 1 else block.policy)
 
 

@@ -91,6 +91,7 @@ class Planner:
         self._kept: _Tried | None = None  # without recomputation
         with undisturbed(model, self._step.device), verifying("never"):
             self._step.note_written()
+        # Entered anew: on entry it decides what it will restore, and that includes the parameters that were found to be written.
         with undisturbed(model, self._step.device), verifying("never"):
             self.profile = Profile(self._step, given, say, limit)
             self._calibrate()
@@ -150,6 +151,8 @@ class Planner:
         """
         budget = parse_budget(budget)
         with undisturbed(self._step.model, self._step.device), verifying("never"):
+            # Ends: a failure removes the segments or, if there are none,
+            # all recomputation. Without recomputation, an error is raised.
             while True:
                 self._say("solving")
                 limit, tried, refused = self._attempt(budget)

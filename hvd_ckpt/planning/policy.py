@@ -81,6 +81,8 @@ def apply_policy(module: nn.Module, policy: CheckpointPolicy) -> None:
     remove_policy(module)
     if policy != KEEP:
         module.__dict__[_POLICY] = policy
+        # A compiled module runs compiled code in place of ``forward``, into which a
+        # policy there would be traced. So its policy wraps the whole call.
         module.__class__ = _with_policy(type(module), "__call__" if is_compiled(module) else "forward")  # type: ignore[arg-type]
 
 

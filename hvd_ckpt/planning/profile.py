@@ -126,6 +126,7 @@ class Profile:
         items, chunks = tuple(range(len(self.blocks))), self.head_costs[-1].chunks
         try:
             with applied(self.step.model, self.plan_of(items, [0] * len(self.blocks), chunks)):
+                # A first step allocates what later ones reuse, so the second one is measured.
                 self.step.run()
                 begin, _, forward, backward = self._measure_ends()
         except RuntimeError as error:
@@ -170,6 +171,7 @@ class Profile:
         def is_right(policy: CheckpointPolicy) -> bool:
             exact = policy.selective is None or policy.selective.lossy is None
             try:
+                # Bits tell nothing if the block does not repeat its own, or if the policy rounds: then it only has to run.
                 if runner.outcome(policy, block.modules) == expected or not (repeats and exact):
                     return True
                 problems.append("gives other values")
@@ -225,6 +227,8 @@ class Profile:
             choices = [lean[block.like] if block.like in those else 0 for block in self.blocks]
             return self.problem(self.plan_of(tuple(range(len(self.blocks))), choices), fits)
 
+        # All at once, which is one step if nothing is wrong. Otherwise
+        # each kind alone, and then together those that are right alone.
         if problem(kinds) is None:
             return
         for kind in kinds:
@@ -281,6 +285,7 @@ class Profile:
         assert block.args is not None and block.kwargs is not None
         runner = BlockRunner(block, block.args, block.kwargs, self.step.device, self.step.autocast)
         policies = self._policies(block, runner, limit)
+        # A first run allocates what later ones reuse.
         runner.memory(policies[:1])
         costs = runner.memory(policies)
         # Of policies with the same bytes, such as a compressed form with nothing to compress, one is measured further.

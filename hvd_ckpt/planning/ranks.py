@@ -15,6 +15,7 @@ from hvd_ckpt.processes.grid import current
 T = TypeVar("T")
 
 
+# The other ranks wait in one collective while rank 0 measures for minutes, which the watchdog would take for a hang.
 @watchdog.unlimited()
 def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) -> T:
     """Calls ``make(budget)`` on rank 0 and returns its result on every rank.
@@ -36,6 +37,7 @@ def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) 
             answer = error if isinstance(error, BudgetError) else ValueError(str(error))
         except Exception as error:  # the other ranks wait for an answer
             answer = RuntimeError(f"planning failed on rank 0: {type(error).__name__}: {error}")
+    # Horovod's ranks are the replicas of one stage. Stages other than 0 broadcast None, and all take what stage 0 has, the first.
     result: T | Exception = current().gather_objects(
         hvd.broadcast_object(answer, root_rank=0, name="hvd_ckpt.plan")
     )[0]
@@ -56,6 +58,7 @@ def _smallest_of_all(budget: Given, device: torch.device) -> Budget:
         if local.is_absolute:
             local = Budget("bytes", local.bytes(0, 0, device) or 0)
     except ValueError as error:
+        # Not raised here: the other ranks are on their way to the collective below, and would wait in it.
         local = ValueError(str(error))
     replicas = current().gather_objects(hvd.allgather_object(local, name="hvd_ckpt.plan.budget"))
     budgets: list[Budget] = []

@@ -227,6 +227,7 @@ def largest_batch(
     best, chosen = 1, attempt(1)
     limit = chosen.budget or 0
     too_large: int | None = None
+    # A batch of `best` always fits, and one of `too_large`, once there is one, never does.
     while best < most and (too_large is None or too_large - best > 1):
         if too_large is None:  # the smallest peak grows about linearly with the batch
             guess = min(int(0.98 * limit * best / chosen.smallest.peak_bytes), 4 * best, most)
@@ -248,6 +249,7 @@ def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
         return
     except torch.OutOfMemoryError:
         pass
+    # Behind the except clause: while it runs, the traceback holds the frames of the failed step, and so their tensors.
     free_failed_step()
     free = free_memory(device)
     raise BudgetError(

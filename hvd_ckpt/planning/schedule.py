@@ -160,6 +160,7 @@ def _warm_up(name: str, stage: int, stages: int, virtual_stages: int, total: int
 def _in_turn(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
     """Some forward passes, then one forward and one backward pass in turn, then the backward passes that are left."""
     started, others = forwards[:warm_up], forwards[warm_up:]
+    # Each of the other forward passes has a backward pass behind it; as many backward passes as there were warm-up passes remain.
     turns = itertools.chain.from_iterable(zip(others, backwards))
     return [*started, *turns, *backwards[len(others) :]]
 
@@ -192,6 +193,7 @@ def check_schedule(schedule: Schedule) -> None:
             raise ValueError(f"the schedule lacks a {kind} pass through chunk {chunk}")
         if kind == BACKWARD and order != micro_batches:
             raise ValueError(f"the schedule runs a {kind} pass through chunk {chunk} out of order")
+    # The times do not matter: whether ranks wait forever depends on the order of actions alone.
     timeline(schedule, [1.0] * chunks, [1.0] * chunks)
 
 

@@ -323,6 +323,7 @@ def schedule_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def _figure(height: float) -> tuple[Any, Any]:
+    # Not pyplot, which may choose a backend with windows, and keeps each figure until it is closed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

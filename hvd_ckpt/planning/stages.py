@@ -168,6 +168,8 @@ class StagePlanner:
         #
         #     memory     input and output for each micro-batch + max(first pass, recomputation under policies)
         #     seconds    first pass + recomputation under policies
+        #
+        # Parts differ only in their micro-batches in flight, so parts with equal numbers share the entry.
         key = (self._in_flight[part], first, end)
         if key not in self._known:
             count = key[0]
@@ -230,6 +232,7 @@ class StagePlanner:
         return self._held(first, end) + self._transport(first, end) + count * given
 
     def _transport(self, first: int, end: int) -> int:
+        # The gradient of the input of every micro-batch: Gloo holds what it sends until the end of the step.
         sent = self.layout.micro_batches * self._inputs[first]
         return sent + (self._blocks[end - 1].output if end < len(self._blocks) else 0)
 

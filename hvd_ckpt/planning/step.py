@@ -70,6 +70,8 @@ class Step:
         def own(tensor: Tensor) -> Tensor:
             if tensor.requires_grad and tensor.is_leaf:
                 leaves.append((tensor, tensor.grad))
+                # The step adds to no gradient of the caller: that one is put back
+                # afterwards, and the bytes of the new one are part of the step.
                 tensor.grad = None
                 return tensor
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -120,6 +122,7 @@ class Step:
         with no_collection(), self.sample() as (args, kwargs), recording_marks(self.device) as marks:
             self.run_on(args, kwargs)
             marks.mark("end")
+        # The only mark, so its peak counts from the start of the step. A mark has the peak since the previous mark.
         return marks.marks[-1].peak_bytes, tuple(marks.timeline)
 
     def outcome(self) -> list[int]:
@@ -130,6 +133,8 @@ class Step:
             ]
             loss = self.run_on(args, kwargs)
             gradients = [tensor.grad for tensor in (*self.model.parameters(), *inputs)]
+            # The random state is compared, too: a policy that draws more
+            # or fewer numbers would change the dropout of all later steps.
             return fingerprints([loss, *gradients, *self.model.buffers(), torch.get_rng_state()])
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -66,6 +66,8 @@ class Trace:
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Runs ``function(*args, **kwargs)`` once, with gradients, and returns its trace."""
+    # Made before its hooks are entered: when its keeper is made, it
+    # looks for outer hooks, through which it must pass what it keeps.
     watch = _RecordingTape(torch.device("cpu"))
     for tensor in tensors_in(args, kwargs):
         if tensor.device.type != "cpu":
@@ -113,11 +115,13 @@ class _RecordingTape(Tape):
         result = super().call(func, args, kwargs)
         seconds = now(self.device) - start
         if self._count == number:
+            # The call has returned no tensor, so it has no number, and the next call gets this one.
             self._noted.pop(number, None)
             return result
         traced = TracedCall(call_name(func), seconds)
         self._calls.append(traced)
         call = self._noted.get(number)
+        # The tape fills these in only if the results can be dropped (`Tape._record`).
         if call is not None and (call.args or call.kwargs or call.inner):
             own: dict[int | None, int] = {}
             traced.droppable = True
@@ -169,6 +173,7 @@ class _RecordingTape(Tape):
 
     def finish(self) -> Trace:
         for number, call in self._noted.items():
+            # Keys from 0 are results. Inner tensors have the keys -1, -2, ... and are listed in `inner`.
             self._calls[number].saved = {key for key in call.wanted if key >= 0}
         return Trace(self._calls, self._memory, self._compressible)
 

@@ -51,6 +51,7 @@ def local_device() -> torch.device:
 
 def use_deterministic_kernels() -> None:
     """Has PyTorch compute with kernels that repeat bit for bit, or raise for an operation without one; before CUDA starts."""
+    # cuBLAS reads it when its first handle is made, and PyTorch refuses deterministic products without it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

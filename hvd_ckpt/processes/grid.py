@@ -13,7 +13,7 @@ import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import horovod.torch as hvd
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hvd_ckpt.processes.hosts import Peer
     from hvd_ckpt.processes.links import GlooLink, MpiLink
+
+T = TypeVar("T")
 
 GATHER_TAG, FAILURE_TAG = 0, 1  # of messages; a pipeline's values have tags from FIRST_TAG
 FIRST_TAG = 2
@@ -93,6 +95,7 @@ class Grid:
         """
         chosen = range(self.tensor) if parts else [self.part]
         others = [self.process(stage, part=part) for stage in range(self.stages) for part in chosen]
+        # Everything is started before anything is waited for. All members run the same lines, so none can wait for another to send.
         rows = [values if other == self.number else torch.empty_like(values) for other in others]
         requests = []
         for other, row in zip(others, rows):
@@ -100,9 +103,10 @@ class Grid:
                 assert self.link is not None
                 memory = values.contiguous().view(torch.uint8)
                 requests += [
-                    (one, other) for one in self.link.receive(row.view(torch.uint8), other, GATHER_TAG)
+                    (request, other)
+                    for request in self.link.receive(row.view(torch.uint8), other, GATHER_TAG)
                 ]
-                requests += [(one, other) for one in self.link.send(memory, other, GATHER_TAG)]
+                requests += [(request, other) for request in self.link.send(memory, other, GATHER_TAG)]
         for request, other in requests:
             assert self.link is not None
             self.link.wait(request, f"values of {self.name(other)}", other)
@@ -115,8 +119,16 @@ class Grid:
         own = torch.tensor([float(happened)], dtype=torch.float64)
         return any(bool(stage) for stage in self.gather(own))
 
+    def of_last_stage(self, value: T) -> T:
+        """The picklable value of the last stage, such as the output of a model, on every stage. Collective like :meth:`gather`."""
+        if self.stages == 1:
+            return value
+        last: T = self.gather_objects(value)[-1]
+        return last
+
     def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value of every stage and part of this replica, ordered by stage, then part. Collective over these."""
+        # gather() carries float64 of one length: first the sizes, then the pickles, padded to the largest one.
         content = pickle.dumps(value)
         sizes = [int(size) for size in self.gather(torch.tensor([len(content)], dtype=torch.float64))]
         padded = torch.zeros(-(-max(sizes) // 8), dtype=torch.float64)  # whose bytes are the content

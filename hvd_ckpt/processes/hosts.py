@@ -50,6 +50,7 @@ class Peer:
         process = look_up(pid)
         table = ""
         with contextlib.suppress(OSError):
+            # Containers on one machine have process tables of their own, in which the same id is another process.
             table = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
         started = process.started if process else 0
         return cls(rank, host_name(), own_addresses(), pid, started, table=table)
@@ -57,6 +58,7 @@ class Peer:
     def trouble(self) -> str:
         """The trouble of its process, which is in this machine's process table; an empty string without any."""
         process = look_up(self.pid)
+        # The kernel may have given the process id to another process since: the time of its start tells them apart.
         if process is None or process.started != self.started or process.state in "ZX":
             return f"rank {self.rank} (process {self.pid} on host {self.host}) has ended"
         if process.state in "Tt":
@@ -67,13 +69,13 @@ class Peer:
 def own_addresses() -> tuple[str, ...]:
     """This machine's IPv4 addresses but for loopback, those of interfaces that are up first."""
     up = {name for name, status in psutil.net_if_stats().items() if status.isup}
-    found = [
+    addresses = [
         (name not in up, entry.address)
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family == socket.AF_INET and not entry.address.startswith("127.")
     ]
-    return tuple(address for _, address in sorted(found))
+    return tuple(address for _, address in sorted(addresses))
 
 
 def diagnose(peers: Sequence[Peer], own: Peer) -> str:
@@ -150,6 +152,7 @@ def answering_addresses(addresses: Iterable[str], seconds: float = PROBE_SECONDS
 
     The ports are that of ssh and those of connections that this process has, which no firewall between the two keeps shut.
     """
+    # All attempts run at the same time, so the limit holds for all hosts together and not for each of them.
     ports = _connected_ports()
     answered: set[str] = set()
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:

@@ -75,6 +75,8 @@ class Process(NamedTuple):
 def look_up(pid: int) -> Process | None:
     """The process with this id, or None if it does not exist."""
     try:
+        # The second field is the program's name in parentheses, which may
+        # hold spaces and parentheses. So fields count from the last one.
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -103,14 +105,15 @@ def adopt_launcher() -> str | None:
     if launcher is not None:
         for name, variable in zip(("HOROVOD_RANK", "HOROVOD_SIZE"), FOREIGN[launcher]):
             os.environ[name] = os.environ[variable]
+        # Over MPI, which this launcher has not told of the other ranks, each of them would be a job of one rank.
         os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
     return launcher
 
 
 def launched_rank() -> int | None:
     """The rank that a launcher gave this process; None if no known launcher started it."""
-    found = map(whole_in, RANK_VARIABLES)
-    return next((number for number in found if number is not None), None)
+    numbers = map(whole_in, RANK_VARIABLES)
+    return next((number for number in numbers if number is not None), None)
 
 
 def launcher_chain(rank: int) -> list[int]:
@@ -120,6 +123,11 @@ def launcher_chain(rank: int) -> list[int]:
     ``horovodrun`` or a program that calls Horovod's. Over ssh, where the launcher is elsewhere, it is ssh's daemon. A shell that is
     not part of the rank does not count: somebody may have given the rank by hand, and leave the shell while it trains.
     """
+    # From the rank upward; what is in parentheses is part of the rank:
+    #
+    #     horovodrun --gloo    rank  (shell with HOROVOD_RANK=...)  (helper of Horovod's)  horovodrun
+    #     horovodrun --mpi     rank  mpirun  the shell that horovodrun has become
+    #     mpirun               rank  mpirun, or orted on another host
     chain = [rank]
     while (process := look_up(chain[-1])) is not None and process.parent > 1:
         parent = process.parent
@@ -155,6 +163,7 @@ def has_broken(chain: list[int]) -> bool:
     """Whether one of the processes has lost its parent, the next in the list."""
     for child, parent in itertools.pairwise(chain):
         process = look_up(child)
+        # An orphan has another parent from then on: init, or a process that collects orphans.
         if process is None or process.parent != parent:
             return True
     return False

@@ -79,10 +79,12 @@ class MpiLink:
         Raises:
             StageFailed: that process, or over MPI any other, has ended by an error.
         """
+        # Most messages are there already or come at once. Each test lets MPI make progress, since nothing else here does.
         for _ in range(EAGER_TESTS):
             if request.Test():
                 return
         with watchdog.waiting(awaited):
+            # A blocking wait would not see that another process has failed, which over MPI closes no connection.
             while not request.Test():
                 self._raise_failure()
                 time.sleep(SLEEP_SECONDS)
@@ -107,6 +109,7 @@ class MpiLink:
             for other in range(self._communicator.Get_size())
             if other != own
         ]
+        # The others may never ask for the message. MPI needs tests to send it, so they are made for a moment, without a wait.
         end = time.monotonic() + FAILURE_SECONDS
         while left and time.monotonic() < end:
             left = [request for request in left if not request.Test()]
@@ -149,6 +152,7 @@ class GlooLink:
 
 
 def _parts(memory: Tensor) -> list[Tensor]:
+    # The count of an MPI message is a C int.
     return [memory[start : start + LARGEST] for start in range(0, memory.numel(), LARGEST)]
 
 
@@ -195,6 +199,8 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
 def starting(grid: Grid) -> Iterator[None]:
     """Within it Horovod's environment is that of the stage's own world."""
     before = {name: os.environ.get(name) for name in grid.horovod.get("environment", {})}
+    # Horovod reads rank and size from the environment as it starts.
+    # Afterwards they are those of the whole job again, as in launched_rank().
     os.environ.update(grid.horovod.get("environment", {}))
     try:
         yield
@@ -237,6 +243,7 @@ def _over_mpi(stages: int, tensor: int, mpi: Any) -> Grid:
             f"MPI_THREAD_MULTIPLE (level {mpi.THREAD_MULTIPLE}), and this one gives level {mpi.Query_thread()}: initialize it "
             f"with that, use an Open MPI that has it, or run over Gloo (`horovodrun --gloo`)"
         )
+    # A communicator of its own: messages here never meet those of the user's code or of Horovod, whatever their tags.
     world = mpi.COMM_WORLD.Dup()
     grid = _place(stages, tensor, world.Get_rank(), world.Get_size())
     near = world.Split_type(mpi.COMM_TYPE_SHARED)
@@ -244,6 +251,7 @@ def _over_mpi(stages: int, tensor: int, mpi: Any) -> Grid:
     near.Free()
     grid.peers = world.allgather(Peer.here(world.Get_rank()))
     grid.link = MpiLink(world, grid.name)
+    # The replicas of one stage and part, in the order of replicas, which so become Horovod's ranks.
     grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage * tensor + grid.part, grid.replica)}
     return grid
 
@@ -294,6 +302,7 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
     )
     board = _Board()
     near = Listener()
+    # Every process puts its own entry before it asks for others. So no order of arrival can block them.
     board.put(f"rank {process}", (Peer.here(process), near.host, near.name))
     everyone = [board.get(f"rank {other}") for other in range(processes)]
     grid.peers = [peer for peer, _, _ in everyone]
@@ -323,6 +332,7 @@ def _group(board: _Board, process: int, processes: int) -> Any:
     key = "the store of rank 0"
     own = board.own_address()
     if process == 0:
+        # Port 0 lets the system choose a free one, which the others learn from the board.
         store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
         board.put(key, (own, store.port))
     else:

@@ -81,6 +81,8 @@ def add(tensor: Tensor) -> Tensor:
         return torch.add(own, other, out=other)  # a + b has the bits of b + a
     flat = tensor.detach().reshape(-1)
     each = -(-flat.numel() // parts)
+    # Part r adds up the r-th of as many equal slices, and all parts
+    # gather the sums: every element is added on one part, in one order.
     padded = torch.nn.functional.pad(flat, (0, parts * each - flat.numel()))
     return torch.cat(gather(_sum_own(torch.split(padded, each))))[: flat.numel()].view(tensor.shape)
 
@@ -111,6 +113,7 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     grid = current()
     if grid.tensor == 1:
         return
+    # One process measures, and the other parts are elsewhere, such as in a collective that waits for its result.
     if _alone:
         for part, row in enumerate(rows):
             if part != grid.part:
@@ -121,10 +124,12 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     hosts = {part: rows[part] if rows[part].device.type == "cpu" else rows[part].cpu() for part, _ in others}
     requests = []
     for part, process in others:
-        requests += [(one, process) for one in grid.link.receive(_bytes(hosts[part]), process, FIRST_TAG)]
+        requests += [
+            (request, process) for request in grid.link.receive(_bytes(hosts[part]), process, FIRST_TAG)
+        ]
     memories = {part: _bytes(sent[part].cpu()) for part, _ in others}  # until they are sent
     for part, process in others:
-        requests += [(one, process) for one in grid.link.send(memories[part], process, FIRST_TAG)]
+        requests += [(request, process) for request in grid.link.send(memories[part], process, FIRST_TAG)]
     for request, process in requests:
         grid.link.wait(request, f"values of {grid.name(process)}", process)
     for part, _ in others:

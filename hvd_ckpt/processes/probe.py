@@ -79,8 +79,8 @@ def find_launcher() -> list[str] | None:
     beside = Path(sys.executable).parent / "horovodrun"
     if beside.exists():
         return [str(beside)]
-    found = shutil.which("horovodrun")
-    return [found] if found else None
+    program = shutil.which("horovodrun")
+    return [program] if program else None
 
 
 def launcher_environment() -> dict[str, str]:
@@ -100,6 +100,7 @@ def launcher_environment() -> dict[str, str]:
 def _run(command: list[str], timeout: float) -> tuple[int | None, str]:
     """The exit status (None: it ran past the limit and was ended) and the output of a command."""
     environment = launcher_environment()
+    # The probe would overwrite the timeline of the user's own job.
     environment.pop("HOROVOD_TIMELINE", None)
     process = subprocess.Popen(
         command,
@@ -109,6 +110,7 @@ def _run(command: list[str], timeout: float) -> tuple[int | None, str]:
         text=True,
         errors="replace",
         env=environment,
+        # A session of its own, so that all of its processes can be killed together.
         start_new_session=True,
     )
     try:
@@ -171,8 +173,8 @@ def _try_operations(hvd: Any, torch: Any, device: str) -> dict[str, str]:
     answers = {}
     for name, (operation, expected) in tries.items():
         try:
-            found = operation().tolist()
-            answers[name] = "ok" if found == expected else f"gave {found} instead of {expected}"
+            result = operation().tolist()
+            answers[name] = "ok" if result == expected else f"gave {result} instead of {expected}"
         except Exception as error:
             answers[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     return answers
@@ -189,6 +191,7 @@ def main(folder: str) -> None:
     if built and torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size():
         torch.cuda.set_device(hvd.local_rank())
         answers["cuda"] = _try_operations(hvd, torch, "cuda")
+    # Renamed when it is complete: a rank that is killed meanwhile must not leave half an answer.
     temporary = Path(folder, f".{hvd.rank()}")
     temporary.write_text(json.dumps(answers))
     temporary.rename(Path(folder, f"{hvd.rank()}.json"))

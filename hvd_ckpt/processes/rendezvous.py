@@ -31,6 +31,12 @@ def rank_variables(rank: int, hosts: Sequence[Hashable], address: str, port: int
         hosts: of all ranks, in their order.
         address, port: of the rendezvous server.
     """
+    # Local rank: the number among the ranks of this host. Cross rank: the number of this host among those with such a local rank.
+    #
+    #     rank           0   1   2        on hosts a, a, b
+    #     local rank     0   1   0
+    #     cross rank     0   0   1
+    #     cross size     2   1   2        host b has no rank with local number 1
     own = hosts[rank]
     local = hosts[:rank].count(own)
     across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local]
@@ -59,6 +65,7 @@ def join_job(launcher: str, seconds: float | None = None) -> None:
     rank, size = whole_in("HOROVOD_RANK") or 0, whole_in("HOROVOD_SIZE") or 1
     address, port = _meeting_point(launcher)
     here = socket.gethostname()
+    # With TORCHELASTIC_USE_AGENT_STORE, torchrun's own process holds a store at this address already.
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     limit = timedelta(seconds=min(seconds or SECONDS, LONGEST))
     try:
@@ -73,6 +80,7 @@ def join_job(launcher: str, seconds: float | None = None) -> None:
             own = "" if own.startswith("127.") or own == "::1" else own
             store.set(f"{name}.server", f"{server.start()} {own}")
         store.set(f"{name}.host.{rank}", here)
+        # get() waits until a key is there. So all ranks have come when this returns, and rank 0's server runs.
         hosts = [store.get(f"{name}.host.{other}").decode() for other in range(size)]
         server_port, _, server_address = store.get(f"{name}.server").decode().partition(" ")
     except (RuntimeError, OSError) as error:  # of PyTorch's store, in several lines

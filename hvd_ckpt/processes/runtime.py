@@ -124,6 +124,7 @@ def init(
         RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
             elastic job later, with both variables set, and cannot.
     """
+    # First of all: everything below reads the rank under Horovod's names of the variables.
     launcher = adopt_launcher()
     uncaught.install()
     if stall_timeout is not None:
@@ -147,6 +148,7 @@ def init(
     check_environment()
     if launcher is not None:
         rendezvous.join_job(launcher, stall_timeout)
+    # Before Horovod starts: it, MPI and NCCL read these variables once.
     _set_fusion_default()
     os.environ.setdefault(NVLS_VARIABLE, "0")
     _set_crowded_defaults()
@@ -154,6 +156,7 @@ def init(
         single_copy.set_default(os.environ)
     _check_restart()
     _set_mpi_prefix()
+    # Before Horovod starts, so that a start which waits for a rank is watched, too.
     _watch(stall_timeout)
     if stages == tensor == 1:
         grid.set_current(None)
@@ -165,6 +168,7 @@ def init(
     comm = args[0] if args else kwargs.get("comm")
     if comm is not None or not _state.communicator:
         _state.ranks_argument, _state.communicator = comm, None
+    # After the start, which tells how many ranks share this host.
     if THREADS_VARIABLE not in os.environ:
         torch.set_num_threads(threads_per_rank(grid.current().local_size))
     if not repeatable() and not _state.warned and hvd.rank() == 0:
@@ -188,6 +192,7 @@ def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str,
         kwargs["comm"] = own.horovod["comm"]
     with links.starting(own):
         hvd.init(**kwargs)
+    # Again: the start has let the ranks of this stage meet (`watchdog.meet`), and they would be taken for the whole job.
     watchdog.introduce(own.peers, own.process(own.stage))
     return kwargs
 
@@ -252,8 +257,8 @@ def _restarts_with_both_set() -> bool:
 
 def _launched_local_size() -> int:
     """Number of ranks that the launcher has started on this machine; 1 if no known launcher has."""
-    found = map(whole_in, LOCAL_SIZE_VARIABLES)
-    return next((number for number in found if number is not None), 1)
+    numbers = map(whole_in, LOCAL_SIZE_VARIABLES)
+    return next((number for number in numbers if number is not None), 1)
 
 
 def _set_mpi_prefix() -> None:
@@ -356,6 +361,7 @@ def _import_mpi() -> Any:
         import mpi4py
     except ImportError as error:
         raise RuntimeError(f"mpi_communicator(): {explain_import_error(error) or error}") from error
+    # Before `MPI` is imported, which reads them.
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
     try:

@@ -89,6 +89,7 @@ def _is_first(shown: str) -> bool:
         return True
     shown = re.sub(r"\b0x[0-9a-fA-F]+", "0x", shown)  # addresses of objects
     digest = hashlib.sha256("\n".join([str(os.getuid()), *job, shown]).encode(errors="replace")).hexdigest()
+    # The kernel lets one process bind a name. This needs no message between ranks, and no file that a killed rank would leave.
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         mark.bind(f"\0hvd_ckpt.{digest}")  # a name of Linux's that is not a file, and ends with the process

@@ -81,6 +81,8 @@ class Watchdog:
     """
 
     timeout: float | None = None
+    # Written by the threads that wait and read by the watchdog's, without a lock:
+    # each entry is one object, and the watchdog iterates over copies.
     waits: dict[int, Wait] = field(default_factory=dict)
     announced: dict[int, float] = field(default_factory=dict)
     polls: dict[int, Poll] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class Watchdog:
         while True:
             time.sleep(TICK_SECONDS)
             now = time.monotonic()
+            # The process was stopped, or the machine was: that time counts for no wait.
             if now - before > 2 * TICK_SECONDS:
                 self.stopped += now - before - TICK_SECONDS
             before = now
@@ -113,6 +116,7 @@ class Watchdog:
             self._announce()
             late = self._late()
             if late is not None:
+                # It asks other hosts, which takes a second or two. The wait may end meanwhile, so it is looked at again.
                 line = self._explain(*late)
                 if self._late() is not None:
                     end(line)
@@ -122,7 +126,7 @@ class Watchdog:
         if self.timeout is None:
             return None
         waits, now = self._longer_than(self.timeout), self.now()
-        return next((one for one in waits if now - one[1].since > one[1].least), None)
+        return next((late for late in waits if now - late[1].since > late[1].least), None)
 
     def _longer_than(self, seconds: float) -> Iterator[tuple[int, Wait]]:
         """Threads whose waits have lasted longer, and these waits."""
@@ -271,6 +275,7 @@ def end_with_parent() -> bool:
 def end(line: str) -> NoReturn:
     """Ends this process at once with status 1 and a line on stderr; nothing is run on the way out, for it could wait too."""
     _say_in_background(line).join(SAYING_SECONDS)
+    # Not sys.exit(): what runs at exit (Horovod's shutdown, MPI_Finalize) waits for the ranks that do not come.
     os._exit(1)
 
 
@@ -282,6 +287,7 @@ def _say_in_background(line: str) -> threading.Thread:
 
 def _say(line: str) -> None:
     with contextlib.suppress(Exception):
+        # Not through sys.stderr, whose lock another thread may hold.
         os.write(2, f"{line}\n".encode())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -295,6 +301,8 @@ def _who(own: Peer | None) -> str:
 
 def _install() -> None:
     """Puts a note of beginning and end around everything in Horovod that waits for other ranks."""
+    # All of Horovod's synchronous calls, and synchronize(), end in `horovod_torch_wait_and_clear` of its C library, polls in
+    # `horovod_torch_poll`. These are looked up in the library object for each call, so replacing them there is enough.
     basics, library = mpi_ops._basics, mpi_ops.mpi_lib
     start, stop, poll = basics.init, basics.shutdown, library.horovod_torch_poll
 
@@ -315,6 +323,7 @@ def _install() -> None:
             seen.last = _dog.now()
         else:
             now = _dog.now()
+            # A loop of polls waits although no single call does. So a handle counts as a wait while it is polled again and again.
             _dog.polls[handle] = Poll(threading.get_ident(), now, now)
         return done
 

@@ -134,6 +134,7 @@ def _mutable(func: Callable[..., Any]) -> tuple[tuple[tuple[int, str], ...], int
     if call_name(func) == "__setitem__":
         return ((0, "self"),), None
     places = {
+        # No call has that many positional arguments, so one that is keyword-only is looked up by its name.
         (sys.maxsize if argument.kwarg_only else place, argument.name)
         for overload in _overloads(func)
         for place, argument in enumerate(overload._schema.arguments)

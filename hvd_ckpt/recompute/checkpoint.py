@@ -168,6 +168,7 @@ class _FlatRun:
         self.tensors = self._arguments.tensors
         self._reentrant = bool(options.use_reentrant)
         own = {id(tensor) for tensor in self.tensors}
+        # PyTorch saves the arguments with the graph and raises an error where one was changed. They must not be restored here.
         reached.tensors = [tensor for tensor in reached.tensors if id(tensor) not in own]
         self.region = Region(function, reached, options.preserve_rng_state, saves=not self._reentrant)
         # The first pass gets the caller's own containers, so that the caller sees what the function does to them.

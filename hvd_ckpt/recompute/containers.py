@@ -39,9 +39,8 @@ class Structure:
         # ``known`` has None for a container whose description has begun and not ended: a reference to it is a cycle.
         if id(value) in known:
             node = known[id(value)]
-            return (
-                self._leaf(value) if node is None else node
-            )  # a container that contains itself stays as it is
+            # A container that contains itself stays as it is.
+            return self._leaf(value) if node is None else node
         parts = _take_apart(value)
         if parts is None:
             return self._leaf(value)

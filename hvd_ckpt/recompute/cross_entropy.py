@@ -301,7 +301,9 @@ def _chunk_by_chunk(
             else:
                 scores, of_target, mean = vocabulary.log_softmax(logits, target)
                 target, here = vocabulary.local(target)
+                # Only the part that has the target subtracts there.
                 hit = factor * here
+            # Of the tensors of a chunk's size, scores alone are needed from here on; they become the slope in the same memory.
             del logits
             loss = -of_target
             if mean is not None and options.smoothing:
@@ -325,6 +327,7 @@ def _chunk_by_chunk(
                 of_weight += slope.t() @ inputs
             if wanted[2]:
                 of_bias = slope.sum(0, dtype=sums) if of_bias is None else of_bias.add_(slope.sum(0))
+            # Otherwise they would stay in memory while the logits of the next chunk are computed.
             del scores, slope
     if wanted[1]:
         of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)

@@ -29,16 +29,8 @@ from hvd_ckpt.utils.torch_private import (
 )
 from hvd_ckpt.utils.unmaterialized import is_split
 
-_FACTS = {
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "layout",
-    "is_cuda",
-    "is_cpu",
-    "requires_grad",
-}  # need no values
+# These need no values.
+_FACTS = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "requires_grad"}
 _SIZES = {
     "__len__", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "nelement", "numel", "size",
 }  # fmt: skip

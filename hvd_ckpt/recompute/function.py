@@ -104,6 +104,7 @@ class CheckpointFunction(torch.autograd.Function):
         ends = {get_gradient_edge(target).node for target in targets}
         if not ctx.checked:
             _check_all_listed([output for output, _ in pairs], ends)
+            # The graph of a further recomputation is the same, and a walk through all of it takes time.
             ctx.checked = True
         with _without_hooks(ends):
             computed = torch.autograd.grad(

@@ -42,6 +42,7 @@ def _pack(tensor: Tensor) -> Tensor | Share:
     if grid.tensor == 1 or not alike or tensor.numel() < grid.tensor:
         return tensor
     shares = tensor.detach().view(-1).tensor_split(grid.tensor)
+    # A copy, since a view would keep the whole tensor in memory.
     return Share(shares[grid.part].clone(), tuple(map(len, shares)), tensor.shape)
 
 

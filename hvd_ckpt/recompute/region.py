@@ -193,6 +193,7 @@ class Region:
         self._frame = Frame()
         self._synchronized = [module for module in reached.modules if isinstance(module, hvd.SyncBatchNorm)]
         owner: Any = reached.modules[0] if reached.modules else _code_of(function)
+        # With the training flags: in another mode the function runs other operations, and is verified anew.
         key = (id(_code_of(function)), *((id(module), module.training) for module in reached.modules))
         self._pass = begin_pass(owner, key, functools.partial(title_of, function), may_verify=preserve_random)
         self._state = ForwardState(

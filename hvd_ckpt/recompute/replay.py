@@ -128,6 +128,7 @@ class Call:
     def keep(self, inner: Sequence[Tensor]) -> None:
         """Keeps the inner tensors of a call that turned out not to be repeatable."""
         for number, tensor in enumerate(inner, start=1):
+            # No number of holders uses it up: nothing can compute it again, and a further backward pass may ask for it.
             self.cache[-number] = [tensor.detach(), math.inf, version_of(tensor)]
         self.inner = 0
 

@@ -93,8 +93,7 @@ def compress(tensor: torch.Tensor, lossy: torch.dtype | None = None) -> Compress
     """Compresses ``tensor``; returns None if that saves no bytes.
 
     - Elements that are zero or one other bit pattern, in any dtype, become one bit each: bool masks, masks of ones, the scaled
-    masks
-      that ``F.dropout`` saves on the CPU.
+      masks that ``F.dropout`` saves on the CPU.
     - Other integers become the narrowest of int8, uint8, int16 and int32 that holds the least and the greatest of them.
     - If ``lossy`` is given, other float32 and float64 tensors become that dtype, unless a finite value is too large for it.
 

@@ -180,6 +180,7 @@ class LayerSegment:
         for offset, (layer, accepted) in enumerate(zip(self.layers, self.accepted)):
             keywords = {name: shared[name] for name in accepted if name in shared}
             arguments = self._arguments(offset, values, keywords)
+            # Only in the first pass: what a recomputation is given has fit before.
             if offset == 0 and not is_recomputing():
                 result = self._call_first(layer, arguments, keywords)
             else:

@@ -87,6 +87,7 @@ class ForwardState:
         finally:
             self.note_written()
             self._spaces = None
+            # A source from which the pass has drawn nothing is not drawn from again either, so it need not be restored.
             self._random = [source for source in self._random if source.moved()]
 
     def note_written(self) -> bool:
@@ -220,6 +221,7 @@ def _deterministic(mode: tuple[bool, bool]) -> Iterator[None]:
         torch.use_deterministic_algorithms(now[0], warn_only=now[1])
 
 
+# In the order of _settings(): how each of them is changed for a while.
 _CHANGES: tuple[Callable[[Any], contextlib.AbstractContextManager[Any]], ...] = (
     default_dtype,
     torch.device,

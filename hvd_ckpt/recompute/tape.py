@@ -105,9 +105,8 @@ class _Running(NamedTuple):
     call: Call | None  # None: its results are not dropped
     group: Group | None
     inner: list[Tensor]  # new tensors that it has saved, if they may have to be kept after all
-    after: list[
-        Callable[[], object]
-    ]  # called when it has returned: until then, it may still fill what it has saved
+    # Called when it has returned: until then, it may still fill what it has saved.
+    after: list[Callable[[], object]]
 
 
 @disable_dynamo
@@ -142,9 +141,8 @@ def run_selectively(
 def _verification(function: Callable[..., Any], policy: Policy) -> Verification | None:
     """Verification that compares dropped results with replayed ones; None if this pass through the function is not verified."""
     owner: Any = function
-    while isinstance(
-        owner, functools.partial
-    ):  # a method of a module, or modules that run one after the other
+    # A method of a module, or modules that run one after the other.
+    while isinstance(owner, functools.partial):
         owner = owner.args[0] if owner.args else owner.func
         owner = owner[0] if isinstance(owner, list) else owner
     owner = getattr(owner, "__self__", owner)
@@ -193,6 +191,7 @@ class Tape(TorchFunctionMode):
 
     def close(self) -> None:
         """Ends the forward pass: removes all marks, and hands collected tensors to the outer hooks."""
+        # Before the keeper closes, which saves what has been collected until then: these copies, too.
         for memory in self._written:
             self._copy_stored(memory)
         self.keeper.close()
@@ -308,9 +307,8 @@ class Tape(TorchFunctionMode):
         """Replaces kept arguments of dropped calls that lie in this memory by copies."""
         for reference, call in self._stored.pop(memory, ()):
             stored = reference()
-            if (
-                stored is None or (memory_of(stored.kept.peek()) or 0) != memory
-            ):  # a split parameter has left it
+            # A parameter that is split over the ranks may have left the memory since.
+            if stored is None or (memory_of(stored.kept.peek()) or 0) != memory:
                 continue
             # No copy for a call whose result lies in the changed memory and was neither read nor saved: the change makes that
             # result invalid, so nobody can ask for its old values.
@@ -356,6 +354,8 @@ class Tape(TorchFunctionMode):
                 call.keep(running.inner)
                 return
         specified: dict[int, Stored | Scratch | Reference] = {}
+        # Memory that a replay finds and does not allocate: of kept arguments, and of results that lie in it. A result in it is
+        # not fresh, so that a later call which changes it in place cannot be dropped.
         foreign: set[int | None] = set()
         for (tensor, _, tag), requires_grad in zip(inputs, needs_grad):
             if tag is None or not tag.fresh:

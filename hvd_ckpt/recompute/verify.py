@@ -261,9 +261,8 @@ class Verification:
 
     _title: Callable[[], str]
     _counts: _Counts
-    is_over: bool = (
-        True  # whether the first pass is: a recomputation in the middle of it proves nothing about the rest
-    )
+    # Whether the first pass is over: a recomputation in the middle of it proves nothing about the rest.
+    is_over: bool = True
     _pairs: list[tuple[Observation, Observation, str]] = field(default_factory=list)
 
     def compare(self, tensors: Iterable[tuple[Observation, Tensor]], what: str) -> None:
@@ -369,6 +368,7 @@ def _finish_later(verification: Verification) -> None:
     if task == -1:
         _finish([verification])
         return
+    # Tensors are unpacked on autograd's threads, one for each device, in one backward pass.
     with _lock:
         is_first = task not in _open
         _open.setdefault(task, []).append(verification)

@@ -18,10 +18,8 @@ from hvd_ckpt.utils.torch_private import disable_dynamo, sequence_number
 # Some operations save a tensor before their kernel fills it (the noise of nn.RReLU, the statistics of a batch norm). So a tensor is
 # handed on only when this many more have been saved.
 _RECENT = 8
-_MANY, _BYTES = (
-    64,
-    1 << 20,
-)  # limits of the tensors that wait; tensors are handed on together, which is faster
+# Limits of the tensors that wait. Tensors are handed on together, which is faster.
+_MANY, _BYTES = 64, 1 << 20
 
 
 class Watch:

@@ -125,26 +125,15 @@ def namespaces_of(modules: Sequence[nn.Module], tensors: Sequence[Tensor], learn
     for module in modules:
         attributes = vars(module)
         namespaces.append(Namespace(module, "attributes", attributes, learn))
-        used = (
-            kind for kind in ("_buffers", "_parameters") if attributes[kind]
-        )  # most modules have no buffers
+        # Most modules have no buffers, and a namespace costs time in each pass.
+        used = (kind for kind in ("_buffers", "_parameters") if attributes[kind])
         namespaces.extend(Namespace(module, kind, attributes[kind], learn) for kind in used)
     return namespaces
 
 
 _LAZY = object()  # the stamp of a tensor that has no values yet
-_NEITHER = {
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    dict,
-    OrderedDict,
-    set,
-    list,
-    tuple,
-}  # types of most attributes, which are skipped
+# Types of most attributes, which are skipped.
+_NEITHER = {type(None), bool, int, float, str, dict, OrderedDict, set, list, tuple}
 
 
 class Namespace:

@@ -1,4 +1,4 @@
-"""Gradient accumulations: how many make a gradient ready, which optimizer counts them, and which gradients are sums already."""
+"""Gradient accumulations: how many make a gradient ready, and which optimizer counts them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import global_process_set
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.reduction.stats import ReductionStats
@@ -56,6 +55,7 @@ class AccumulationCounts:
         """Forgets this step's accumulations of some parameters."""
         for index in indices:
             self.arrived[index] = self.last_arrival[index] = 0
+        # Without arrivals the step has not begun. close_step() must not learn from it that nothing arrives.
         self._clock *= any(self.arrived)
 
     def close_step(self, learn: bool = True) -> None:
@@ -65,6 +65,8 @@ class AccumulationCounts:
                 self.expected = list(self.arrived)
                 self.learned = True
             elif self.arrived != self.expected:
+                # Expected is 4: after steps of 4, 3, 4 and 3 accumulations it still is; after 3
+                # and 3 in a row it is 3; after 5 at once 5.
                 for index, (arrived, expected) in enumerate(zip(self.arrived, self.expected)):
                     if arrived < expected and arrived != self._lower[index]:
                         self._lower[index] = arrived
@@ -72,6 +74,7 @@ class AccumulationCounts:
                         self.expected[index] = arrived
                         self._lower[index] = -1
             elif max(self._lower) >= 0:
+                # The step was as expected, so a lower one before it was an exception and not the first of two.
                 self._lower = [-1] * len(self._lower)
         self.arrived = [0] * len(self.arrived)
         self.last_arrival = [0] * len(self.last_arrival)
@@ -189,7 +192,7 @@ class OwningReducer(ABC):
             parameter = self._parameters[index]
             self._number_of[id(parameter)] = index
             reducers = _reducers.setdefault(parameter, _Reducers())
-            reducers.all = [one for one in reducers.all if one() is not None] + [weakref.ref(self)]
+            reducers.all = [known for known in reducers.all if known() is not None] + [weakref.ref(self)]
             owner = None if reducers.owner is None else reducers.owner()
             if owner is not None:
                 before[owner] = None
@@ -209,6 +212,8 @@ class OwningReducer(ABC):
             self.become_exclusive()
             return False
         distinct = {id(optimizer): optimizer for optimizer in self._owners.values()}
+        # Each release is collective. Identities are the same on every rank, so all
+        # ranks go through the optimizers in one order.
         for optimizer in sorted(distinct.values(), key=lambda optimizer: optimizer.identity):
             optimizer.release_gradients()
         taken, self._owners = self._owners, {}
@@ -233,6 +238,8 @@ class OwningReducer(ABC):
         if self.active:
             self.abandon()
         else:
+            # On another rank the step may have begun; it is dropped and renamed by
+            # abandon() there. Names must stay equal on all.
             self.rename_anew()
 
     def _acquire(self, indices: Iterable[int]) -> None:
@@ -373,88 +380,3 @@ def _hooks(
             reducer.after_accumulation(index)
 
     return before, after
-
-
-# Gradients that are sums over the ranks already: added up again, they would count once per rank.
-#
-# A gradient may be reduced a second time: by another optimizer of the same parameter, or because a backward pass has added to it
-# before it was cleared. The average of equal gradients is what they are; with ``op=Sum`` one rank brings the sum that there is,
-# and the others bring what has come since. A gradient that was changed in place by hand since (its version tells) is this rank's
-# own again.
-
-
-_ATTRIBUTE = "_summed_by_hvd_ckpt"
-
-
-class _Sum(TypedDict):
-    """Over which ranks a gradient is summed, what it was before a backward pass added to it, and its version.
-
-    Plain data, since it is copied and saved with the gradient.
-    """
-
-    process_set: int
-    before: torch.Tensor | None
-    version: int
-
-
-def mark_summed(parameter: torch.Tensor, process_set: Any) -> None:
-    """Remembers that a gradient is the sum over the ranks of a process set, as long as it is this tensor and not changed."""
-    gradient = parameter.grad
-    if gradient is not None:
-        parameter.grad = gradient = (
-            gradient.data
-        )  # a view shares its version with the other views into its bucket
-        known = _Sum(process_set=process_set.process_set_id, before=None, version=gradient._version)
-        setattr(gradient, _ATTRIBUTE, known)
-
-
-def sum_of(gradient: torch.Tensor) -> _Sum | None:
-    """What is remembered of a gradient that is a sum, or None."""
-    known: _Sum | None = vars(gradient).get(_ATTRIBUTE)
-    if known is not None and known["version"] != gradient._version:
-        del vars(gradient)[_ATTRIBUTE]
-        return None
-    return known
-
-
-def moved(gradient: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """A gradient whose values have been copied to a view into a bucket: the view, or an alias of it that is known to be a sum."""
-    known = sum_of(gradient)
-    if known is None:
-        return to
-    alias = to.data
-    known = _Sum(process_set=known["process_set"], before=known["before"], version=alias._version)
-    setattr(alias, _ATTRIBUTE, known)
-    return alias
-
-
-def keep_sum(gradient: torch.Tensor) -> None:
-    """A backward pass may be about to add to a gradient."""
-    known = sum_of(gradient)
-    if known is not None and known["before"] is None:
-        known["before"] = gradient.detach().clone()
-
-
-def changed_sum(gradient: torch.Tensor) -> None:
-    """A gradient was changed in place as it may be: a backward pass has added to it, or all ranks have changed their sum alike."""
-    known: _Sum | None = vars(gradient).get(_ATTRIBUTE)
-    if known is not None:
-        known["version"] = gradient._version
-
-
-def leave_own_part(gradient: torch.Tensor, process_set: Any, brings_sum: bool) -> None:
-    """Makes a gradient, in place, what this rank is to bring to a sum over the ranks of a process set.
-
-    Args:
-        brings_sum: whether this is the rank that brings what is summed already.
-    """
-    known = sum_of(gradient)
-    vars(gradient).pop(_ATTRIBUTE, None)
-    sets = (process_set.process_set_id, global_process_set.process_set_id)
-    if known is None or brings_sum or known["process_set"] not in sets:
-        return
-    with torch.no_grad():
-        if known["before"] is None:
-            gradient.zero_()
-        else:
-            gradient.sub_(known["before"])

@@ -58,8 +58,8 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        known = [one for one in type(error).__mro__ if not issubclass(one, FailedElsewhere)]
-        return cls([(one.__module__, one.__qualname__) for one in known], str(error))
+        known = [base for base in type(error).__mro__ if not issubclass(base, FailedElsewhere)]
+        return cls([(base.__module__, base.__qualname__) for base in known], str(error))
 
     def on(self, rank: int) -> Exception:
         """The error to raise where it happened on another rank."""
@@ -121,17 +121,20 @@ def allgather_objects(value: Any, process_set: Any, name: str, message: str = ME
     """
     require_initialized(name)
     payload, error = _pickled((name, value))
+    # By an allreduce, in which a rank that has joined shows as a zero: a payload is never empty.
     sizes = torch.zeros(process_set.size(), dtype=torch.int64)
     sizes[process_set.rank()] = payload.numel()
     sizes = _sum(sizes, f"{message}.sizes", process_set)
     check_present(int((sizes > 0).sum()), process_set, name)
     gathered = mpi_ops.allgather(payload, name=f"{message}.values", process_set=process_set)
     received = [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes.tolist())]
-    raise_first_failure(error, [one if isinstance(one, Failure) else None for one in received])
+    raise_first_failure(error, [content if isinstance(content, Failure) else None for content in received])
+    # Each call with the first rank that is in it: of equal keys the last one counts, so ranks come in reverse.
     calls = dict(zip((call for call, _ in reversed(received)), reversed(range(len(received)))))
     if len(calls) > 1:
         where = ", ".join(
-            f"'{call}' on rank {rank}" for call, rank in sorted(calls.items(), key=lambda one: one[1])
+            f"'{call}' on rank {rank}"
+            for call, rank in sorted(calls.items(), key=lambda call_and_rank: call_and_rank[1])
         )
         raise RuntimeError(
             f"ranks are in different collective calls: {where}; make the same calls in the same order on every rank"
@@ -149,6 +152,7 @@ def broadcast_from(value: Any, root: int, process_set: Any, name: str) -> Any:
     require_initialized(name)
     is_root = mpi_ops.rank() == root
     payload, error = _pickled(value if is_root else None)
+    # The sum has the root's size, which alone is not 0, and the number of ranks that are there.
     size, present = _sum(
         torch.tensor([payload.numel() if is_root else 0, 1], dtype=torch.int64), f"{name}.size", process_set
     ).tolist()
@@ -309,9 +313,9 @@ def _described(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, complex)):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _described(one) for name, one in value.items()}
+        return {str(name): _described(option) for name, option in value.items()}
     if isinstance(value, (list, tuple, range)):
-        return [_described(one) for one in value]
+        return [_described(element) for element in value]
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
@@ -355,6 +359,7 @@ def agree_on_options(call: str, options: Mapping[str, Any], error: Exception | N
         Exception: the arguments are the same, and some rank brings an error; on every rank.
     """
     gathered = of_all_processes((dict(options), None if error is None else Failure.of(error)), call)
+    # Options come before errors: where they differ, that explains the error of a single rank.
     options_of, failures = zip(*gathered)
     check_described(dict(enumerate(options_of)), call, failures)
     raise_first_failure(error, failures)
@@ -373,7 +378,7 @@ def check_parameters(
     ranks = range(len(tables)) if ranks is None else ranks
     reference = tables[0]
     for rank, table in zip(ranks[1:], tables[1:]):
-        here, there = ({facts.name: facts for facts in one} for one in (reference, table))
+        here, there = ({facts.name: facts for facts in rows} for rows in (reference, table))
         for name in [*here, *there]:
             if (name in here) != (name in there):
                 at, other = (ranks[0], rank) if name in here else (rank, ranks[0])

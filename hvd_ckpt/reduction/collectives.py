@@ -213,6 +213,7 @@ def broadcast_optimizer_state(
         outline = [_outline_group(optimizer, group, tensors, bool(stage)) for group in optimizer.param_groups]
     outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
     if mpi_ops.rank() != root_rank:
+        # In the order of _outline_group(), options before states: tensors are matched by their place in the list alone.
         for group, (values, states) in zip(optimizer.param_groups, outline):
             group.update(_rebuild(values, tensors, group["params"][0] if group["params"] else None))
             own = {} if stage else dict(zip(_names_in(optimizer, group), group["params"]))
@@ -257,25 +258,25 @@ def _outline_group(
 
 
 def _outline(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    def one(leaf: Any) -> Any:
+    def outline_of(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         tensors.append(leaf)
         beside = parameter is not None and leaf.device == parameter.device
         return _TensorOutline(tuple(leaf.shape), leaf.dtype, beside)
 
-    return pytree.tree_map(one, value)
+    return pytree.tree_map(outline_of, value)
 
 
 def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    def one(leaf: Any) -> Any:
+    def tensor_of(leaf: Any) -> Any:
         if not isinstance(leaf, _TensorOutline):
             return leaf
         device = parameter.device if parameter is not None and leaf.beside_parameter else "cpu"
         tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
         return tensors[-1]
 
-    return pytree.tree_map(one, outline)
+    return pytree.tree_map(tensor_of, outline)
 
 
 def broadcast_tensors(
@@ -353,8 +354,8 @@ def _difference(tables: Sequence[Sequence[tuple[str, tuple[int, ...], torch.dtyp
         for name in sorted({*known[0], *table}):
             if known[0].get(name) != table.get(name):
                 (first, second) = (
-                    "missing" if name not in one else f"of shape {one[name][0]} and {one[name][1]}"
-                    for one in (known[0], table)
+                    "missing" if name not in facts else f"of shape {facts[name][0]} and {facts[name][1]}"
+                    for facts in (known[0], table)
                 )
                 return ValueError(
                     f"broadcast_parameters: '{name}' is {first} on rank 0 and {second} on rank {rank}; build the same model on "

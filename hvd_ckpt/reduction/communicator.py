@@ -14,9 +14,9 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression, Compressor, NoneCompressor
 from horovod.torch.mpi_ops import Adasum, Average, Sum
 
-from hvd_ckpt.reduction.accumulation import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
+from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.waits import waiting_for
@@ -26,9 +26,8 @@ __all__ = ["Compression", "Compressor"]
 POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
 POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
 LONG_SECONDS = 10.0
-LARGEST = (
-    2**31 - 1
-)  # Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits
+# Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits.
+LARGEST = 2**31 - 1
 long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
 """Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
@@ -52,6 +51,7 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
                 for check in [reference() for reference in long_waits]:
                     if check is not None:
                         check(begun)
+        # Returns at once now, with the result, or raises the error of the operation.
         result = mpi_ops.synchronize(handle)
         for tensor in pytree.tree_leaves(result):
             if tensor.is_cuda:  # Horovod's thread may have allocated it, on the default stream
@@ -97,6 +97,8 @@ class Work:
             horovod.common.exceptions.HorovodInternalError: another rank is gone.
         """
         if self._finish is not None:
+            # Given up first: if this fails, Horovod has dropped the handle, and a second call must
+            # raise instead of going without a result.
             pending, self._pending = self._pending, ()
             finish, self._finish = self._finish, None
             with torch.no_grad():
@@ -124,12 +126,12 @@ class Work:
         """One work of several, whose result ``join`` makes of theirs; wait for it instead of them."""
 
         def finish(results: list[Any]) -> torch.Tensor:
-            found = []
+            parts = []
             for work in works:
                 assert work._finish is not None
                 own, results = results[: len(work._pending)], results[len(work._pending) :]
-                found.append(work._finish(own))
-            return join(found)
+                parts.append(work._finish(own))
+            return join(parts)
 
         return cls([pair for work in works for pair in work._pending], finish)
 
@@ -174,7 +176,7 @@ class Communicator:
 
     @property
     def sums_once(self) -> bool:
-        """Keeps a gradient that is summed already from being summed again (see :mod:`.accumulation`)."""
+        """Keeps a gradient that is summed already from being summed again (see :mod:`.sums`)."""
         return bool(self.op == Sum)
 
     def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -277,6 +279,7 @@ def mean_over_ranks(value: Any, name: str, process_set: Any) -> Any:
     is_tensor = isinstance(value, torch.Tensor)
     real = value.numel() == 1 and not value.is_complex() if is_tensor else isinstance(value, numbers.Real)
     real = real and not isinstance(value, bool)
+    # The second number counts the ranks without a real number. If there is one, each rank keeps its own value.
     own = torch.tensor(
         [float(value.detach() if is_tensor else value) if real else 0.0, not real],
         dtype=torch.float64,
@@ -360,6 +363,7 @@ def adasum_step(
         named_parameters: all parameters, in the same order on every rank.
         local_step: the wrapped optimizer's own step on this rank's gradients.
     """
+    # Adasum needs every rank for each tensor. A parameter that one rank has used is therefore combined on all, changed or not.
     flags = torch.tensor(
         [parameter.grad is not None for _, parameter in named_parameters], dtype=torch.float32
     )

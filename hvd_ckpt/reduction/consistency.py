@@ -74,6 +74,7 @@ def check_equal_weights(model: torch.nn.Module, process_set: Any = global_proces
             ours = list(pool.map(_entry, *zip(*parameters)))
     if _all_equal(_digest(ours), process_set):
         return
+    # All ranks come here or none: each has compared the same gathered digests.
     tables = allgather_objects((mpi_ops.rank(), host_name(), ours), process_set, f"{NAME}.each")
     raise difference(
         [rank for rank, _, _ in tables], [host for _, host, _ in tables], [table for *_, table in tables]

@@ -72,6 +72,7 @@ def name_parameters(
         )
     known_names: Any = WeakTensorKeyDictionary()
     for name, parameter in pairs:
+        # A tied parameter keeps the first of its names, as in model.named_parameters().
         if parameter not in known_names:
             known_names[parameter] = name
     own: Any = WeakTensorKeyDictionary()
@@ -165,6 +166,7 @@ def agree_at_construction(
         call,
     )
     sets, failures, numbers, digests, given, following = zip(*gathered)
+    # From here on every rank looks at the same table, also at groups that it is not in: all raise, or none does.
     own = [rank for rank in members if sets[rank] == members]
     if any(sets[other] != others for rank, others in enumerate(sets) if rank in others for other in others):
         check_described({rank: {"process_set": others} for rank, others in enumerate(sets)}, call)
@@ -181,6 +183,8 @@ def agree_at_construction(
         if mpi_ops.rank() in own:
             places = {facts.name: place for place, facts in enumerate(tables[own[0]])}
             named = sorted(named, key=lambda pair: places[pair[0]])
+    # Ranks may have made different numbers of optimizers (one of an elastic job is new). The greatest number grows in each
+    # construction, so no two optimizers share it.
     return max(numbers), list(named)
 
 

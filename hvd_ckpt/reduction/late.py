@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters, check_present, raise_gathered
-from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
 
@@ -178,6 +178,8 @@ class UnbucketedGradients:
             ValueError: a rank has called ``join()``; on every rank.
         """
         if indices:
+            # Sparse gradients are gathered. Of a step, only they and a resynchronization
+            # cannot do without a rank that has joined.
             check_present(
                 round(self.communicator.sum(torch.ones(1, dtype=torch.float32), "present")[0]),
                 self.communicator.process_set,
@@ -187,6 +189,7 @@ class UnbucketedGradients:
         for index in sorted(indices):
             parameter = self.assignment.parameters[index]
             sparse_dim = self.assignment.sparse[index]
+            # Also where the gradient is only gathered: entries of a sum that all ranks hold would come once from each of them.
             self.communicator.leave_own_part(parameter)
             gradient = parameter.grad
             if gradient is None:

@@ -56,6 +56,7 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     members = sorted(process_set.ranks or range(process_set.size()))
     known = [state for rank in members if (state := states[rank]) is not None]
     alike = len({state.names for state in known}) == 1
+    # Decided by what all ranks know alike, since the rest is collective.
     if len(known) < len(members) or not alike or len(set(known)) == 1:
         return
     leader = root_rank if root_rank in members else members[0]

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, GradientEntry
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import Bucket, GradientEntry
+
+# What a gradient finds in ``grad`` that is accumulated after its bucket has left:
+#
+#   ``grad`` is                        before the accumulation          after it
+#   the view, which is in flight       hidden (diverted): None          autograd's new tensor is the late part
+#   None: the bucket has left empty    nothing to hide                  the same
+#   a late part                        its version is compared          the late part has grown
+#   another tensor, or dropped         noted as replaced                nothing; the ranks reduce it again
 
 
 class ModifiedGradients:
@@ -100,6 +109,7 @@ class ModifiedGradients:
         gradient, late = entry.parameter.grad, self.late.get(entry.index)
         if late is not None:
             return gradient is not late[0]
+        # Hidden for a late part that has not come yet, so what is there was set by hand.
         if entry.index in self.diverted:
             return gradient is not None
         if not entry.filled:

@@ -121,6 +121,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def _any_new_gradients(self, reducer: Reducer) -> bool:
         """Whether any rank has new gradients since the last synchronization, other ones than others, or a notice. Collective."""
+        # A notice travels in the control flags only, so it asks for a reduction as a new gradient does.
         new = None if reducer.notice else reducer.changes()
         return changed_apart(new, f"hvd_ckpt.{self.identity}.again", self.process_set)
 
@@ -177,18 +178,24 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if self._op == Adasum:
             return self._adasum_step(reducer, closure)
         if closure is not None:
+            # The first two are the same on every rank. So either all ranks ask each other,
+            # which the third does by a message, or none.
             if self._step_reduces is StepReduces.YES and (
                 self._phase.is_reduced or reducer.shares_parameters or self._any_new_gradients(reducer)
             ):
                 self.synchronize()
             closure = self._reduced_closure(closure)
         elif self._step_reduces is StepReduces.YES:
+            # Horovod warns of each step() that follows the user's synchronize(). Here only those are warned
+            # of that have had nothing left to reduce.
             by_user, reduced_before = self._phase is Phase.SYNCHRONIZED, reducer.stats.steps
             self.synchronize()
             if by_user and reducer.stats.steps == reduced_before:
                 warnings.warn(phases.REDUCED_BEFORE, stacklevel=2)
         else:
             self.check_reduced()
+            # A step in skip_synchronize() on gradients that were never reduced is the rank's own:
+            # its weights differ on purpose from then on.
             reducer.weights.alone |= (
                 self._step_reduces is StepReduces.NOT_IN_SKIP and not self._phase.is_reduced
             )
@@ -243,6 +250,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 self._phase = Phase.ACCUMULATING
             elif self.reducer.active and self._op != Adasum:
                 raise AssertionError(phases.CLEARED_UNREDUCED)
+            # Parameters that were unfrozen since the last step get their hooks before the next backward pass begins.
             self.reducer.hook_parameters()
         self._clear(*args, **kwargs)
         if self.reducer is not None and not self._phase.is_reduced:
@@ -252,6 +260,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         used = next((parameter for parameter in parameters if parameter.grad is not None), None)
         self.wrapped_class.zero_grad(self, *args, **kwargs)
+        # Whether zeros were set or gradients dropped shows in one that was there.
         if used is not None:
             self._keeps_zeros = used.grad is not None
 

@@ -46,7 +46,11 @@ def check_within(within: Any) -> str | list[list[int]] | None:
         groups = [list(group) for group in within]
     except TypeError:
         groups = []
-    if isinstance(within, str) or not groups or any(type(rank) is not int for one in groups for rank in one):
+    if (
+        isinstance(within, str)
+        or not groups
+        or any(type(rank) is not int for group in groups for rank in group)
+    ):
         raise ValueError(
             f"within must be None, 'host' or a list of lists of ranks, such as [[0, 1], [2, 3]], not {within!r}"
         )
@@ -101,21 +105,22 @@ def acquire(groups: Iterable[Sequence[int]]) -> tuple[dict[tuple[int, ...], Any]
     Raises:
         ValueError: a set is missing and Horovod cannot add any.
     """
-    found: dict[tuple[int, ...], Any] = {}
+    sets: dict[tuple[int, ...], Any] = {}
     taken: list[tuple[int, ...]] = []
     for group in groups:
         ranks = tuple(sorted(group))
-        present = {tuple(one): number for number, one in _present().items()}
+        present = {tuple(members): number for number, members in _present().items()}
         if ranks in present:
-            found[ranks] = ProcessSet(list(ranks))
-            found[ranks].process_set_id = present[ranks]
+            sets[ranks] = ProcessSet(list(ranks))
+            sets[ranks].process_set_id = present[ranks]
+            # The user has added it, so it is not this module's to remove.
             if ranks not in _users:
                 continue
         else:
-            found[ranks] = _added(ranks)
+            sets[ranks] = _added(ranks)
         _users[ranks] += 1
         taken.append(ranks)
-    return found, taken
+    return sets, taken
 
 
 def release(groups: Iterable[tuple[int, ...]]) -> None:
@@ -125,7 +130,7 @@ def release(groups: Iterable[tuple[int, ...]]) -> None:
         if _users[ranks] > 0:
             continue
         del _users[ranks]
-        number = next((number for number, one in _present().items() if tuple(one) == ranks), None)
+        number = next((number for number, members in _present().items() if tuple(members) == ranks), None)
         if number is not None:
             known = ProcessSet(list(ranks))
             known.process_set_id = number

@@ -30,7 +30,8 @@ import torch
 from hvd_ckpt.processes.devices import to_device
 from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
 from hvd_ckpt.reduction.agreement import ParameterFacts
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, sent_in_buckets
 from hvd_ckpt.reduction.modified import ModifiedGradients
@@ -123,6 +124,7 @@ class Reducer(OwningReducer):
 
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become final."""
+        # Autograd runs a thread for each device, so hooks may run at once. Counts and launches are one state for all of them.
         with self._lock:
             self.active = True
             arrived = self._counts.count(index)
@@ -147,6 +149,8 @@ class Reducer(OwningReducer):
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of the bucket have arrived: launch what can leave, and keep it in its storage if it cannot."""
         buckets = self.assignment.buckets
+        # A late part can be added to what has left only if the operation is linear. With Min, Max or
+        # Product all buckets wait for synchronize().
         may_leave = self._counts.learned and self._communicator.linear
         # The last bucket never leaves here: it carries the flags, which are known in synchronize() only.
         while may_leave and self._next < len(buckets) - 1 and buckets[self._next].waiting == 0:
@@ -156,6 +160,8 @@ class Reducer(OwningReducer):
             self._step.launches_in_backward += 1
         if bucket.launched or bucket is buckets[-1]:  # which is small, and is filled when it leaves
             return
+        # An earlier bucket holds this one back. Its gradients move into its storage now, so that the tensors which autograd
+        # made for them are freed instead of lying beside it.
         if bucket.fits_parameters() and bucket.may_leave(self._counts.arrived) and not bucket.keeps_sources:
             bucket.gather()
 
@@ -178,6 +184,7 @@ class Reducer(OwningReducer):
 
     def drain(self) -> None:
         """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
+        # Ranks may have launched different numbers of buckets, or none. If one has begun, all must launch the rest.
         begun = torch.tensor([bool(self._in_flight)], dtype=torch.float32)
         if self._sum(begun, "drain")[0] > 0:
             self.synchronize()
@@ -254,6 +261,8 @@ class Reducer(OwningReducer):
         if buckets:
             self._launch(with_flags=riding)
         flags: list[float] = [] if riding else self._sum(self._all_flags(torch.device("cpu")), "flags")
+        # After the flags above have taken the last fingerprint, and before the wait, which hides the work of the next one.
+        # Flags that ride in a bucket are multiplied by the prescale factor, and rounded, before they are summed.
         self.weights.prepare(exact=not riding or self._communicator.prescale_factor == 1.0)
         arrived = self._arrive()
         return (arrived, self._communicator.flag_scale) if riding else (flags, 1.0)
@@ -265,6 +274,8 @@ class Reducer(OwningReducer):
 
     def _control_flags(self) -> ControlFlags:
         """This rank's flags."""
+        # Flags have places for the parameters that all ranks have compared. A rank with
+        # further ones asks for a resynchronization.
         used = [float(parameter.grad is not None) for parameter in self.assignment.parameters[: self._known]]
         late = [0.0] * self._known
         for index in self._modified.diverted:  # their gradients are in flight, but hidden from ``grad``
@@ -297,6 +308,8 @@ class Reducer(OwningReducer):
             self._in_flight.append((bucket, self._communicator.send(bucket, flat)))
         bucket.launched = True
         self._watched.update(bucket.indices)
+        # Read after the tail was written. Horovod writes through a pointer, which moves
+        # no version, so only a change by hand does.
         bucket.version = flat._version
         self._step.launch_order.append(bucket.position)
         self._next += 1
@@ -324,6 +337,8 @@ class Reducer(OwningReducer):
                     continue
                 gradient = parameter.grad
                 if index not in used:
+                    # On every rank: the zeros that came back are not a gradient. As one, weight
+                    # decay and momentum would move the parameter.
                     parameter.grad = None
                 elif index in self.assignment.densified:
                     parameter.grad = bucket.view(entry).to_sparse(self.assignment.densified[index])
@@ -351,6 +366,8 @@ class Reducer(OwningReducer):
         """
         if not fresh:
             return
+        # The other ranks add zeros to the leader's order. This sum stands for a broadcast, from which a
+        # rank that has joined could not be absent.
         order = self._counts.last_arrival if self._communicator.is_leader else None
         votes = self.assignment.placement_votes(fresh, order)
         first = not self.assignment.order
@@ -371,6 +388,9 @@ class Reducer(OwningReducer):
         self.assignment.make_buckets()
         self._next = 0
         if self.assignment.buckets and self._communicator.carries_flags(self.assignment.buckets[-1]):
+            # The tail behind the gradients of the last bucket, for 3 parameters 2 * 3 + 2 + 33 = 41 elements:
+            #
+            #   used x 3 | late x 3 | resynchronize | notice | fingerprint of weights x 33
             self.assignment.buckets[-1].flags = 2 * self._known + 2 + self.weights.size
         self.weights.compare([*self.assignment.order, *self.assignment.sparse])
 
@@ -393,9 +413,10 @@ class Reducer(OwningReducer):
         report.sent = sent_in_buckets(self.assignment)
         reports = self._communicator.gather(report, "resynchronization")
         check_reports(reports)
+        # Only now is it certain that all ranks have the same new parameters. The next flags have places for them.
         self._known = len(parameters)
-        used = [index for index, flags in enumerate(zip(*(one.used for one in reports))) if any(flags)]
-        return used, {*report.void, *itertools.chain.from_iterable(one.replaced for one in reports)}
+        used = [index for index, flags in enumerate(zip(*(report.used for report in reports))) if any(flags)]
+        return used, {*report.void, *itertools.chain.from_iterable(each.replaced for each in reports)}
 
     # ---------------------------------------------------------------------------------- between steps
 
@@ -408,6 +429,7 @@ class Reducer(OwningReducer):
         self._mismatch = None
         self._modified.clear()
         self._in_flight.clear()
+        # Emptied and never replaced: the hooks of all parameters look into this very set.
         self._watched.clear()
         self._watch_sums()
         self._next = 0
@@ -421,7 +443,10 @@ class Reducer(OwningReducer):
     def _prepare_buckets(self) -> None:
         """Sets what each bucket waits for; one of parameters that optimizers take turns with, for :meth:`synchronize`."""
         for bucket in self.assignment.buckets:
+            # A parameter that is not expected holds nothing back: a bucket of such ones
+            # leaves, as zeros, when the order comes to it.
             bucket.waiting = sum(self._counts.expected[index] > 0 for index in bucket.indices)
+            # One more than any accumulation counts down, so a shared bucket never becomes complete.
             bucket.waiting += not self._shared.isdisjoint(bucket.indices)
 
     def abandon(self) -> None:
@@ -466,5 +491,7 @@ class Reducer(OwningReducer):
         self._counts = AccumulationCounts(self._known)
         self._counts.load_state_dict(state, self.assignment.names)
         self.weights.turn = int(state.get("verified_part", 0))
+        # Once more: the assignment has made its buckets without room for flags. The step begins after that,
+        # since it sets what the new buckets wait for.
         self._make_buckets()
         self._end_step(learn=False)

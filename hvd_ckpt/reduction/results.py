@@ -11,7 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum
 
-from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 Change = tuple[int, torch.Tensor | None]
@@ -30,9 +30,8 @@ class Results:
     def __init__(self, assignment: BucketAssignment) -> None:
         self._assignment = assignment
         self._used: list[int] = []
-        self._others: dict[
-            int, tuple[weakref.ref[torch.Tensor], int]
-        ] = {}  # not in buckets, with their versions
+        # Gradients that are not in buckets, with their versions.
+        self._others: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def clear(self) -> None:
         """There are no gradients any more."""
@@ -58,6 +57,7 @@ class Results:
     def note_changes(self) -> None:
         """All ranks alike have changed gradients in place, which count as the last synchronization's from now on."""
         for bucket in self._assignment.buckets:
+            # A bucket in flight keeps the version that it left with, by which changes in flight are found.
             if bucket.flat is not None and not bucket.launched:
                 bucket.version = bucket.flat._version
         for index, (reference, _) in self._others.items():
@@ -106,6 +106,7 @@ def changed_apart(changes: Sequence[Change] | None, name: str, process_set: Any)
         (index, None if gradient is None else int(fingerprint(gradient))) for index, gradient in changes or ()
     ]
     digits = hashlib.blake2b(repr(facts).encode(), digest_size=DIGITS).digest() if facts else bytes(DIGITS)
+    # Added up in float64, where these whole numbers are exact. A rank that has joined brings zeros, and counts as no rank.
     own = [1, changes is None, *digits, *(digit * digit for digit in digits)]
     handle = mpi_ops.allreduce_async_(
         torch.tensor(own, dtype=torch.float64), name=name, op=Sum, process_set=process_set

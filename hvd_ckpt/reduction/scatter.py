@@ -110,6 +110,7 @@ class _ReduceScatter(torch.autograd.Function):
             list(tensors), name, op, process_set, postscale_factor=factor
         )
         ctx.name = f"{name or f'reducescatter.{handle}'}.gradient"
+        # Horovod's convention: the gradient of a sum is multiplied by the number of ranks, that of an average is not.
         ctx.process_set, ctx.factor = process_set, factor * (process_set.size() if op == Sum else 1)
         return tuple(mpi_ops.synchronize(handle))
 

@@ -21,7 +21,8 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import Bucket, view_of
 from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, forget_handle, sum_dtype, wait
 from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
 from hvd_ckpt.reduction.reducer import Reducer
@@ -38,6 +39,8 @@ class Leaves:
 
     def add(self, gradients: dict[int, torch.Tensor]) -> None:
         """Adds the gradients of the next replica, by parameter; they are changed."""
+        # As a binary counter: after replicas 0 to 2 the sums are r0 + r1 at level 1 and r2 at level 0. Replica 3 carries twice,
+        # to (r2 + r3) and then (r0 + r1) + (r2 + r3) at level 2.
         level = 0
         while self._sums and self._sums[-1][0] == level:
             _, earlier = self._sums.pop()
@@ -52,6 +55,8 @@ class Leaves:
 
     def add_to(self, index: int, total: torch.Tensor) -> None:
         """Adds what there is of a parameter to its gradient of the last replica, in place."""
+        # The lowest level first, since the last replica is its neighbour in the tree. A
+        # missing gradient adds 0.0, as add() does.
         for _, gradients in reversed(self._sums):
             total.add_(gradients.get(index, 0.0))
 
@@ -87,6 +92,13 @@ class TreeSum(Work):
         self._result: torch.Tensor | None = None
         self._process_set, self._ranks = process_set, process_set.size()
         carried = torch.view_as_real(total).view(-1) if self._complex else total
+        # What travels, by the number of ranks, and what self._arriving is meanwhile:
+        #
+        #   1                none
+        #   2                an allreduce, in which a + b = b + a            "result"
+        #   more, if small   an allgather; each rank adds up all sums        "sums"
+        #   more             an alltoall, and an allgather of what each      "parts of sums", then "result"
+        #                    rank has added up
         self._handle: int | None = None
         self._arriving: Literal["parts of sums", "sums", "result"] = "result"
         if self._ranks == 1 or not total.numel():
@@ -101,6 +113,7 @@ class TreeSum(Work):
             self._handle = mpi_ops.allgather_async(carried.view(1, -1), name, process_set)
         else:
             self._arriving = "parts of sums"
+            # Rank r gets part r of every rank's sum. Of 10 elements, 4 ranks get 3, 3, 3 and 1.
             part = -(-carried.numel() // self._ranks)
             splits = [max(0, min(part, carried.numel() - part * rank)) for rank in range(self._ranks)]
             self._handle = mpi_ops.alltoall_async(
@@ -283,6 +296,8 @@ class ReplicaReducer(Reducer):
 
     def _launch(self, with_flags: bool = False) -> None:
         super()._launch(with_flags)
+        # A bucket's second message leaves as soon as its first one is here. Ranks may differ in when they send it, and in which
+        # order: Horovod begins a message once all ranks have asked for its name.
         for _, work in self._in_flight:
             work.advance(block=False)
 
@@ -296,6 +311,7 @@ class ReplicaReducer(Reducer):
 
     def _arrive(self) -> list[float]:
         flags: list[float] = []
+        # All second messages leave before the first of them is waited for.
         for _, work in self._in_flight:
             work.advance(True, GRADIENTS)
         while self._in_flight:
@@ -310,8 +326,11 @@ class ReplicaReducer(Reducer):
             result = self._results.pop(bucket.position, None)
             if result is not None and not bucket.void:
                 self._last.update(
-                    (one.index, one.view) for one in bucket.entries if one.filled and one.view is not None
+                    (entry.index, entry.view)
+                    for entry in bucket.entries
+                    if entry.filled and entry.view is not None
                 )
+                # The views of the last replica live on in ``_last``: a late part of one is added to them, not to the result.
                 bucket.free()
                 bucket.flat = result
         super()._assign_gradients(used, keep)
@@ -341,10 +360,8 @@ class _Unbucketed(UnbucketedGradients):
     def add_late_parts(self, late: Iterable[int], parts: Mapping[int, torch.Tensor]) -> None:
         for index in late:
             parameter = self.assignment.parameters[index]
-            found = [one for one in (self.last.get(index), parts.get(index)) if one is not None]
-            gradient = (
-                found[0] + found[1] if len(found) == 2 else found[0] if found else torch.zeros_like(parameter)
-            )
+            own = [part for part in (self.last.get(index), parts.get(index)) if part is not None]
+            gradient = own[0] + own[1] if len(own) == 2 else own[0] if own else torch.zeros_like(parameter)
             parameter.grad = self._reduced(index, gradient)
 
 

@@ -40,7 +40,8 @@ PARTS = 256
 JOINED_BYTES = 64 << 10  # of small parameters, whose fingerprint is taken at once
 MAX_RANKS = 16_000  # the sums of squares stay below 2**22, which a scale may round twice
 ROUNDED_RANKS = 128  # where what each rank brings is rounded
-_FOLD = 0x5DEECE66D  # odd
+# Odd, so that multiplication modulo 2**64 is one to one: a difference in one fingerprint outlasts those that are folded in later.
+_FOLD = 0x5DEECE66D
 _HOST_WORDS = 8
 _FACTS = 4 + _HOST_WORDS  # columns of a rank before its fingerprints
 
@@ -82,6 +83,7 @@ def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ())
 class Sums:
     """Flags that are added up over the ranks: 1, and of each hexadecimal digit the digit and its square."""
 
+    # 1, 16 digits of 4 bits, and their squares.
     SIZE = 33
 
     @staticmethod
@@ -106,6 +108,7 @@ class Sums:
 class Maxima:
     """Flags of which the greatest over the ranks counts: each 16 bits, and their negative."""
 
+    # 4 numbers of 16 bits, and these with the other sign.
     SIZE = 8
 
     @staticmethod
@@ -194,6 +197,7 @@ class WeightVerification:
     def encode(self) -> torch.Tensor:
         """This rank's flags of a synchronization, float32 [size], on the device of the weights."""
         self._sent, self._prepared = self._prepared, None
+        # A state was loaded, say, so that it is another part's turn: the other ranks would compare this one with theirs.
         if self._sent is not None and (self._sent.turn != self.turn or not self._takes_part):
             self._sent = None
         return self._flags.encode(None) if self._sent is None else self._sent.flags
@@ -273,6 +277,11 @@ class WeightVerification:
     def _compare_all(self, part: int, total: Callable[[torch.Tensor, str], Any]) -> None:
         """Exchanges the fingerprints of all compared parameters; raises if one differs, that of the part first."""
         ranks, own = ranks_of(self._process_set), self._process_set.rank()
+        # A row for each rank, which this rank fills for itself; the sum over the ranks is the whole table:
+        #
+        #   2 if it compares, else 1 | turn | steps | last equal step | host name x 8 | fingerprint of each parameter
+        #
+        # A row of zeros is a rank that has joined. A fingerprint of 0 is a parameter that the rank does not compare.
         table = torch.zeros(len(ranks), _FACTS + len(self._compared), dtype=torch.int64)
         host = host_name().encode()[: 8 * _HOST_WORDS].ljust(8 * _HOST_WORDS, b"\0")
         facts = [2 if self._takes_part else 1, self.turn, self._steps, self._equal_in.get(part, 0)]
@@ -283,6 +292,7 @@ class WeightVerification:
                 table[own, column] = int(fingerprint(self._parameters[index])) or 1
         rows = total(table, "weights")
         present = [row for row in rows if row[0]]
+        # Ranks at different parts are level again from here on. If nothing differs in the table, that was all.
         self.turn = max(row[1] for row in present)
         level = all(row[1] == self.turn for row in present)
         comparing = {rank: row for rank, row in zip(ranks, rows) if row[0] == 2}
@@ -330,7 +340,7 @@ def _in_memory_order(parameter: torch.Tensor) -> torch.Tensor:
 
 def _divide(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[list[_Range]]:
     """Divides parameters into parts of about equal size."""
-    all_bytes = sum(one.numel() * one.element_size() for one in parameters)
+    all_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     limit = max(PART_BYTES, -(-all_bytes // PARTS) // 16 * 16)
     most = max(PART_TENSORS, -(-len(parameters) // PARTS))
     parts: list[list[_Range]] = []

@@ -24,9 +24,11 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
         methods.pop(name, None)
     # Horovod's own functions know its optimizers by their module.
     methods.update(__module__=HorovodOptimizer.__module__, __doc__=wrapped.__doc__)
+    # Not constructed: groups, state and hooks of the given optimizer become this one's, as the same objects.
     new: Any = object.__new__(type(wrapped.__name__, (wrapped,), methods))
     # ``step`` is an instance attribute where a learning rate scheduler has patched it.
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    # A property of the new class, so an entry in the instance's dict would have no effect: it is set as an attribute below.
     supports_scaling = attributes.pop(
         "_step_supports_amp_scaling", getattr(wrapped, "_step_supports_amp_scaling", False)
     )

@@ -112,6 +112,8 @@ class AveragedWeights:
             sharding.store.sync_from_model()
             sharding.masters.follow(sharding.store.shards)
             changing += [piece.weights for piece in sharding.pieces]
+            # Whole parameters as well: put back from copies they need no gather, and have their
+            # bits whatever a lossy wire makes of shards.
             if sharding.stage < 3:
                 changing += sharding.layout.parameters
         pairs = self._follow()
@@ -179,10 +181,10 @@ class AveragedWeights:
             for part in parts
         ]
         targets = ranges_of(self._optimizer)
-        found = Sources(as_state, []).states(targets)
+        averages = Sources(as_state, []).states(targets)
         for number, target in enumerate(targets):
-            if number not in found:
+            if number not in averages:
                 raise ValueError(
                     f"the average of '{target.name}' is in none of the parts; give those of all ranks"
                 )
-        return [found[number]["average"] for number in range(len(targets))]
+        return [averages[number]["average"] for number in range(len(targets))]

@@ -14,9 +14,9 @@ from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.accumulation import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.sharding.gradients import whole_gradients
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.reducer import whole_gradients
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
 
@@ -126,7 +126,7 @@ def split_gradients(
     Raises:
         ValueError: the gradients of several optimizers are split, or other parameters have gradients, too.
     """
-    split = [one for one in owners if isinstance(one, ShardedOptimizer) and one.shard_stage > 1]
+    split = [owner for owner in owners if isinstance(owner, ShardedOptimizer) and owner.shard_stage > 1]
     if not split:
         return None
     if len(owners) > 1 or any(
@@ -159,6 +159,8 @@ class SplitGradients:
         wanted = dict.fromkeys(index for index in indices if index is not None)
         self._exchange = sharding.exchange
         self._in_order = [index for index in wanted if optimizer.reducer.used[index]]
+        # What is added up over the ranks must be in one order on all; torch's norm has
+        # the order in which parameters were given.
         self._used = sorted(self._in_order)
         self.pieces = [
             piece for piece in sharding.pieces if piece.index in wanted and piece.parameter.grad is not None
@@ -180,10 +182,11 @@ class SplitGradients:
             sign = math.copysign(1.0, order)
             gradients = [_gradient(piece).abs() for piece in self.pieces]
             values = torch.cat(gradients) if gradients else torch.empty(0, dtype=torch.float32)
+            # A nan would make the maximum over the ranks depend on their order, so it travels as a flag of its own.
             known = values[~values.isnan()]
             greatest = (sign * known).max().item() if known.numel() else -math.inf
-            found = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
-            of_part = torch.tensor(self._exchange.maximum(found, "norm"), dtype=torch.float64)
+            own = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
+            of_part = torch.tensor(self._exchange.maximum(own, "norm"), dtype=torch.float64)
             greatest, has_nan = parts.maximum(of_part).tolist()
             return math.nan if has_nan else sign * greatest
         place = {index: number for number, index in enumerate(self._used)}
@@ -206,6 +209,7 @@ class SplitGradients:
         layout, weights = self.sharding.layout, self.sharding.store.shards
         shards: dict[int, torch.Tensor] = {}
         for position in {layout.group_of[index].position for index in self._used}:
+            # Gradients have the dtype of what is stepped: of the masters where there are any.
             stepped = self.sharding.masters.by_group.get(position, weights[position])
             shards[position] = torch.zeros_like(stepped)
         for piece in self.pieces:
@@ -220,6 +224,7 @@ class SplitGradients:
 
     def clip(self, max_norm: float, total: float) -> None:
         """Scales them as torch does for that norm of all gradients."""
+        # A nan must reach the gradients, as in torch; what min() makes of one depends on the order of its arguments.
         coefficient = min(max_norm / (total + 1e-6), 1.0) if total == total else math.nan
         if self.pieces:
             foreach_mul_([_gradient(piece) for piece in self.pieces], coefficient)

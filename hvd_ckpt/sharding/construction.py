@@ -77,7 +77,7 @@ class ShardOptions:
             return list(named)
         assert self.model is not None
         names = {id(parameter): name for name, parameter in named}
-        found: list[tuple[str, torch.Tensor]] = [
+        split: list[tuple[str, torch.Tensor]] = [
             (names.pop(id(parameter), name), parameter) for name, parameter in self.model.named_parameters()
         ]
         if names:
@@ -85,7 +85,7 @@ class ShardOptions:
                 f"parameter '{next(iter(names.values()))}' of the optimizer is not in the model whose parameters are to be split; "
                 f"pass model= the module that has them all"
             )
-        return found
+        return split
 
     def described(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
@@ -207,6 +207,7 @@ def shard_optimizer(
         named: all parameters that are split; each rank's are alike but for their values.
     """
     members = optimizer.process_set
+    # Taken while param_groups hold whole parameters; in the end each rank loads its pieces of it.
     before: dict[str, Any] = optimizer.wrapped_class.state_dict(optimizer)
     for _, parameter in named:
         if not is_packed(parameter):
@@ -255,6 +256,7 @@ def shard_optimizer(
             release(added)
         raise
     optimizer.sharding = sharding
+    # Only now: until all ranks had found room, the model was whole, so that an error left it as it was.
     if offload is not None and isinstance(store, ShardedParameters):
         store.split()
     if any(options.parameters.changes(group.dtype) for group in layout.groups):
@@ -270,9 +272,9 @@ def start_alike(
     named: Sequence[tuple[str, torch.Tensor]], model: torch.nn.Module | None, members: Any, name: str
 ) -> None:
     """Gives parameters, and those and the buffers of the model where it is known, the values of the first rank. Collective."""
-    tensors = {id(one): one for _, one in named}
+    tensors = {id(parameter): parameter for _, parameter in named}
     if model is not None:
-        tensors.update((id(one), one) for one in (*model.parameters(), *model.buffers()))
+        tensors.update((id(tensor), tensor) for tensor in (*model.parameters(), *model.buffers()))
     broadcast_tensors(tensors.values(), ranks_of(members)[0], name, members)
 
 
@@ -287,7 +289,7 @@ def _divide(exchange: Exchange, within: Any) -> list[tuple[int, ...]]:
             "or leave within out"
         )
     sets, added = process_sets_of(groups, exchange.process_set)
-    exchange.divide(next(one for ranks, one in sets.items() if rank() in ranks))
+    exchange.divide(next(members for ranks, members in sets.items() if rank() in ranks))
     return added
 
 
@@ -306,7 +308,7 @@ def _stored(
     names = {id(parameter): name for name, parameter in named}
     *blocks, rest = options.units
     groups = {  # in about the order in which gradients become final, so that they leave during the first backward pass already
-        id(unit): layout.add([(names[id(one)], one) for one in unit.parameters])
+        id(unit): layout.add([(names[id(parameter)], parameter) for parameter in unit.parameters])
         for unit in [*reversed(blocks), rest]
     }
     units = [(unit.modules, groups[id(unit)]) for unit in options.units]

@@ -63,6 +63,8 @@ class Divergence:
         elif mpi_ops.poll(self._told):
             told, self._told = mpi_ops.synchronize(self._told).tolist(), None
             self._round += 1
+            # The time since when each waits is part of it, so the same answer twice means the
+            # same wait, not a second one for that unit.
             if told == self._last and len({unit for _, unit in told}) > 1:
                 raise RuntimeError(self._said([unit for _, unit in told]))
             self._last = told

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -103,6 +104,18 @@ def estimate_memory(
         raise ValueError(f"within={within!r}: groups of local SGD are given in local, as its 'within'")
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
+    estimator_of = functools.partial(
+        Estimator,
+        plan=plan,
+        optimizer=optimizer,
+        precision=precision,
+        sample=sample,
+        kwargs=kwargs,
+        loss=loss,
+        bucket_cap_mb=bucket_cap_mb,
+        units=units,
+        device=device,
+    )
     if tensor > 1:
         if averages is not None or isinstance(optimizer, torch.optim.Optimizer):
             wrong = "an optimizer that is made already" if averages is None else "local"
@@ -110,21 +123,9 @@ def estimate_memory(
                 f"tensor={tensor} cannot be used with {wrong}; give optimizer as a class, and leave local out"
             )
         with parts.alone(tensor):
-            model = tensor_parallel(copy.deepcopy(model))
-            arguments = (optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device)
-            return Estimator(model, plan, *arguments).estimate(np, shard, offload, wire, within)
-    estimator = Estimator(
-        model,
-        plan,
-        optimizer,
-        precision,
-        sample,
-        kwargs=kwargs,
-        loss=loss,
-        bucket_cap_mb=bucket_cap_mb,
-        units=units,
-        device=device,
-    )
+            first_part = tensor_parallel(copy.deepcopy(model))
+            return estimator_of(first_part).estimate(np, shard, offload, wire, within)
+    estimator = estimator_of(model)
     if averages is None:
         return estimator.estimate(np, shard, offload, wire, within)
     step = estimator.estimate(averages.group, shard, offload, wire)
@@ -187,20 +188,24 @@ class Estimator:
         dtype = torch.bfloat16 if precision == "bf16-params" else None
         with contextlib.nullcontext() if plan is None else applied(model, plan):
             names = {id(parameter): name for name, parameter in model.named_parameters()}
-            self._units = [[names[id(one)] for one in unit.parameters] for unit in find_units(model, units)]
+            self._units = [
+                [names[id(parameter)] for parameter in unit.parameters] for unit in find_units(model, units)
+            ]
             if dtype is not None or place != own:
                 model = copy.deepcopy(model).to(device=place, dtype=dtype)
             self.parameters = {
-                name: torch.empty_like(one, device="meta", requires_grad=one.requires_grad)
-                for name, one in model.named_parameters()
+                name: torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
+                for name, parameter in model.named_parameters()
             }
             self._buffers = sum(buffer.nbytes for buffer in model.buffers())
             if sample is None:
-                trained = sum(one.nbytes for one in self.parameters.values() if one.requires_grad)
+                trained = sum(
+                    parameter.nbytes for parameter in self.parameters.values() if parameter.requires_grad
+                )
                 self._stretches = [Stretch("forward", 0, 0), Stretch("backward", 0, trained)]
             else:
                 arguments = (sample if isinstance(sample, tuple) else (sample,), dict(kwargs or {}))
-                args, named_args = map_tensors(lambda one: _moved(one, place, dtype), Tensor, arguments)
+                args, named_args = map_tensors(lambda tensor: _moved(tensor, place, dtype), Tensor, arguments)
                 self._stretches = measure_step(Step(model, args, named_args, loss, _AUTOCAST.get(precision)))
         self._has_sample = sample is not None
         self.place = torch.device("cpu") if place.type == "meta" else place
@@ -276,7 +281,7 @@ class Estimator:
         shards = sum(group.shard_numel * group.dtype.itemsize for group in groups)
         whole = sum(map(_flat_bytes, groups))
         if stage == 0:
-            parameters = sum(one.nbytes for one in self.parameters.values())
+            parameters = sum(parameter.nbytes for parameter in self.parameters.values())
         elif stage < 3:  # beside them the exact values, where the wire rounds
             parameters = whole + (0 if weights is FP32 else shards)
         else:
@@ -320,11 +325,11 @@ class Estimator:
         whole = sum(group.nbytes for group in trained)
         travelling = trained if stage < 3 else [group for unit in units[:-1] for group in unit] or trained
         sizes = [_flat_bytes(group) for group in travelling]
-        found = []
+        moments = []
         for stretch in self._stretches:
             final = min(stretch.final, whole)
             moment = _Moment(stretch.phase, stretch.activations)
-            found.append(moment)
+            moments.append(moment)
             if stage < 2 and ranks == 1:
                 moment.gradients = final
             elif stage < 2:  # gradients lie in buckets, but for those that wait until theirs is complete
@@ -335,6 +340,7 @@ class Estimator:
                 halves = sum(group.nbytes for group in trained if group.dtype is torch.bfloat16)
                 moment.buckets += 2 * (final - waiting) * halves // whole
             else:
+                # As in InFlight.make_room(): two groups, or more as long as they are small together.
                 on_way = min(final, max(_in_flight(sizes), SMALL_BYTES))
                 moment.gradients = final * reduced // whole
                 moment.buckets = on_way
@@ -344,7 +350,7 @@ class Estimator:
                     moment.buckets += encoded if any(wire.changes(group.dtype) for group in trained) else 0
             if stage == 3:
                 self._gather(moment, units, weights, whole - final)
-        return found
+        return moments
 
     @staticmethod
     def _gather(moment: _Moment, units: Sequence[Sequence[Group]], wire: WireFormat, left: int) -> None:
@@ -376,12 +382,12 @@ class Estimator:
             elif memory.at_once:
                 stepped = sum(own)
             temporaries = max(temporaries, round(each * stepped))
-        found = [_Moment("step", gradients=gradients, temporaries=max(temporaries, compared))]
+        moments = [_Moment("step", gradients=gradients, temporaries=max(temporaries, compared))]
         if stage in (1, 2) and trained and trained[0].ranks > 1:
             received = _in_flight([_wire_bytes(group, weights) for group in trained])
             encoded = 0 if weights is FP32 else received // trained[0].ranks
-            found.append(_Moment("gather", gradients=gradients, buckets=encoded, received=received))
-        return found
+            moments.append(_Moment("gather", gradients=gradients, buckets=encoded, received=received))
+        return moments
 
 
 def _flat_bytes(group: Group) -> int:

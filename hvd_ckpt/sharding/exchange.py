@@ -193,6 +193,7 @@ class Exchange:
             )
             return real.then(lambda _: flat)
         numel = self._shard_numel(flat)
+        # Its version counter is its own: autograd may have saved views of ``flat``, which are valid again after a gather.
         whole = flat.data
         own = whole[self.rank * numel : (self.rank + 1) * numel]
         self.traffic.count(self._gathers, (self.ranks - 1) * format.row_bytes(numel, flat.dtype))
@@ -313,6 +314,7 @@ def exchange_rows(
 
     def begin(part: torch.Tensor, name: str) -> Work:
         splits = torch.zeros(process_set.size(), dtype=torch.int32)
+        # Ranks that are no peers get nothing from this one, and still take part: an alltoall is of all ranks of the set.
         splits[peers] = part.shape[1]
         handle = mpi_ops.alltoall_async(part.reshape(-1), splits, name=name, process_set=process_set)
         return Work([(name, handle)], lambda results: results[0][0].view(part.shape))
@@ -342,11 +344,12 @@ def _in_parts(
     message: torch.Tensor, rows: int, name: str, begin: Callable[[torch.Tensor, str], Work]
 ) -> Work:
     """A collective of a message [any, m] that becomes ``rows`` rows: in one call, or by columns where that is too much for one."""
+    # By columns, so that each message has the same part of every rank's row and equal splits.
     parts = torch.split(message, most_columns(rows, message.itemsize), dim=1)
     if len(parts) == 1:
         return begin(message, name)
     works = [begin(part, f"{name}.{number}") for number, part in enumerate(parts)]
-    return Work.joined(works, lambda found: torch.cat(found, dim=1))
+    return Work.joined(works, lambda columns: torch.cat(columns, dim=1))
 
 
 def _carried(message: torch.Tensor) -> torch.Tensor:

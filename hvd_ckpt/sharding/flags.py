@@ -43,6 +43,7 @@ class ShardFlags(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """The flags, float32 [2 * parameters + 2 * groups + 9]."""
+        # In the order of the fields; of() cuts the vectors out by the numbers of parameters and groups, which all ranks know.
         values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
         return torch.tensor(values, dtype=torch.float32)
 

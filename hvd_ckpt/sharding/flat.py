@@ -66,6 +66,7 @@ class FlatParameters:
             )
         for work in in_flight:
             work.wait(WEIGHTS)
+        # Gathers write past version counters. A graph that has saved the old weights must notice and refuse to go backward.
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def sync_from_model(self) -> None:
@@ -85,6 +86,8 @@ class FlatParameters:
             if not self._layout.fits(index):
                 raise RuntimeError(self._layout.changed(index))
             self._place(index)
+        # With a lossy format the model has rounded weights. Where it still has what the exact
+        # one rounds to, nobody has written to it.
         for group, flat, exact in zip(self._layout.groups, self._flats, self.shards):
             if self._format.changes(group.dtype):
                 own = group.shard_of(flat, self._exchange.rank)

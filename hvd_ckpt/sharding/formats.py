@@ -66,6 +66,8 @@ class WireFormat:
         numel = out.numel()
         scratch = torch.empty_like(out[: min(numel, _slice_numel(out))])
         for start, stop in _slices(out):
+            # Where elements travel in the dtype of ``out``, the first piece is the wire
+            # itself. It is only read: sums go to ``total``.
             total, space = out[start:stop], scratch[: stop - start]
             piece = self._piece(first, numel, start, stop, total)
             for row in others:
@@ -118,6 +120,8 @@ class _Blockwise(WireFormat):
     def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
         if not self.changes(dtype):
             return numel * dtype.itemsize
+        # 300 elements in int8 are 2 blocks: 2 * 4 bytes of scales and 300 of levels, 308, so 312. In int4 (blocks
+        # of 64) they are 5 * 4 + 150 = 170, so 176.
         return -(-(4 * -(-numel // self._block) - (-numel // self._packs)) // _ROW_BYTES) * _ROW_BYTES
 
     def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
@@ -136,6 +140,8 @@ class _Blockwise(WireFormat):
                     continue
                 unpacked = torch.zeros(-((start - stop) // 2) * 2, dtype=torch.int8, device=flat.device)
                 self._quantize(part[start:stop], own, unpacked[: stop - start], scratch[: stop - start])
+                # Levels -7 to 7 as 1 to 15, two in a byte. Slices begin at even elements, so
+                # that a byte never belongs to two of them.
                 above, below = unpacked.add_(8).view(torch.uint8).view(-1, 2).unbind(1)
                 torch.bitwise_or(above << 4, below, out=levels[start // 2 : -(-stop // 2)].view(torch.uint8))
         return wire
@@ -153,6 +159,7 @@ class _Blockwise(WireFormat):
         else:
             pairs = levels[start // 2 : -(-stop // 2)].view(torch.uint8)
             space.copy_(torch.stack((pairs >> 4, pairs & 15), 1).view(-1)[: stop - start]).sub_(8)
+        # Slices begin where blocks do; only the last block of a row may be short.
         whole = space.numel() // block * block
         space[:whole].view(-1, block).mul_(scales[: whole // block, None])
         space[whole:].mul_(scales[whole // block :])
@@ -174,6 +181,7 @@ class _Blockwise(WireFormat):
                 blocks, magnitudes = values[elements].view(-1, width), scratch[elements].view(-1, width)
                 own = scales[elements.start // block :][: len(blocks)]
                 torch.amax(torch.abs(blocks, out=magnitudes), dim=1, out=own)
+                # A block of zeros gets a scale, too, whose reciprocal is finite: 0 times infinity would be nan.
                 own.div_(self._largest).clamp_(min=torch.finfo(torch.float32).tiny)
                 nearest = torch.mul(blocks, own.reciprocal()[:, None], out=magnitudes).round_()
                 levels[elements].view(-1, width).copy_(nearest)

@@ -1,4 +1,4 @@
-"""What stands in ``p.grad`` for a gradient of which each rank has its shards.
+"""Gradients of which each rank has its shards: what stands for one in ``p.grad``, and how whole ones are gathered.
 
 Code that reads a gradient between the backward pass and the step (clipping, norms for a log, noise, a check for None) then finds
 one, of the right shape, and using its values is an error that says what to do: without it, it would find None and leave the
@@ -7,11 +7,12 @@ gradient out, without a word. It takes no memory. None or another tensor in its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 
+from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Layout
 from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, tracing
 from hvd_ckpt.utils.unmaterialized import Absent
@@ -67,9 +68,32 @@ def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return gradient is not None and not isinstance(gradient, ShardedGradient)
 
 
+def whole_gradients(
+    layout: Layout, exchange: Exchange, shards: Mapping[int, torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Gathers the gradients of groups, one group at a time. Collective.
+
+    Args:
+        shards: this rank's, by the group's position; of the same groups on every rank.
+
+    Yields:
+        The index of each parameter and its gradient.
+    """
+    for position, shard in sorted(shards.items()):
+        group = layout.groups[position]
+        flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
+        exchange.all_gather(shard, flat, f"gradients.{position}.whole").wait()
+        yield from zip(group.indices, layout.views(group, flat))
+
+
 DROPPED, REPLACED = 1.0, 2.0
 
 
+# What stands in ``p.grad`` after a gradient has left, and what that tells:
+#
+#   a ShardedGradient   nothing was done to it
+#   None                it was dropped by hand, unless a hook has just made room for the next one (_arriving)
+#   another tensor      the next gradient, if one has been accumulated (_arrived); else it was replaced by hand
 class SentGradients:
     """The gradients that are in shards, or on their way there, in this step, and what is done to ``p.grad`` meanwhile.
 
@@ -87,10 +111,9 @@ class SentGradients:
         self.held = [False] * len(layout.parameters)
         self.begun_anew: dict[int, list[tuple[int, bool]]] = {}
         self._layout = layout
-        self._arriving: set[int] = (
-            set()
-        )  # another gradient is about to be accumulated in place of the one that has left
-        self._arrived: set[int] = set()  # it has been
+        # Parameters of which one gradient has left, and the next is about to be accumulated; and those where it has been.
+        self._arriving: set[int] = set()
+        self._arrived: set[int] = set()
         self._replaced: dict[int, float] = {}
 
     def note(self, index: int) -> None:

@@ -45,7 +45,7 @@ class MappedFiles:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = Path(tempfile.gettempdir()) if folder is None else folder
-        # by address
+        # By address.
         self._maps: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         kind = _filesystem(self._folder)
         if kind in _IN_MEMORY:
@@ -74,6 +74,8 @@ class MappedFiles:
         with tempfile.TemporaryFile(dir=self._folder) as file:
             os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
             try:
+                # Through its descriptor, since the file has no name. The mapping outlives the
+                # descriptor, and the file is gone with it.
                 tensor = torch.from_file(
                     f"/proc/self/fd/{file.fileno()}", shared=True, size=numel, dtype=dtype
                 )
@@ -170,19 +172,19 @@ def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
         free = f", {show_bytes(psutil.disk_usage(str(folder)).free)} are free"
     except OSError:
         free = ""
-    found = OffloadError(
+    refused = OffloadError(
         f"cannot offload to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or name another "
         f"folder (offload_folder=, hvd-ckpt train --offload-folder); nothing has changed, so you can try again"
     )
-    found.errno = error.errno
-    return found
+    refused.errno = error.errno
+    return refused
 
 
 def _filesystem(folder: Path) -> str:
     """The kind of file system that a folder is on; empty if it is unknown."""
     path = Path(os.path.realpath(folder))
-    around = [one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)]
-    return max(around, key=lambda one: len(one.mountpoint)).fstype if around else ""
+    around = [disk for disk in psutil.disk_partitions(all=True) if path.is_relative_to(disk.mountpoint)]
+    return max(around, key=lambda disk: len(disk.mountpoint)).fstype if around else ""
 
 
 @contextmanager
@@ -215,6 +217,7 @@ def init_on_disk(folder: str | Path | None = None) -> Iterator[None]:
             memory.advise(flat, soon=False)
 
     def copy_and_move(parameter: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
+        # Copied before, as a tied one is: this returns the same copy, which has been moved already.
         known = id(parameter) in memo
         result = copied(parameter, memo)  # type: ignore[no-untyped-call]
         if not known:

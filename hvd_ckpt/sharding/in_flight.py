@@ -30,6 +30,7 @@ def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, l
     Returns:
         The buffer, of the group's padded size, and the indices of the parameters that had a gradient.
     """
+    # Zeroed only where no gradient is copied: padding and missing gradients, which count as zeros in the sum.
     flat = torch.empty(group.padded, dtype=group.dtype, device=group.device)
     gaps = [flat[start:stop] for start, stop in group.gaps()]
     targets, sources, used = [], [], []
@@ -58,9 +59,8 @@ class _Launch:
     work: Work
     nbytes: int
     position: int
-    without: set[int] = field(
-        default_factory=set
-    )  # parameters whose gradients were dropped after they had left
+    # Parameters whose gradients were dropped after they had left.
+    without: set[int] = field(default_factory=set)
 
 
 class InFlight:
@@ -167,6 +167,7 @@ class InFlight:
             self._copied = None
 
     def _wait(self) -> None:
+        # Always the oldest first, whichever arrives first: a group's rounds are added in their order on every run.
         launch = self._launches.popleft()
         result = launch.work.wait(GRADIENTS)
         position = launch.group.position
@@ -176,6 +177,7 @@ class InFlight:
                 self._clear_part(launch.group, index, result)
             if position in self.shards:
                 self.shards[position].add_(result.to(self.shards[position].device))
+            # Offloaded: a copy that the device still makes. wait_all() waits for its event before the host reads the shard.
             elif position in self._room:
                 self.shards[position] = self._room[position].copy_(result, non_blocking=True)
                 if result.is_cuda:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.buckets import MEBIBYTE, is_dense, pack
+from hvd_ckpt.reduction.assignment import pack
+from hvd_ckpt.reduction.buckets import MEBIBYTE, is_dense
 
 RUN_BYTES = 32 * MEBIBYTE  # of what local SGD averages together, counted in memory estimates, too
 ALIGNMENT = 64  # elements, so at least the 64 bytes at which PyTorch allocates on a CPU; parameters and shards begin at multiples
@@ -72,6 +73,13 @@ class ShardSpan(NamedTuple):
         return shard[self.offset : self.offset + self.stop - self.start]
 
 
+# Parameters A of 200 elements and B of 30, on two ranks: one group of 384 elements, two shards of 192.
+#
+#   elements   0 ... 191    192 ... 199   200 ... 255   256 ... 285   286 ... 383
+#   hold       A[0:192]     A[192:200]    padding       B[0:30]       padding
+#   shard of   rank 0       rank 1, where A's rest is at offset 0 and B at 256 - 192 = 64
+#
+# So rank 1 has two pieces, [192, 200) of A and [0, 30) of B, and rank 0 has one.
 @dataclass
 class Group:
     """One flat run of elements that travels together.
@@ -122,12 +130,12 @@ class Group:
         """The parts of its parameters that lie in one rank's shard, in order."""
         first = rank * self.shard_numel
         last = first + self.shard_numel
-        found = []
+        spans = []
         for index, offset, numel in zip(self.indices, self.offsets, self.numels):
             start, stop = max(offset, first), min(offset + numel, last)
             if start < stop:
-                found.append(ShardSpan(index, start - offset, stop - offset, start - first))
-        return found
+                spans.append(ShardSpan(index, start - offset, stop - offset, start - first))
+        return spans
 
     def gaps(self) -> list[tuple[int, int]]:
         """The first and last + 1 element of each run of padding."""
@@ -185,6 +193,7 @@ class Layout:
             self.names.append(name)
             self.parameters.append(parameter)
             self.specs.append(TensorSpec.of(parameter))
+            # Frozen parameters lie in groups of their own: these are gathered, but the schedule of gradients leaves them out.
             kind = (parameter.dtype, parameter.device, parameter.requires_grad)
             fresh.append(((index, kind), kind, parameter.numel() * parameter.dtype.itemsize))
         group_of = {}

@@ -59,14 +59,15 @@ def measure_step(step: Step) -> list[Stretch]:
             marks.mark("end")
     last = {id(parameter): number for number, parameter in enumerate(accumulated)}
     gradients = iter(enumerate(accumulated))
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
     final = 0
     for mark in marks.marks:
-        found.append(Stretch("backward" if found else "forward", mark.peak_bytes, final))
+        stretches.append(Stretch("backward" if stretches else "forward", mark.peak_bytes, final))
         if mark.name == "gradient":
             number, owner = next(gradients)
+            # A gradient is final at its last accumulation; at earlier ones more is to come.
             final += owner.nbytes * (last[id(owner)] == number)
-    return found
+    return stretches
 
 
 class OptimizerMemory(NamedTuple):
@@ -105,6 +106,7 @@ class OptimizerMemory(NamedTuple):
         try:
             own = {name: value for name, value in options.items() if name in arguments}
             made = kind([{**options, "params": parameters}], **own)
+            # The first step makes the state, and is not measured.
             made.step()
             with recording_marks(device) as marks:
                 marks.mark("start")
@@ -138,7 +140,7 @@ def make_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimizer
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
-        if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 "optimizer has none of the model's parameters: pass one that was made with model.parameters() and not yet "
                 "wrapped, or a name such as 'adamw'"

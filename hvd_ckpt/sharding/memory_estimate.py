@@ -167,9 +167,9 @@ class LocalMemory:
             device: where the outer optimizer is tried out.
         """
         trained: Counter[torch.dtype] = Counter()
-        for one in parameters:
-            if one.requires_grad:
-                trained[one.dtype] += one.numel()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                trained[parameter.dtype] += parameter.numel()
         held = under_way = 0.0
         for dtype, numel in trained.items():
             own, kind = numel / self.group, sum_dtype(dtype)
@@ -183,14 +183,15 @@ class LocalMemory:
         part = 1 / self._fragments
         if not self._at_once:  # run after run, two at a time
             whole = sum(dtype.itemsize * numel for dtype, numel in trained.items())
-            largest_run = max(RUN_BYTES, max(one.nbytes for one in parameters))
+            largest_run = max(RUN_BYTES, max(parameter.nbytes for parameter in parameters))
             part = min(part, 2 * largest_run / whole)
         travelling, averaged = round(under_way * self._at_once), round(under_way * part)
         computing = {**step.at_peak, "buckets": step.at_peak["buckets"] + travelling}
         at_average = {**step.at_peak, "activations": 0, "temporaries": 0, "buckets": averaged}
         at_average["gradients"] = step.gradients
         phase, at_peak = max(
-            ((step.peak_phase, computing), ("average", at_average)), key=lambda one: sum(one[1].values())
+            ((step.peak_phase, computing), ("average", at_average)),
+            key=lambda moment: sum(moment[1].values()),
         )
         own, elsewhere = (0, round(held)) if self._offload else (round(held), 0)
         return dataclasses.replace(

@@ -70,6 +70,8 @@ def adopt_changes(call: UnitCall) -> None:
     for given, tensor in entered:
         with DisableTorchFunction():
             if not is_input(tensor):
+                # The change has been counted already: a detached tensor shares the
+                # version counter of what it was detached from.
                 with unsafe_preserve_version_counter(given):
                     _Changed.apply(given, tensor)  # type: ignore[no-untyped-call]
 
@@ -82,6 +84,7 @@ class _PostBackward(torch.autograd.Function):
         ctx: Any, post_backward: Callable[[UnitCall], None], call: UnitCall, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.post_backward, ctx.call = post_backward, call
+        # A missing gradient stays None, as without this node; zeros would be accumulated.
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)  # no views: these may be changed in place
 
@@ -113,20 +116,20 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     open_values = [value]
     while open_values:
-        one = open_values.pop()
-        if isinstance(one, _PLAIN) or id(one) in seen:
+        inner = open_values.pop()
+        if isinstance(inner, _PLAIN) or id(inner) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one.hidden if isinstance(one, DeferredLogits) else one
-        elif isinstance(one, Mapping):
-            open_values += one.values()
-        elif isinstance(one, (list, tuple, set, frozenset)):
-            open_values += one
-        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
-            open_values += (getattr(one, part.name, None) for part in dataclasses.fields(one))
-        elif not callable(one):
-            open_values += getattr(one, "__dict__", {}).values()
+        seen.add(id(inner))
+        if isinstance(inner, torch.Tensor):
+            yield inner.hidden if isinstance(inner, DeferredLogits) else inner
+        elif isinstance(inner, Mapping):
+            open_values += inner.values()
+        elif isinstance(inner, (list, tuple, set, frozenset)):
+            open_values += inner
+        elif dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+            open_values += (getattr(inner, part.name, None) for part in dataclasses.fields(inner))
+        elif not callable(inner):
+            open_values += getattr(inner, "__dict__", {}).values()
 
 
 _USUAL = frozenset(nn.Module().__dict__)
@@ -140,6 +143,7 @@ def tensors_left_in(module: nn.Module, finder: object) -> Iterator[torch.Tensor]
     own later; to each ``finder`` once."""
     for inner in module.modules():
         attributes = inner.__dict__
+        # Most modules have no attributes but those of every module; this runs in each forward pass of a unit.
         if len(attributes) == len(_USUAL):
             continue
         for name, value in attributes.items():

@@ -36,8 +36,8 @@ def raised_everywhere(exchange: Exchange, offload: Offload | None) -> Iterator[N
     error: Exception | None = None
     try:
         yield
-    except (OffloadError, ValueError) as found:
-        error = found
+    except (OffloadError, ValueError) as raised:
+        error = raised
     if exchange.maximum(torch.tensor([error is not None], dtype=torch.float32), "room")[0] > 0:
         raise error or OffloadError(
             "another rank cannot offload its part: its message says why; nothing has changed, so you can try again"
@@ -104,9 +104,10 @@ class Offload:
                         own[name] = known[name]
                     else:
                         missing.append((own, name, (parameter.numel(), dtype)))
-        found = self._memory.allocate([wanted for *_, wanted in missing])
-        for (own, name, _), buffer in zip(missing, found):
+        allocated = self._memory.allocate([wanted for *_, wanted in missing])
+        for (own, name, _), buffer in zip(missing, allocated):
             own[name] = buffer
+        # Replaced at once, after everything was allocated: an OffloadError leaves what there was.
         self._buffers = buffers
 
     def move_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -170,7 +171,7 @@ class Offload:
             raise ValueError(
                 f"only state of 1-D parameters can be offloaded, not of one of shape {tuple(parameter.shape)}"
             )
-        found = {}
+        dtypes = {}
         if parameter.requires_grad or parameter.grad is not None:
             # A structure depends on options, and on which numbers are 0.
             options = {
@@ -180,11 +181,11 @@ class Offload:
             key = (number, parameter.dtype, tuple(options.items()))
             if key not in self._trials:
                 self._trials[key] = self._try_out(optimizer, number, parameter.dtype)
-            found.update(self._trials[key])
+            dtypes.update(self._trials[key])
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                found[name] = value.dtype
-        return found
+                dtypes[name] = value.dtype
+        return dtypes
 
     def _try_out(
         self, optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype
@@ -242,15 +243,16 @@ class Offload:
         again at once, however far ahead of the device the host is."""
         current = torch.cuda.current_stream(self._device)
         arriving, leaving = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stored: deque[tuple[Any, list[torch.Tensor]]] = (
-            deque()
-        )  # ends of copies, and the memory that they read
+        # Ends of copies, and the memory that they read.
+        stored: deque[tuple[Any, list[torch.Tensor]]] = deque()
         arrived = None
         for (group, parameter), following in zip(stepped, [*stepped[1:], None]):
             if arrived is None:
                 arrived = self._load(optimizer, parameter, arriving)
             current.wait_event(arrived)
             if len(stored) == 2:
+                # The state of the parameter before last has left. What held it is given back,
+                # and may hold the state that is loaded next.
                 current.wait_event(stored[0][0])
                 stored.popleft()
             if following is not None:

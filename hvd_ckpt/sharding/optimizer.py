@@ -98,6 +98,7 @@ class ShardedOptimizer(ReducedOptimizer):
         """
         sharding, reducer = self.sharding, self.reducer
         sharding.store.unshard()
+        # The store comes first: it raises where it cannot be done now, and nothing has changed then.
         release(sharding.added_sets)
         if reducer is not None:
             reducer.abandon()
@@ -205,6 +206,7 @@ class ShardedOptimizer(ReducedOptimizer):
             except OffloadError:
                 self._phase = Phase.SYNCHRONIZED  # the gradients are reduced: the step can be taken again
                 raise
+        # In this order: weights that were written from outside, masters that follow them, then gradients in the pieces' dtypes.
         sharding.store.sync_from_model()
         sharding.masters.follow(sharding.store.shards)
         sharding.take_gradients()
@@ -218,6 +220,8 @@ class ShardedOptimizer(ReducedOptimizer):
                     result = None if closure is None else closure()
                 offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *args, **kwargs))
         except BaseException:  # of a hook, say, which may come after the update
+            # At stage 3 this only makes what was gathered stale. At stages 1 and 2 it would
+            # gather, which an error of one rank must not.
             if sharding.stage == 3:
                 sharding.shards_changed()
             raise
@@ -294,11 +298,10 @@ class ShardedOptimizer(ReducedOptimizer):
         into the same rank of a job of the same size and stage; :func:`hvd_ckpt.sharding.state.load_parts` takes the parts of any.
         """
         own = {id(piece.parameter) for piece in self.pieces}
-        for parameter in [one for one, values in self.state.items() if not values and id(one) not in own]:
+        for parameter in [key for key, values in self.state.items() if not values and id(key) not in own]:
             del self.state[parameter]  # somebody has asked for the state of a parameter of the model
-        self.sharding.masters.follow(
-            self.sharding.store.shards
-        )  # of weights that a forward pass has written, say
+        # A forward pass, say, may have written weights since the last step.
+        self.sharding.masters.follow(self.sharding.store.shards)
         part: dict[str, Any] = self.wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)
         part["stage"] = self.shard_stage
@@ -344,6 +347,7 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding, members = self.sharding, self.process_set
         own = ShardedOptimizer.state_dict(self)
         parts = []
+        # One rank's part after the other, so that a rank that keeps none holds one of them at a time.
         for rank, root in enumerate(ranks_of(members)):
             mine = None
             if rank == sharding.exchange.rank:
@@ -351,9 +355,9 @@ class ShardedOptimizer(ReducedOptimizer):
                     "pieces": own["pieces"],
                     "state": pytree.tree_map_only(torch.Tensor, _on_cpu, own["state"]),
                 }
-            found = broadcast_from(mine, root, members, f"hvd_ckpt.{self.identity}.state.{rank}")
+            part = broadcast_from(mine, root, members, f"hvd_ckpt.{self.identity}.state.{rank}")
             if all_ranks or sharding.exchange.rank == 0:
-                parts.append(found)
+                parts.append(part)
         if not parts:
             return None
         whole = state.Sources(parts, []).states(state.whole_ranges(self))

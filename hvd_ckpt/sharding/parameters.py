@@ -65,7 +65,7 @@ class ShardedParameters:
                 self.shards[group.position] = shard
         owners = _owners(model, layout.parameters_of(units[-1][1]))
         self._modules = [*(modules for modules, _ in units[:-1]), [model, *owners]]
-        self._passes = Passes([(one, len(used)) for one, used in zip(own, self._modules)])
+        self._passes = Passes([(parameters, len(used)) for parameters, used in zip(own, self._modules)])
         self._handles: list[Any] = []
         if not deferred:
             self._begin()
@@ -168,6 +168,7 @@ class ShardedParameters:
         self._passes.summon()
         for unit in self._passes.units:
             unit.parameters.materialize()
+        # Not release(): units have no memory left to write back or to free.
         self._passes.summoned = 0
         for handle in self._handles:
             handle.remove()
@@ -200,6 +201,8 @@ def _hook(passes: Passes, modules: Sequence[Sequence[nn.Module]]) -> list[Any]:
     whole_only = _Hook(passes, lambda *_: _require_whole(passes, "give or take a state_dict"))
     for unit, used in zip(passes.units, modules):
         for number, module in enumerate(used):
+            # Prepended, since the user's own hooks may read parameters. Always called, since a forward pass that raises must
+            # end, too: else its unit would count as running and never be freed.
             before = _Hook(passes, functools.partial(passes.pre_forward, unit, number))
             after = _Hook(passes, functools.partial(passes.post_forward, unit, number))
             handles += [

@@ -32,6 +32,7 @@ from hvd_ckpt.sharding.module_hooks import (
     tensors_left_in,
     tensors_within,
 )
+from hvd_ckpt.sharding.prefetch import Pass, PrefetchOrder
 from hvd_ckpt.sharding.unshard import UnitParameters
 from hvd_ckpt.sharding.written import WrittenWeights
 from hvd_ckpt.utils.frames import is_recomputing
@@ -42,54 +43,6 @@ from hvd_ckpt.utils.torch_private import (
     execution_engine,
     pytree,
 )
-
-
-@dataclass
-class Pass:
-    """One forward or backward pass.
-
-    Attributes:
-        kind: passes of one kind that begin with the same unit are taken to be alike.
-        taken: the units gathered so far.
-        learned: those of the last pass like it, while this one is like it.
-        differentiated: it is a backward pass that makes a graph of its own (``create_graph=True``).
-    """
-
-    kind: str
-    taken: list[int] = field(default_factory=list)
-    learned: list[int] | None = None
-    differentiated: bool = False
-
-
-class PrefetchOrder:
-    """The order in which units are gathered: learned in one pass, used in the next one of its kind to begin early.
-
-    All ranks do the same work, so all learn the same order and begin early with the same unit.
-    """
-
-    def __init__(self) -> None:
-        self._learned: dict[tuple[str, int], list[int]] = {}
-
-    def next(self, current: Pass, unit: int) -> list[int]:
-        """Notes that ``unit`` is gathered now.
-
-        Returns:
-            The two units that came next in the last pass, or what there is of them; none where this pass is another one than that.
-        """
-        if not current.taken:
-            current.learned = self._learned.get((current.kind, unit))
-        position = len(current.taken)
-        current.taken.append(unit)
-        learned = current.learned
-        if learned is None or position >= len(learned) or learned[position] != unit:
-            current.learned = None
-            return []
-        return learned[position + 1 : position + 3]
-
-    def end(self, finished: Pass) -> None:
-        """The pass was this one."""
-        if finished.taken:
-            self._learned[finished.kind, finished.taken[0]] = finished.taken
 
 
 @dataclass(eq=False)
@@ -144,6 +97,7 @@ class Passes:
         self._order = PrefetchOrder()
         self._forward: Pass | None = None
         self._backward: Pass | None = None
+        # Weakly: absent_storages, which holds these callbacks, belongs to the process and must not keep a model alive.
         missed = weakref.WeakMethod(self._missed)
         for unit in self.units:
             unit.parameters.on_missing(functools.partial(_tell, missed, unit.number))
@@ -166,6 +120,7 @@ class Passes:
             # an output of a unit yet.
             if in_backward:
                 self._begin_backward()
+            # Number 0 is the model itself. The further modules of the root own some of its parameters, and may be run alone.
             if unit is self.root and number == 0 and self._forward is None and not _in_backward():
                 self._forward = Pass("training" if torch.is_grad_enabled() else "evaluation")
             self._unshard(unit)
@@ -196,6 +151,8 @@ class Passes:
             output = _apart(unit.parameters, output)
         with _quietly():
             if not unit.running and unit.parameters.whole and not self.summoned:
+                # A recomputation writes what the first pass has written already
+                # (nn.Embedding(max_norm=...) say), so that is kept once.
                 unit.parameters.forget_written() if _in_backward() else unit.parameters.keep_written()
             if not _in_backward():
                 if unit is self.root:
@@ -211,6 +168,8 @@ class Passes:
             The number of the first parameter of which that is not so.
         """
         self.reset()
+        # Two small messages: which parameters some rank has written, and which of these
+        # were kept with other values than a rank's.
         count = 1 + max((number for unit in self.units for number in unit.parameters.numbers), default=-1)
         there = torch.tensor([number in written for number in range(count)], dtype=torch.float32)
         anywhere = {number for number, some in enumerate(exchange.maximum(there, "written")) if some}
@@ -219,14 +178,15 @@ class Passes:
             for unit in self.units:
                 if anywhere.isdisjoint(unit.parameters.numbers):
                     continue
+                # Gathered, compared and freed one after the other, so that one unit is whole at a time.
                 if not self.summoned:
                     unit.parameters.unshard(exactly=True)
                     unit.parameters.wait_for_unshard()
                 for number in unit.parameters.numbers:
                     differing[number] = written.differs(number, unit.parameters.whole_of(number))
                 self._reshard(unit)
-        found = exchange.maximum(differing.float(), "differing")
-        return next((number for number, differs in enumerate(found) if differs), None)
+        anywhere_differing = exchange.maximum(differing.float(), "differing")
+        return next((number for number, differs in enumerate(anywhere_differing) if differs), None)
 
     def reset(self) -> None:
         """No forward and no backward pass is running now, whatever became of the last ones: all memory is given back."""
@@ -275,6 +235,7 @@ class Passes:
                     unit.parameters.write_back()
         finally:
             for unit in self.units:
+                # write_back() has kept everything, or has raised: nothing is left for reset() to keep.
                 unit.parameters.discard_written()
             self.reset()
 
@@ -321,6 +282,7 @@ class Passes:
                     unit.parameters.reshard()
             for unit, values in zip(self.units, copies):
                 stack.enter_context(unit.parameters.lent(values))
+            # Where this rank reads: hooks let a state_dict() through, and nothing is freed under it.
             self.summoned += here
             try:
                 yield [value for values in copies for value in values]
@@ -350,20 +312,21 @@ class Passes:
         if not torch.is_grad_enabled():
             return False
         with DisableTorchFunction():
-            found = list(tensors_within(output))
+            returned = list(tensors_within(output))
             watched = [
                 tensor
-                for tensor in (*found, *tensors_left_in(module, unit))
+                for tensor in (*returned, *tensors_left_in(module, unit))
                 if tensor.requires_grad and not is_input(tensor)
             ]
             for tensor in watched:
                 tensor.register_hook(lambda gradient: self._pre_backward(unit, call))  # type: ignore[no-untyped-call]
-        if not found and output is not None:
+        if not returned and output is not None:
             return True
         return unit is self.root and bool(watched)
 
     def _pre_backward(self, unit: ShardedUnit, call: UnitCall | None) -> None:
         """A gradient has come back to an output of the unit."""
+        # Read before _quietly() turns gradients off: in a backward pass they are on with create_graph=True only.
         differentiated = torch.is_grad_enabled()
         with _quietly():
             self._begin_backward()
@@ -396,6 +359,7 @@ class Passes:
         finished, self._backward = self._backward, None
         if finished is None:
             return
+        # A pass that has failed does not come here, and teaches no order: reset() drops it.
         self._order.end(finished)
         with _quietly():
             # A unit whose inputs need no gradient has no node before them, so nothing has freed it: it is freed here.

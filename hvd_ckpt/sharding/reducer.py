@@ -16,45 +16,35 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Average, Sum
 
-from hvd_ckpt.reduction.accumulation import OwningReducer, changed_sum, keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.accumulation import OwningReducer
 from hvd_ckpt.reduction.agreement import allgather_objects, flag_of, raise_gathered
 from hvd_ckpt.reduction.stats import StepStats
+from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flags import LATE, USED, ShardFlags
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import DROPPED, SentGradients, changed_by_hand, check_by_hand, has_values
+from hvd_ckpt.sharding.gradients import (
+    DROPPED,
+    SentGradients,
+    changed_by_hand,
+    check_by_hand,
+    has_values,
+    whole_gradients,
+)
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.schedule import Schedule
-
-
-def whole_gradients(
-    layout: Layout, exchange: Exchange, shards: Mapping[int, torch.Tensor]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Gathers the gradients of groups, one group at a time. Collective.
-
-    Args:
-        shards: this rank's, by the group's position; of the same groups on every rank.
-
-    Yields:
-        The index of each parameter and its gradient.
-    """
-    for position, shard in sorted(shards.items()):
-        group = layout.groups[position]
-        flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)
-        exchange.all_gather(shard, flat, f"gradients.{position}.whole").wait()
-        yield from zip(group.indices, layout.views(group, flat))
 
 
 @dataclass(frozen=True)
@@ -102,9 +92,8 @@ class ShardReducer(OwningReducer):
         offload: Offload | None,
         store: ShardedParameters | None = None,
     ) -> None:
-        super().__init__(
-            layout.parameters, range(sys.maxsize)
-        )  # every gradient is watched: its shard may have left
+        # Every gradient is watched, new parameters' too: where one has left, a placeholder stands in ``grad`` and must make room.
+        super().__init__(layout.parameters, range(sys.maxsize))
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
@@ -182,7 +171,7 @@ class ShardReducer(OwningReducer):
         """None if a gradient is new or was dropped; what a synchronization has left is in shards, and each element on one rank."""
         parameters = enumerate(self._layout.parameters)
         unchanged = not self.active and not any(
-            has_values(one.grad) or self._sent.done_by_hand(index) for index, one in parameters
+            has_values(parameter.grad) or self._sent.done_by_hand(index) for index, parameter in parameters
         )
         return [] if unchanged else None
 
@@ -195,6 +184,7 @@ class ShardReducer(OwningReducer):
         """Makes room for a gradient, and keeps what is summed already."""
         self._sent.make_room(index)
         self._begin_anew(self._layout.group_of[index], index)
+        # After the placeholder has made room: what is here now is a gradient with values, to which more is about to be added.
         gradient = self._layout.parameters[index].grad
         if gradient is not None and self._keeps_sums:
             keep_sum(gradient)
@@ -268,6 +258,7 @@ class ShardReducer(OwningReducer):
             raise_gathered(allgather_objects(self._mismatch, self.process_set, "recomputation"))
         self._check_converted(round(flags.converted))
         check_by_hand(self._layout.names, flags.by_hand)
+        # Each flag is the greatest over the ranks, so the sum of these two is 0 if and only if all ranks have brought the same.
         if flags.anew != -flags.not_anew:
             self._check_begun_anew(flags.states)
         if self._store is not None:
@@ -330,6 +321,8 @@ class ShardReducer(OwningReducer):
         needs = [float(launched) for launched in schedule.launched]
         for index, parameter in enumerate(layout.parameters):
             position = layout.group_of[index].position
+            # The round in which the gradient left last, or will leave. After two backward passes with one pass in a round,
+            # rounds 0 and 1 are due. A gradient of round 2 has therefore come late.
             last = self._sent.rounds.get(index, -1)
             by_hand[index] = self._sent.done_by_hand(index)
             if index in self._sent.begun_anew and parameter.grad is None:
@@ -344,6 +337,7 @@ class ShardReducer(OwningReducer):
             elif self.used[index]:
                 states[index] = USED
         leads = self._exchange.rank == 0
+        # Zeros on other ranks make the greatest the one of rank 0.
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
         written = 0.0 if self._store is None else self._store.written.digest
@@ -385,6 +379,7 @@ class ShardReducer(OwningReducer):
             group = self._layout.groups[position]
             while self._schedule.launched[position] < needs[position]:
                 self._in_flight.make_room(group)
+                # The position stays: whole rounds up to it are what all ranks make in the next step without being told.
                 self._launch(group, in_sequence=False)
 
     # ---------------------------------------------------------------------------------- the result

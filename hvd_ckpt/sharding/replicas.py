@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_ckpt.reduction.buckets import Bucket, BucketAssignment, view_of
+from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.buckets import Bucket, view_of
 from hvd_ckpt.reduction.communicator import GRADIENTS, Work, sum_dtype
 from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import SentGradients, has_values
+from hvd_ckpt.sharding.gradients import SentGradients, has_values, whole_gradients
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.reducer import whole_gradients
 
 
 class _TreeFormat(WireFormat):
@@ -47,6 +47,7 @@ class ShardedTreeCommunicator(TreeCommunicator):
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         group = self.layout.group_of[bucket.indices[0]]
         total = torch.zeros(group.padded, dtype=sum_dtype(flat.dtype), device=flat.device)
+        # A bucket has its gradients in the order in which they became final, a group in that of the layout, with padding.
         places = dict(zip(group.indices, self.layout.views(group, total)))
         with torch.no_grad():
             for entry in bucket.entries:
@@ -105,7 +106,8 @@ class ShardReplicaReducer(ReplicaReducer):
         self.used[:] = [False] * len(self.used)
 
     def changes(self) -> list[Change] | None:
-        return None if self.active or any(has_values(one.grad) for one in self.assignment.parameters) else []
+        unreduced = any(has_values(parameter.grad) for parameter in self.assignment.parameters)
+        return None if self.active or unreduced else []
 
     def drain(self) -> None:
         begun = float(bool(self._in_flight or self._results))
@@ -127,11 +129,13 @@ class ShardReplicaReducer(ReplicaReducer):
 
     def _launch(self, with_flags: bool = False) -> None:
         super()._launch(with_flags)
+        # What has arrived is added up and its buffers are freed, in the order of launches.
         while self._in_flight and self._in_flight[0][1].done():
             bucket, work = self._in_flight.pop(0)
             self._results[bucket.position] = work.wait(GRADIENTS).to(bucket.dtype)
 
     def synchronize(self) -> None:
+        # Placeholders of the last result are no gradients, and must not be reduced.
         self._sent.drop(range(len(self.used)))
         super().synchronize()
         for index, used in enumerate(self.used):

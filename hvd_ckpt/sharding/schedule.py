@@ -111,6 +111,8 @@ class Schedule:
         """How many groups may leave now: all up to the next one that expects gradients, if that is complete; if it is the last such
         group of the round, the rest of the round, too.
         """
+        # In the order 2, 0, 1, where nothing is expected for group 0: once 2 is complete,
+        # it leaves alone. Once 1 is, 0 and 1 leave.
         first = self.position % max(1, len(self.order))
         expecting = [
             number for number in range(first, len(self.order)) if self._expecting[self.order[number]]
@@ -155,6 +157,8 @@ class Schedule:
     # ---------------------------------------------------------------------------------- between steps
 
     def _passes_done(self) -> int:
+        # If most parameters have two accumulations, there were two passes: one with four is used
+        # twice. Of equal counts the lower is taken.
         accumulations = Counter(arrived for arrived in self._counts.arrived if arrived)
         return min(accumulations, key=lambda arrived: (-accumulations[arrived], arrived), default=0)
 
@@ -199,14 +203,17 @@ class Schedule:
             if any(used[index] for index in group.indices):
                 self._idle[position] = 0
                 if position not in active:
+                    # Active again: the order is made anew below, from this step's completions on rank 0.
                     self.order.append(position)
                     self.ordered = False
                     continue
             else:
+                # A step in which no rank had any gradient says nothing about this group.
                 self._idle[position] += any_used
                 if self._idle[position] >= IDLE_STEPS and position in active:
                     self.order.remove(position)
         if not self.ordered and any(leaders_last_arrivals):
+            # Sorting is stable, so groups that rank 0 has not completed keep their order behind the others.
             never = float("inf")
             self.order.sort(key=lambda position: leaders_last_arrivals[position] or never)
             self.ordered = True
@@ -248,6 +255,8 @@ class Schedule:
                     f"load a state that was saved with the same model"
                 )
         self.reset()
+        # By names, since groups may be others by now: another bucket_cap_mb or other units cut them elsewhere. A group
+        # leaves when the last of its parameters did.
         last: dict[int, int] = {}
         for index, name in enumerate(names):
             if name in places:

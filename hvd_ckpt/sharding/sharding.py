@@ -90,9 +90,8 @@ class Sharding:
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     added_sets: list[tuple[int, ...]] = field(default_factory=list)
-    _given: dict[int, torch.Tensor | None] = field(
-        default_factory=dict
-    )  # gradients of pieces that are the ranks' own, by piece
+    # By piece: the gradient that this class has given it. Another one is the user's.
+    _given: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def add_param_group(self, parameters: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
         """Another parameter group of the optimizer; returns what it steps: this rank's pieces of its parameters."""
@@ -135,6 +134,7 @@ class Sharding:
         piece stays, if the parameter has none."""
         for number, piece in enumerate(self.pieces):
             gradient, own = self.layout.parameters[piece.index].grad, piece.parameter.grad
+            # Three may stand in a piece's ``grad``: a placeholder, what was given here in an earlier step, or the user's own.
             by_hand = has_values(own) and own is not self._given.get(number)
             if isinstance(gradient, ShardedGradient) or (gradient is None and by_hand):
                 continue
@@ -154,6 +154,7 @@ class Sharding:
         self._given.clear()
         for piece in self.pieces if pieces is None else pieces:
             stepped = piece.parameter
+            # A frozen one has None, as everywhere: code that asks for gradients must find that there is none.
             trained = self.layout.parameters[piece.index].requires_grad
             stepped.grad = ShardedGradient(stepped, piece.name, IN_PIECES) if trained else None
 

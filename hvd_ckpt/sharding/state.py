@@ -111,10 +111,18 @@ def whole_ranges(optimizer: Any) -> list[ShardRange]:
     """The whole parameters of an optimizer, sharded or not, in the order of its groups."""
     if hasattr(optimizer, "sharding"):
         layout, groups = optimizer.sharding.layout, optimizer.sharding.groups
-        found = [(one, layout.specs[layout.index(one)]) for one in itertools.chain.from_iterable(groups)]
+        whole = [
+            (parameter, layout.specs[layout.index(parameter)])
+            for parameter in itertools.chain.from_iterable(groups)
+        ]
     else:
-        found = [(one, TensorSpec.of(one)) for group in optimizer.param_groups for one in group["params"]]
-    return [ShardRange(optimizer.parameter_names[one], 0, spec.numel, spec, True) for one, spec in found]
+        whole = [
+            (parameter, TensorSpec.of(parameter))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+    names = optimizer.parameter_names
+    return [ShardRange(names[parameter], 0, spec.numel, spec, True) for parameter, spec in whole]
 
 
 class Sources:
@@ -137,7 +145,7 @@ class Sources:
                     raise ValueError(
                         f"the state is of {count} parameters and this optimizer has {len(whole)}; build the same optimizer"
                     )
-                pieces = [one[:3] for one in whole]
+                pieces = [parameter[:3] for parameter in whole]
             for number, values in part["state"].items():
                 name, start, stop = pieces[number]
                 self._found.setdefault(name, []).append((start, stop, values))
@@ -147,21 +155,25 @@ class Sources:
 
     def states(self, targets: Sequence[ShardRange]) -> dict[int, dict[str, Any]]:
         """The state of each target that has one, by its number."""
-        found = {number: self._state_of(target) for number, target in enumerate(targets)}
-        return {number: state for number, state in found.items() if state is not None}
+        states = {number: self._state_of(target) for number, target in enumerate(targets)}
+        return {number: state for number, state in states.items() if state is not None}
 
     def _state_of(self, target: ShardRange) -> dict[str, Any] | None:
         """The state of a target, or None if its parameter has none."""
-        found = self._found.get(target.name)
-        if found is None or target.start == target.stop:
+        sources = self._found.get(target.name)
+        if sources is None or target.start == target.stop:
             return None
-        return {name: self._value(target, name, found) for name in found[0][2]}
+        return {name: self._value(target, name, sources) for name in sources[0][2]}
 
-    def _value(self, target: ShardRange, name: str, found: Sequence[tuple[int, int, dict[str, Any]]]) -> Any:
-        start, stop, values = found[0]
+    def _value(
+        self, target: ShardRange, name: str, sources: Sequence[tuple[int, int, dict[str, Any]]]
+    ) -> Any:
+        start, stop, values = sources[0]
         first = values[name]
         if not isinstance(first, torch.Tensor):
             return first
+        # A value without dimensions, or of one element where the piece has more, is of the parameter as a whole: a count of
+        # steps. Only the state of a whole parameter without dimensions looks alike, and is told by its name.
         element = not self._in_pieces and target.spec.shape == () and name not in COUNTERS
         if (first.dim() == 0 and not element) or (first.numel() == 1 and stop - start != 1):
             return first.clone()
@@ -171,8 +183,8 @@ class Sources:
                 "model"
             )
         parts = [
-            (start, stop, target.spec.flatten(one) if one.shape == target.spec.shape else one)
-            for start, stop, one in ((start, stop, values[name]) for start, stop, values in found)
+            (start, stop, target.spec.flatten(part) if part.shape == target.spec.shape else part)
+            for start, stop, part in ((start, stop, values[name]) for start, stop, values in sources)
         ]
         like = torch.empty(0, dtype=first.dtype, device=first.device)
         flat = assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
@@ -197,6 +209,7 @@ def assembled(
     reached = start
     for first, last, values in sorted(parts, key=lambda part: part[0]):
         low, high = max(first, reached), min(last, stop)
+        # Sorted by their start, so a part that begins behind what is reached leaves a hole; a later one cannot fill it.
         if low > reached or low >= high:
             continue
         result[low - start : high - start].copy_(values.reshape(-1)[low - first : high - first])

@@ -63,11 +63,11 @@ def find_units(
     place = {id(module): place for place, module in enumerate(model.modules())}
     chosen = _disjoint(chosen)
     chosen.sort(key=lambda modules: place[id(modules[0])])
-    found = [UnitModules(modules) for modules in chosen]
+    own = [UnitModules(modules) for modules in chosen]
     whole = UnitModules([model])
     for parameter, users in _users(model, chosen):
-        (found[users[0]] if len(users) == 1 and users[0] is not None else whole).parameters.append(parameter)
-    return [*(unit for unit in found if unit.parameters), whole]
+        (own[users[0]] if len(users) == 1 and users[0] is not None else whole).parameters.append(parameter)
+    return [*(unit for unit in own if unit.parameters), whole]
 
 
 def _checked(model: nn.Module, units: Iterable[nn.Module | Sequence[nn.Module]]) -> list[list[nn.Module]]:
@@ -185,6 +185,7 @@ def _users(
 
     def visit(module: nn.Module, unit: int | None) -> None:
         unit = unit_of.get(id(module), unit)
+        # A module in two units is visited for each of them, so that its parameters are found to be shared.
         if (id(module), unit) in seen:
             return
         seen.add((id(module), unit))

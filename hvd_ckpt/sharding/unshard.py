@@ -13,7 +13,6 @@ import enum
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -21,6 +20,7 @@ from hvd_ckpt.reduction.communicator import Work
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat
+from hvd_ckpt.sharding.group_memory import GroupMemory, Member
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.written import WrittenWeights, data_was_written, forget_data, watched_class
@@ -29,89 +29,17 @@ from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages
 from hvd_ckpt.utils.waits import waiting_for
 
 
+# What a unit has in each state, and what leads out of it. ``whole`` is its flat tensor, a parameter the same object throughout.
+#
+#   state        storage of whole    parameter.data     class of a parameter        next
+#   SHARDED      0 bytes             nan, expanded      absent: reading raises      unshard()
+#   UNSHARDING   filling             nan, expanded      absent                      wait_for_unshard(), or reshard()
+#   WHOLE        all ranks' values   views of whole     watched, or its own class   reshard()
+#                                                       where gathered exactly
 class _State(enum.Enum):
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     WHOLE = "whole"
-
-
-class _Member(NamedTuple):
-    """A parameter, by its number in the layout, its data in both states, and its class while it is whole."""
-
-    number: int
-    parameter: torch.Tensor
-    whole: torch.Tensor
-    placeholder: torch.Tensor
-    kind: type[torch.Tensor]
-
-
-class _Flat:
-    """One group of the unit.
-
-    Attributes:
-        shard: this rank's exact values, 1-D.
-        secondary: with ``within``, this rank's part of the copy that its group of ranks keeps of what was gathered last, 1-D.
-        current: whether ``secondary`` is up to date.
-        identity, absence: of the storages of ``whole`` and of the placeholders.
-        whole: all ranks' values, 1-D; without memory while the unit is sharded.
-    """
-
-    def __init__(self, layout: Layout, group: Group, exchange: Exchange, offload: Offload | None) -> None:
-        self.group = group
-        rank, within = exchange.rank, exchange.within
-        self.what = f"gather.{group.position}"
-
-        def memory(numel: int) -> torch.Tensor:
-            if offload is not None:
-                return offload.empty(numel, group.dtype)
-            return torch.zeros(numel, dtype=group.dtype, device=group.device)
-
-        self.shard = memory(group.shard_numel)
-        self.secondary = None if within is None else memory(group.padded // within.ranks)
-        self.current = False
-        self.whole = torch.empty(group.padded, dtype=group.dtype, device=group.device)
-        self._storage = self.whole.untyped_storage()
-        self.identity = identity_of(self._storage)
-        self._nbytes = self.whole.nbytes
-        for span in group.spans(rank):
-            index = span.parameter
-            span.of(self.shard).copy_(
-                layout.specs[index].flatten(layout.parameters[index])[span.start : span.stop]
-            )
-        nothing = _nothing(group)
-        self.absence = identity_of(nothing.untyped_storage())
-        self.members = []
-        for index, whole in zip(group.indices, layout.views(group, self.whole)):
-            parameter = layout.parameters[index]
-            self.members.append(
-                _Member(index, parameter, whole, nothing.expand(whole.shape), type(parameter))
-            )
-        self.release()
-
-    @property
-    def source(self) -> torch.Tensor:
-        """What is gathered, unless it must be the exact values."""
-        return self.secondary if self.current and self.secondary is not None else self.shard
-
-    def keep(self, rank: int, format: WireFormat) -> None:
-        """The shard gets its part of what ``whole`` has; exact values stay where it has what the format makes of them."""
-        own = self.group.shard_of(self.whole, rank)
-        exact = self.shard.to(self.whole.device, non_blocking=True)
-        if format.changes(self.group.dtype):
-            own = torch.where(own == format.rounded(exact), exact, own)
-        self.shard.copy_(own)
-
-    def allocate(self) -> None:
-        self._storage.resize_(self._nbytes)
-
-    def release(self) -> None:
-        """Gives the memory back, or leaves it to a numpy array that shares it, and has another storage from then on."""
-        if not self._storage.resizable():
-            self._storage = torch.empty_like(self.whole).untyped_storage()
-            self.identity = identity_of(self._storage)
-            for view in (self.whole, *(member.whole for member in self.members)):
-                view.set_(self._storage, view.storage_offset(), view.shape, view.stride())
-        self._storage.resize_(0)
 
 
 @dataclass(frozen=True)
@@ -168,15 +96,18 @@ class UnitParameters:
             f"the parameters of {title} (stage 3 splits them: all ranks must run the model, or enter "
             "optimizer.gathered_parameters(), inside which one rank may run it alone)"
         )
-        self._flats = [_Flat(layout, group, exchange, offload) for group in groups]
+        self._flats = [GroupMemory(layout, group, exchange, offload) for group in groups]
         self._identities = {flat.identity for flat in self._flats}
         self._absences = {flat.absence for flat in self._flats}
         self._members = [member for flat in self._flats for member in flat.members]
         self._bring: Callable[[], None] = lambda: None
+        # Another storage may get the identity of one that is gone, so no entry may outlast
+        # the unit. The sets are updated in place.
         weakref.finalize(self, _forget, self._identities)
         weakref.finalize(self, _forget, self._absences)
         self._in_flight: list[Work] = []
         self._exact = False
+        # Until split() the parameters have memory of their own, and are whole without anything being gathered.
         self._state = _State.WHOLE
 
     def split(self) -> None:
@@ -208,12 +139,12 @@ class UnitParameters:
             for flat in self._flats:
                 flat.allocate()
                 exchange, shard, format = self._exchange, flat.shard, FP32 if exactly else self._format
-                if (
-                    not exactly and flat.source is not shard
-                ):  # what was gathered, rounded if the format does so
+                if not exactly and flat.source is not shard:
+                    # The secondary copy has what was gathered before, rounded where the format rounds: it travels as it is.
                     assert exchange.within is not None
                     exchange, shard, format = exchange.within, flat.source, FP32
                 if shard.device != flat.whole.device:  # is offloaded: copied from pinned memory to its place
+                    # By ``data``, which has a version counter of its own: what graphs have saved of the parameters stays valid.
                     place = flat.whole.data[exchange.rank * shard.numel() :][: shard.numel()]
                     shard = place.copy_(shard, non_blocking=True)
                 self._in_flight.append(exchange.all_gather(shard, flat.whole, flat.what, format))
@@ -222,6 +153,7 @@ class UnitParameters:
     def gather_again(self) -> None:
         """Gathers what the shards hold once more, exactly, into the parameters, which are whole. Collective."""
         assert self.whole
+        # First, since reshard() would keep what was written before the shards were changed.
         self.discard_written()
         self.reshard()
         self.unshard(exactly=True)
@@ -252,8 +184,10 @@ class UnitParameters:
         except RuntimeError:
             self.reshard()
             raise
+        # After check(), which knows by the state what a parameter's data must be: its placeholder until here.
         self._state = _State.WHOLE
         self._keep_secondary()
+        # Versions are noted last: they count what a pass writes from here on.
         self._present([member.whole for member in self._members], watched=not self._exact)
         self.forget_written()
 
@@ -267,15 +201,15 @@ class UnitParameters:
         """Whatever is written from now on, until the parameters are gathered again, is not to be kept."""
         self._versions = []
 
-    def _changed(self) -> list[_Member]:
+    def _changed(self) -> list[Member]:
         """The parameters that were written since they are whole."""
-        found = []
+        changed = []
         for member, version in zip(self._members, self._versions):
             parameter = member.parameter
             data_written = data_was_written(parameter)
             if data_written or parameter._version != version or not self.holds(parameter):
-                found.append(member)
-        return found
+                changed.append(member)
+        return changed
 
     def keep_written(self) -> None:
         """Keeps what a pass has written to the parameters: this rank's shard of it.
@@ -296,7 +230,7 @@ class UnitParameters:
         self._release_shards()
         self._note(changed)
 
-    def _collect(self, changed: Iterable[_Member]) -> None:
+    def _collect(self, changed: Iterable[Member]) -> None:
         """Brings values of data of their own, which somebody may have given parameters, into the unit's memory."""
         self.discard_written()  # an error is raised once
         self.check()
@@ -306,7 +240,7 @@ class UnitParameters:
                     member.whole.copy_(member.parameter)
                     member.parameter.data = member.whole
 
-    def _note(self, changed: Iterable[_Member]) -> None:
+    def _note(self, changed: Iterable[Member]) -> None:
         for member in changed:
             self._written.note(member.number, member.whole)
         self.forget_written()
@@ -345,6 +279,7 @@ class UnitParameters:
         for member, value in zip(self._members, values):
             member.parameter.data = value
             member.parameter.__class__ = watched_class(member.kind) if watched else member.kind
+        # Reading is right now, so that a replay must not gather the unit because of these storages.
         _forget(self._identities | self._absences)
 
     @contextlib.contextmanager
@@ -381,7 +316,9 @@ class UnitParameters:
         """Keeps what was written, and gives the memory back; what is on its way is waited for first, since it is written there."""
         if self._state is _State.UNSHARDING:
             self._arrive()
-        elif self._versions:
+        elif (
+            self._versions
+        ):  # empty where nothing is to be kept: after an error, or once write_back() has kept it
             self.keep_written()
         self.discard_written()
         self._state = _State.SHARDED
@@ -439,12 +376,6 @@ class UnitParameters:
                     f"parameter '{self._layout.names[index]}' was given data outside optimizer.gathered_parameters(), where only "
                     "a part of it is on this rank; assign inside it"
                 )
-
-
-def _nothing(group: Group) -> torch.Tensor:
-    """One element for what reads as nan everywhere."""
-    inexact = group.dtype.is_floating_point or group.dtype.is_complex
-    return torch.full((), float("nan") if inexact else 0, dtype=group.dtype, device=group.device)
 
 
 def _forget(identities: Iterable[int]) -> None:

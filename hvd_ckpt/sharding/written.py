@@ -25,6 +25,7 @@ class _Watched:
 
     @property
     def data(self) -> Any:
+        # The first time since the unit is whole: later ones must not hide what was written in between.
         if _BEFORE not in vars(self):
             setattr(self, _BEFORE, int(fingerprint(self)))  # type: ignore[arg-type]
         return _DATA.__get__(self)

@@ -29,10 +29,10 @@ def check_arguments(
     ):
         if not isinstance(value, kind) and not (value is None and right.endswith("None")):
             raise TypeError(f"Snapshots: {name} is a {type(value).__name__}: give {right}")
-    for name, one in (("scheduler", scheduler), ("loader", loader)):
-        if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+    for name, value in (("scheduler", scheduler), ("loader", loader)):
+        if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise TypeError(
-                f"Snapshots: {name} is a {type(one).__name__}, which has no state_dict() and load_state_dict(): give "
+                f"Snapshots: {name} is a {type(value).__name__}, which has no state_dict() and load_state_dict(): give "
                 f"{'an hc.DistributedSampler or hc.DataLoader' if name == 'loader' else 'one that has'}"
             )
     if keep < 1:

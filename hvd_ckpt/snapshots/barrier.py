@@ -59,9 +59,11 @@ def send(temporary: Path, rank: int, manifest: RankManifest) -> str | None:
     complete = place.with_suffix(".new")
     try:
         if manifest.fault:
+            # Makes room for the manifest, which may have failed for want of it.
             for name in files_of(rank, True, True):
                 (temporary / name).unlink(missing_ok=True)
         complete.write_text(manifest.model_dump_json(), encoding="utf-8")
+        # Rank 0 looks for this name and must not read half a manifest.
         complete.rename(place)
     except OSError as error:
         with suppress(OSError):  # an empty one needs no room
@@ -80,12 +82,13 @@ def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[R
         Wrong: one does not come.
         OSError: the folder cannot be read.
     """
-    found: dict[int, RankManifest] = {}
+    manifests: dict[int, RankManifest] = {}
     missing = list(range(1, ranks))
     for waited in _looks():
+        # One listing for all ranks, for which a network file system asks its server.
         names = set(os.listdir(temporary)) if missing else set()
-        found.update({rank: _receive(temporary, rank) for rank in missing if _name(rank) in names})
-        missing = [rank for rank in missing if rank not in found]
+        manifests.update({rank: _receive(temporary, rank) for rank in missing if _name(rank) in names})
+        missing = [rank for rank in missing if rank not in manifests]
         if not missing:
             break
         if given_up():
@@ -96,7 +99,7 @@ def collect(temporary: Path, ranks: int, given_up: Callable[[], bool]) -> list[R
             raise Wrong(
                 not_shared(f"rank {missing[0]} has not written its files for {RANK_SECONDS:g} seconds")
             )
-    return [found[rank] for rank in sorted(found)]
+    return [manifests[rank] for rank in sorted(manifests)]
 
 
 def not_shared(what: str) -> str:
@@ -120,6 +123,7 @@ def _receive(temporary: Path, rank: int) -> RankManifest:
         manifest = RankManifest(
             host="?", fault=f"it could not report what it has written to '{temporary}': make room there"
         )
+    # Only the snapshot's own files may be in the folder when it gets its name: open_snapshot() refuses unknown ones.
     path.unlink()
     return manifest
 

@@ -129,7 +129,9 @@ class RunShards:
         if self._is_spread:
             # A tied parameter is the first of its stages' to write, what is whole the first replica's, and a copy the first part's.
             own = dict(model.named_parameters()) if self.stage or current().replica == 0 else {}
-            pieces = _select(state, pieces, [name for name, one in own.items() if _is_own(one)])
+            pieces = _select(state, pieces, [name for name, tensor in own.items() if _is_own(tensor)])
+        # Other groups of local SGD write no shards: what their ranks have
+        # of their own is in the state of each rank (snapshots.local).
         if not self.is_first:
             pieces, weights = _select(state, pieces, ()), None if weights is None else []
         shards = RankShards(
@@ -149,15 +151,16 @@ class RunShards:
             return optimizer.weight_pieces() if self.splits_each else None
         own: dict[str, Tensor] = dict(model.named_parameters())
         own.update(model.named_buffers())
-        own = {name: one for name, one in own.items() if _is_own(one)}
+        own = {name: tensor for name, tensor in own.items() if _is_own(tensor)}
         first = current().replica == 0
         pieces = [
-            (name, 0, one.numel(), TensorSpec.of(one).flatten(one))
-            for name, one in own.items()
-            if first and name in self._tensors and not (self.splits_each and isinstance(one, nn.Parameter))
+            (name, 0, tensor.numel(), TensorSpec.of(tensor).flatten(tensor))
+            for name, tensor in own.items()
+            if first and name in self._tensors and not (self.splits_each and isinstance(tensor, nn.Parameter))
         ]
         if self.splits_each:
             pieces += [piece for piece in optimizer.weight_pieces() if piece[0] in own]
+        # A rank behind the last element of a parameter has an empty shard, which the manifest does not list.
         return [piece for piece in pieces if piece[1] < piece[2]]
 
     def publish_weights(self, optimizer: Any) -> None:
@@ -183,7 +186,7 @@ def _flatten(state: Mapping[str, Any], ranges: Sequence[ShardRange]) -> list[tup
             state["state"][number] = entries
         if "averages" in state:
             state["averages"][number] = whole.spec.flatten(state["averages"][number])
-    return [(one.name, one.start, one.stop) for one in ranges]
+    return [(elements.name, elements.start, elements.stop) for elements in ranges]
 
 
 def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]) -> list[Any]:
@@ -204,12 +207,12 @@ def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under all names that they have in ``state_dict()``, which is refused where parameters are split."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
 
 
 def tensors_of(
@@ -222,15 +225,17 @@ def tensors_of(
         optimizer: that may have sharded them.
     """
     layout = optimizer.sharding.layout if hasattr(optimizer, "sharding") else None
+    # Tied parameters are one tensor, by which they are found. In a Pipeline,
+    # those of other stages are freed, so it has noted their names.
     known = getattr(model, "_first_names", None)  # of a Pipeline
     whole = model if known is None else model.__dict__["_model"]
     first: dict[int, str] = {}
     tensors: dict[str, TensorMetadata] = {}
     aliases: dict[str, str] = {}
-    found = dict(whole.named_parameters(remove_duplicate=False))
+    named = dict(whole.named_parameters(remove_duplicate=False))
     if buffers:
-        found.update(named_tensors(whole))
-    for name, tensor in found.items():
+        named.update(named_tensors(whole))
+    for name, tensor in named.items():
         stored = first.setdefault(id(tensor), name) if known is None else known[name]
         if stored != name:
             aliases[name] = stored
@@ -314,6 +319,7 @@ def staged_content(
             }
             content.aliases.update(shard.aliases if rank == 0 else {})
     if staging is not None:
+        # The loop goes on when this returns. What is in `now` may change at once; `later` is copied before the next update.
         content.copying = AsyncCopy(now, later)
     return content
 
@@ -343,6 +349,7 @@ def complete(temporary: Path, step: int, ranks: Sequence[RankManifest], warn: Wa
         for rank, manifest in enumerate(ranks):
             for name, entry in manifest.files.items():
                 path = temporary / name
+                # Also a check that all ranks write to one file system: on another host, the same path may be a folder of its own.
                 if not path.is_file() or path.stat().st_size != entry.bytes:
                     seen = f"rank 0 on host {ranks[0].host} does not see it"
                     raise Wrong(not_shared(f"rank {rank} on host {manifest.host} wrote '{path}', and {seen}"))
@@ -350,6 +357,7 @@ def complete(temporary: Path, step: int, ranks: Sequence[RankManifest], warn: Wa
         sharding = merged([manifest.shards for manifest in ranks])
         whole = Manifest.of(step, len(ranks), files, ranks[0].aliases, sharding)
         save_bytes(temporary / MANIFEST, whole.encode())
+        # Names first, then the rename: after a power failure there must be no snapshot by name that lacks a file.
         sync_folder(temporary)
         put_in_place(temporary, temporary.parent / name_of(step), warn)
         return None

@@ -61,6 +61,7 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
             save_weights(unnamed, weights)
         else:
             write(unnamed, weights)
+        # Asked again: reading takes long, and rename() would replace a file that has got this name meanwhile.
         _check_new(output)
         os.rename(unnamed, output)
     except Wrong as error:
@@ -133,6 +134,8 @@ def _means(files: SnapshotFiles, weights: dict[str, Tensor]) -> dict[str, Tensor
         written += local["optimizer"] is None
     means = {}
     for name, total in sums.items():
+        # Each rank has its own buffers, and each group one copy of the weights: `written` ranks are a
+        # group. A shard that is missing shows in the count of elements.
         copies = manifest.ranks if name in state["buffers"] else manifest.ranks // max(written, 1)
         with naming(files.path, MANIFEST):
             if added[name] != copies * total.numel():
@@ -151,25 +154,25 @@ def _averages(files: SnapshotFiles, weights: Mapping[str, Tensor]) -> dict[str, 
         if not isinstance(ema, dict):
             raise Wrong("it has no averages of the weights: leave out --ema")
         if sharding is None:
-            found = ema.get("averages")
-            if not isinstance(found, dict):
+            averages = ema.get("averages")
+            if not isinstance(averages, dict):
                 raise Wrong(f"ema has no averages: {DAMAGED}")
-            for name, average in found.items():
+            for name, average in averages.items():
                 if (
                     name not in weights
                     or not isinstance(average, Tensor)
                     or average.shape != weights[name].shape
                 ):
                     raise Wrong(f"the average of {ascii(name)[:60]} does not fit its weight: {DAMAGED}")
-            return {name: average.to(weights[name].dtype) for name, average in found.items()}
+            return {name: average.to(weights[name].dtype) for name, average in averages.items()}
 
     def of_rank(rank: int) -> tuple[str, Any]:
         name, shards = shard_file(rank), sharding.optimizer[rank]
         part = files.state(name, mmap=True)
-        found = part.get("averages") if isinstance(part, dict) else None
-        if not isinstance(found, dict) or set(found) != set(range(len(shards))):
+        averages = part.get("averages") if isinstance(part, dict) else None
+        if not isinstance(averages, dict) or set(averages) != set(range(len(shards))):
             return name, None
-        return name, {shard.name: found[number] for number, shard in enumerate(shards)}
+        return name, {shard.name: averages[number] for number, shard in enumerate(shards)}
 
     return files.unsharded(sharding.optimizer, of_rank, exact=False)
 

@@ -39,6 +39,7 @@ class SnapshotError(ValueError):
 def under_way(temporary: Path) -> Iterator[None]:
     """Within it, the folder does not count as left over by an interrupted write."""
     path = os.path.realpath(temporary)
+    # A list: two writers of one process may hold the same folder, and each removes its own entry.
     _under_way.append(path)
     try:
         yield
@@ -85,12 +86,12 @@ def names_in(folder: Path) -> list[str]:
 
 def list_snapshots(folder: Path) -> list[Path]:
     """All snapshots, complete or not, newest first."""
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for name in names_in(folder):  # those that were being replaced sort before those in place
         replaced = _REPLACED.fullmatch(name)
         if replaced or SNAPSHOT.fullmatch(name):
-            found[replaced[1] if replaced else name] = name
-    by_step = {int(known[5:]): name for known, name in found.items() if known == name_of(int(known[5:]))}
+            named[replaced[1] if replaced else name] = name
+    by_step = {int(known[5:]): name for known, name in named.items() if known == name_of(int(known[5:]))}
     return [folder / by_step[step] for step in sorted(by_step, reverse=True)]
 
 
@@ -191,6 +192,14 @@ def put_in_place(temporary: Path, place: Path, warn: Warn) -> None:
     Raises:
         OSError: it cannot be renamed; the one that had the name has it still.
     """
+    # What a kill leaves, and what a run that resumes takes for the snapshot of this step:
+    #
+    #     before the first rename      step-N                      the old one; .step-N.tmp-T is left over
+    #     between the two renames      .step-N.old-T               the old one, by list_snapshots(); .step-N.tmp-T is left over
+    #     after the second rename      step-N                      the new one, since its name sorts behind .step-N.old-T
+    #     after remove()               step-N                      the new one
+    #
+    # If no snapshot has the name, the first rename is missing and the second alone decides.
     replaced = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
     if os.path.lexists(place):
         place.rename(replaced)
@@ -200,6 +209,7 @@ def put_in_place(temporary: Path, place: Path, warn: Warn) -> None:
         if os.path.lexists(replaced):
             replaced.rename(place)
         raise
+    # The rename is on the disk before the old snapshot goes: else a power failure could take both.
     sync_folder(place.parent)
     if os.path.lexists(replaced):
         remove([replaced], warn)

@@ -75,6 +75,11 @@ def load_state(
     """
     model, optimizer, shards = target.model, target.optimizer, target.shards
     average, scaler = target.average, target.scaler
+    # The optimizer's state in parts, with the name and the elements of each; None for a whole state in the order of this optimizer:
+    #
+    #     shards, and this rank has its own (local SGD)    its own
+    #     shards                                           those that have elements of this rank's
+    #     a whole state, and stages here                   the whole as one part, of which each stage takes its parameters
     parts = None
     with errors_on_all("Snapshots: parts"):
         if snapshot.sharding is not None and snapshot.replicated["optimizer"] is not None:
@@ -82,15 +87,15 @@ def load_state(
             parts = [{**snapshot.replicated["optimizer"], "pieces": pieces}]  # a rank's own, of local SGD
         elif snapshot.sharding is not None:
             own = ranges_of(optimizer)
-            names = {shards.stored_name(one.name): one.name for one in own}
-            wanted = [one._replace(name=shards.stored_name(one.name)) for one in own]
+            names = {shards.stored_name(elements.name): elements.name for elements in own}
+            wanted = [elements._replace(name=shards.stored_name(elements.name)) for elements in own]
             cuts = {shards.stored_name(name): cut for name, cut in cuts_of(model).items()}
             parts = read_shards(snapshot, wanted, expected, len(optimizer.param_groups), cuts)
             for part in parts:
                 part["pieces"] = [[names.get(name, name), *rest] for name, *rest in part["pieces"]]
         elif current().stages > 1:  # each of which has a part of what is whole there
             state = snapshot.replicated["optimizer"]
-            sizes = {name: one.numel() for name, one in snapshot.weights.items()}
+            sizes = {name: tensor.numel() for name, tensor in snapshot.weights.items()}
             pieces = [[name, 0, sizes[name]] for name in expected]
             if len(pieces) != sum(len(group["params"]) for group in state["param_groups"]):
                 raise SnapshotError(
@@ -99,6 +104,7 @@ def load_state(
                 )
             parts = [{**state, "pieces": pieces}]
     load_optimizer(snapshot.replicated["optimizer"], parts, optimizer, options)
+    # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
     shards.publish_weights(optimizer)
     if average is not None:
         _load_average(average, snapshot.replicated["ema"], parts if snapshot.sharding is not None else None)
@@ -108,6 +114,8 @@ def load_state(
         same_ranks = snapshot.replicas == hvd.size() and bool(snapshot.per_stage)
         if current().number == 0 and (same_ranks or optimizer.replicas is not None):
             _warn_of_changes(snapshot, next(model.parameters()).device.type)
+        # As many ranks as before: this rank has a random state and counts
+        # of its own to resume with. Other numbers of ranks draw anew.
         if same_ranks:
             _load_rank_state(snapshot, model, optimizer)
         if optimizer.replicas is not None:
@@ -181,7 +189,7 @@ def average_state(
         return None, None
     state = average.state_dict()
     names = [name for name, _, _ in state["pieces"]]
-    whole = None if sharded else {names[number]: one for number, one in state["averages"].items()}
+    whole = None if sharded else {names[number]: values for number, values in state["averages"].items()}
     return {"n_averaged": state["n_averaged"], "averages": whole}, state["averages"] if sharded else None
 
 
@@ -193,6 +201,6 @@ def _load_average(
         return
     if parts is None:
         whole = state["averages"]
-        pieces = [(name, 0, one.numel()) for name, one in whole.items()]
+        pieces = [(name, 0, values.numel()) for name, values in whole.items()]
         parts = [{"pieces": pieces, "averages": dict(enumerate(whole.values()))}]
     average.load_state_dict([{**part, "n_averaged": state["n_averaged"]} for part in parts])

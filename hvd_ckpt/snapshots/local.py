@@ -91,6 +91,7 @@ def load_local(
                 optimizer.averaging.check(own["averages"])
             except ValueError as error:
                 fault = str(error)
+        # At the end of a period, all ranks have the same weights, so any ranks may begin a new one.
         if fault is not None and shared["mid_period"]:
             raise SnapshotError(
                 f"The snapshot of step {snapshot.step} lies within a period of local SGD, where ranks have weights of their own: "
@@ -121,8 +122,8 @@ def load_local(
         )
     state = own["optimizer"] or shared["optimizer"]
     scaler = own["scaler"] or shared["scaler"]
-    found = dataclasses.replace(snapshot, replicated={**shared, "optimizer": state, "scaler": scaler})
-    return found, own["averages"]
+    resumed = dataclasses.replace(snapshot, replicated={**shared, "optimizer": state, "scaler": scaler})
+    return resumed, own["averages"]
 
 
 def _pieces_of(optimizer: Any) -> dict[str, list[tuple[str, int, int]]] | None:
@@ -131,7 +132,7 @@ def _pieces_of(optimizer: Any) -> dict[str, list[tuple[str, int, int]]] | None:
         return None
     return {
         "weights": [piece[:3] for piece in optimizer.weight_pieces()],
-        "optimizer": [(one.name, one.start, one.stop) for one in optimizer.pieces],
+        "optimizer": [(elements.name, elements.start, elements.stop) for elements in optimizer.pieces],
     }
 
 

@@ -41,18 +41,19 @@ def reordered(state: Mapping[str, Any], names: Names, optimizer: Any) -> dict[st
             where = "there and not here" if name in there else "here and not there"
             raise Wrong(f"optimizer.param_groups[{at}]: parameter {shown(name)} is {where}")
         numbers.update(zip(there, group["params"]))
+    # An example: the names there are [b, a] with the numbers 0 and 1, and here [a, b]. So entry 1 there becomes entry 0.
     counter = itertools.count()
-    found: dict[str, Any] = {"state": {}, "param_groups": []}
+    ordered: dict[str, Any] = {"state": {}, "param_groups": []}
     for here, there, group in zip(own, names, groups):
         new = {**group, "params": [next(counter) for _ in here]}
         if "param_names" in group:
             given = dict(zip(there, group["param_names"]))
             new["param_names"] = [given[name] for name in here]
-        found["param_groups"].append(new)
+        ordered["param_groups"].append(new)
         for number, name in zip(new["params"], here):
             if numbers[name] in state["state"]:
-                found["state"][number] = state["state"][numbers[name]]
-    return found
+                ordered["state"][number] = state["state"][numbers[name]]
+    return ordered
 
 
 def in_order_of(snapshot: Snapshot, optimizer: Any) -> Snapshot:

@@ -53,6 +53,7 @@ def set_random_state(state: Any) -> None:
     try:
         _set(state)
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        # _set() may have failed half-way, and the generators belong together.
         _set(before)
         reason = " ".join(str(error).split())[:200]
         raise SnapshotError(

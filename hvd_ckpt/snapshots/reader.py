@@ -125,6 +125,7 @@ class SnapshotFiles:
     def _loadable(self, name: str) -> Path:
         size, memory = self.manifest.files[name].bytes, psutil.virtual_memory().total
         with naming(self.path, name):
+            # Before the file is read: a sparse file of any size fits on a small disk.
             if size > memory:
                 raise Wrong(
                     f"its {size >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
@@ -170,15 +171,18 @@ class SnapshotFiles:
             sizes = [whole.spec_of(tensor, part).numel for part in range(count)]
             return flats.setdefault(name, [torch.empty(size, dtype=whole.torch_dtype) for size in sizes])
 
-        for name in (name for name, one in parameters.items() if not one.numel):
+        for name in (name for name, parameter in parameters.items() if not parameter.numel):
             flats_of(name)
         for rank, shards in enumerate(ranks):
-            name, found = read(rank)
+            name, values_by_name = read(rank)
             with naming(self.path, name):
-                if not isinstance(found, dict) or set(found) != {shard.name for shard in shards}:
+                if not isinstance(values_by_name, dict) or set(values_by_name) != {
+                    shard.name for shard in shards
+                }:
                     raise Wrong(f"it has other parameters than the manifest says: {DAMAGED}")
                 for shard in shards:
-                    whole, values = parameters[shard.name], found.pop(shard.name)
+                    # Taken out, so that a shard is freed when its elements have been copied.
+                    whole, values = parameters[shard.name], values_by_name.pop(shard.name)
                     fits = isinstance(values, Tensor) and values.shape == (shard.size,)
                     if not fits or (exact and values.dtype != whole.torch_dtype):
                         raise Wrong(f"{shown(shard.name)} is not what the manifest says: {DAMAGED}")
@@ -213,6 +217,7 @@ def read(path: Path, rank: int | None = None) -> Snapshot:
     )
     replicas = manifest.ranks // (stages * tensor)
     part = current().part if current().tensor == tensor else 0
+    # Process (stage * replicas + rank) * tensor + part wrote the file: one file of each stage.
     of_rank = range(rank * tensor + part, manifest.ranks, replicas * tensor) if rank < replicas else range(0)
     per_stage = tuple(files.state(rank_file(number)) for number in of_rank)
     return Snapshot(
@@ -257,10 +262,10 @@ def open_snapshot(path: Path) -> SnapshotFiles:
 
 def _check_regular(path: Path) -> int:
     """The size of a file; raises Wrong if it is something else."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise Wrong(f"it is a link, a folder or a device: {DAMAGED}")
-    return found.st_size
+    return status.st_size
 
 
 @contextmanager
@@ -323,6 +328,7 @@ def prune(folder: Path, keep: int, warn: Warn | None = None) -> None:
             old.append(path)
         else:
             kept.add(path)
+            # A damaged snapshot does not count: ``keep`` good ones stay, and with them the damaged ones in between.
             complete += _looks_whole(path)
     remove(old, warn)
     left_over = (folder / name for name in names_in(folder))

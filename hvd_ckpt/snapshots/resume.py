@@ -63,6 +63,7 @@ def check_tensors(
         raise Wrong(f"{place} {there} {shown(odd[0])}: {OTHER_MODEL}")
     for name, value in given.items():
         expected = known[name]
+        # A run may resume in another precision: loading converts floating point numbers.
         floats = value.is_floating_point() and expected.is_floating_point()
         if value.shape != expected.shape or not (floats or value.dtype == expected.dtype):
             raise Wrong(
@@ -73,7 +74,9 @@ def check_tensors(
 def check_averages(averages: Mapping[str, Tensor], place: str, model: nn.Module) -> None:
     """Raises Wrong unless averages are of the model's parameters, and of all that are trained."""
     parameters = {
-        name: one for name, one in model.named_parameters() if one.requires_grad or name in averages
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or name in averages
     }
     check_tensors(averages, parameters, place, True)
 
@@ -92,7 +95,7 @@ def check_optimizer(
     if sharded:
         of_shards = _after_a_step(optimizer, flat=True)
         common = (
-            dict.fromkeys(name for name in of_shards[0] if all(name in one for one in of_shards))
+            dict.fromkeys(name for name in of_shards[0] if all(name in entries for entries in of_shards))
             if of_shards
             else {}
         )
@@ -125,13 +128,13 @@ def _check_entries(
             continue
         if size is not None and value.shape == (FLAT,):
             value = torch.empty(size, dtype=value.dtype, device="meta")
-        found = kept[name]
-        if isinstance(found, Tensor):
-            fits = found.shape == value.shape and found.is_complex() == value.is_complex()
+        entry = kept[name]
+        if isinstance(entry, Tensor):
+            fits = entry.shape == value.shape and entry.is_complex() == value.is_complex()
         else:  # a count of steps may be a number
-            fits = value.dim() == 0 and is_number(found)
+            fits = value.dim() == 0 and is_number(entry)
         if not fits:
-            raise Wrong(f"{place}.{name} is {described(found)}, and must be {described(value)}")
+            raise Wrong(f"{place}.{name} is {described(entry)}, and must be {described(value)}")
 
 
 def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[dict[str, Any]]:
@@ -145,20 +148,24 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
     parameters = []
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
+        # Steps of one tensor at a time, which also run on the meta device.
         options.update({name: False for name in ("fused", "foreach", "capturable") if name in options})
         if isinstance(options.get("lr"), Tensor):
             options["lr"] = float(options["lr"])
         alike = [
-            torch.empty(FLAT if flat else one.shape, dtype=one.dtype, device="meta").requires_grad_()
-            for one in group["params"]
+            torch.empty(
+                FLAT if flat else parameter.shape, dtype=parameter.dtype, device="meta"
+            ).requires_grad_()
+            for parameter in group["params"]
         ]
-        for one in alike:
-            one.grad = torch.empty_like(one)
+        for parameter in alike:
+            parameter.grad = torch.empty_like(parameter)
         parameters += alike
         twin.param_groups = [{**options, "params": alike}]
         with contextlib.suppress(RuntimeError):  # some read a value, when they have made all that they keep
+            # The step of the wrapped class: that of a DistributedOptimizer would communicate.
             getattr(optimizer, "wrapped_class", type(optimizer)).step(twin)
-    return [twin.state[one] for one in parameters]
+    return [twin.state[parameter] for parameter in parameters]
 
 
 # ------------------------------------------------------------------------------------ sharded state
@@ -193,11 +200,11 @@ def state_of_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         optimizer: as it was made, or distributed: then of the parameters of which this rank has a shard.
     """
     if isinstance(optimizer, ReducedOptimizer):
-        found = [one.name for one in ranges_of(optimizer)]
+        shard_names = [elements.name for elements in ranges_of(optimizer)]
     else:
         names = {parameter: name for name, parameter in model.named_parameters()}
-        found = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    return dict(zip(found, _after_a_step(optimizer, flat=True)))
+        shard_names = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(shard_names, _after_a_step(optimizer, flat=True)))
 
 
 def read_shards(
@@ -222,9 +229,10 @@ def read_shards(
     sharding, path = snapshot.sharding, snapshot.path
     assert sharding is not None and path is not None
     files = open_snapshot(path)
+    # The rank has read the weights some time ago, and a run may have put another snapshot of this step in their place.
     if files.manifest != snapshot.manifest:
         raise SnapshotError(f"The snapshot '{path}' has been written again while it was read: resume again.")
-    by_name = {one.name: one for one in wanted}
+    by_name = {elements.name: elements for elements in wanted}
     slices = Slices(sharding, cuts or {})
     ranks = [
         rank

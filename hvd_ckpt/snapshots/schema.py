@@ -171,7 +171,9 @@ class ShardingMetadata(Strict):
             )
         for what, shards in (("optimizer", self.optimizer), ("weights", self.weights or ())):
             names = self._check_shards(what, shards)
-            missing = [name for name, one in self.parameters.items() if one.numel and name not in names]
+            missing = [
+                name for name, parameter in self.parameters.items() if parameter.numel and name not in names
+            ]
             if what == "weights" and self.weights is not None and missing:
                 raise ValueError(f"weights have no shard of {shown(missing[0])}")
         return self
@@ -185,12 +187,13 @@ class ShardingMetadata(Strict):
             for shard in of_rank:
                 part = rank % self.tensor
                 by_name.setdefault(shard.name, []).append((part, shard))
-        for name, found in by_name.items():
+        for name, shards_of_parameter in by_name.items():
             whole = self.parameters.get(name)
             is_cut = whole is not None and whole.how is not None
             for part in range(self.tensor if is_cut else 1):
+                # In order, each shard must begin where the last one ended: no gap and no overlap.
                 reached = 0
-                own = [shard for of_part, shard in found if of_part == part or not is_cut]
+                own = [shard for of_part, shard in shards_of_parameter if of_part == part or not is_cut]
                 for shard in sorted(own, key=lambda shard: shard.offset):
                     if shard.offset != reached:
                         break
@@ -218,23 +221,23 @@ def merged(ranks: list[RankShards | None]) -> ShardingMetadata | None:
         Wrong: the ranks do not shard the same things.
         pydantic.ValidationError: the shards are not those of whole parameters.
     """
-    found = [one for one in ranks if one is not None]
-    if not found:
+    parts = [part for part in ranks if part is not None]
+    if not parts:
         return None
-    first = found[0]
-    if len(found) < len(ranks) or any(
-        (one.stage, one.pipeline_stages, one.tensor, one.weights is None)
+    first = parts[0]
+    if len(parts) < len(ranks) or any(
+        (part.stage, part.pipeline_stages, part.tensor, part.weights is None)
         != (first.stage, first.pipeline_stages, first.tensor, first.weights is None)
-        for one in found
+        for part in parts
     ):
         raise Wrong("ranks shard different things: give every rank the same settings")
-    weights = tuple(one.weights for one in found if one.weights is not None)
+    weights = tuple(part.weights for part in parts if part.weights is not None)
     return ShardingMetadata(
         stage=first.stage,
         pipeline_stages=first.pipeline_stages,
         tensor=first.tensor,
         parameters=first.parameters,
-        optimizer=tuple(one.optimizer for one in found),
+        optimizer=tuple(part.optimizer for part in parts),
         weights=None if first.weights is None else weights,
     )
 
@@ -272,7 +275,7 @@ class Manifest(Strict):
     @model_validator(mode="after")
     def _has_its_files(self) -> Manifest:
         shards = () if self.sharding is None else (self.sharding.optimizer, self.sharding.weights)
-        if any(one is not None and len(one) != self.ranks for one in shards):
+        if any(of_ranks is not None and len(of_ranks) != self.ranks for of_ranks in shards):
             raise ValueError(f"sharding does not have shards of {self.ranks} ranks")
         names = {MODEL, REPLICATED}
         if len(self.files) >= self.ranks:  # or this would be long
@@ -365,5 +368,6 @@ def files_of(rank: int, optimizer: bool, weights: bool) -> list[str]:
 
 
 def _hash(document: dict[str, Any]) -> str:
+    # Of the content and not of the text: the file may be indented in another way and keep its hash.
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -52,7 +52,7 @@ def sliced(snapshot: Snapshot, model: nn.Module) -> Snapshot:
             raise Wrong(
                 f"weights[{shown(name)}] has size {size}, and must have {cut.size} in dimension {cut.dim}"
             )
-    if any(one["local"] is not None for one in snapshot.per_stage):
+    if any(own_state["local"] is not None for own_state in snapshot.per_stage):
         raise Wrong("it is of a run of LocalSGD, which tensor parallelism does not know")
     if (state := replicated["optimizer"]) is not None:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -93,6 +93,8 @@ class Slices:
 
     def __init__(self, sharding: ShardingMetadata, cuts: Mapping[str, Cut]) -> None:
         self._sharding, self._cuts = sharding, cuts
+        # By the name of each parameter that is cut anew, for each of its shards: part, first and last
+        # + 1 element, number in the state of its rank, and that state.
         self._found: dict[str, list[tuple[int, int, int, int, Mapping[str, Any]]]] = {}
 
     def is_cut_anew(self, name: str) -> bool:
@@ -125,24 +127,24 @@ class Slices:
         if not self._found:
             return None
         made: dict[str, Any] = {"state": {}, "param_groups": groups, "pieces": []}
-        for number, (name, found) in enumerate(self._found.items()):
+        for number, (name, shards) in enumerate(self._found.items()):
             numel = local_spec(self._sharding.parameters[name], self._cuts.get(name)).numel
             made["pieces"].append([name, 0, numel])
-            _, first, last, there, part = found[0]
+            _, first, last, there, part = shards[0]
             kept = {}
             for key, value in part["state"].get(there, {}).items():
                 is_element = (
                     isinstance(value, Tensor) and value.shape == (last - first,) and key not in COUNTERS
                 )
                 if is_element:
-                    pieces = [(p, a, b, one["state"][n][key]) for p, a, b, n, one in found]
+                    pieces = [(p, a, b, state["state"][n][key]) for p, a, b, n, state in shards]
                     value = self._slice(name, pieces)
                 kept[key] = value
             if kept:
                 made["state"][number] = kept
             for entry in ("master_weights", "averages"):
                 if there in part.get(entry, {}):
-                    pieces = [(p, a, b, one[entry][n]) for p, a, b, n, one in found]
+                    pieces = [(p, a, b, state[entry][n]) for p, a, b, n, state in shards]
                     made.setdefault(entry, {})[number] = self._slice(name, pieces)
         return made
 

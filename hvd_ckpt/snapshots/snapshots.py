@@ -48,8 +48,8 @@ from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.schema import DAMAGED
 from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import (
-    PerRankState,
-    ReplicatedState,
+    LoopRankState,
+    LoopState,
     check_fits,
     check_kinds,
     check_state,
@@ -58,20 +58,6 @@ from hvd_ckpt.snapshots.state import (
 from hvd_ckpt.snapshots.stopping import StopRequest, forget_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils.schema import Wrong
-
-
-class _LoopState(ReplicatedState):
-    """State of a loop that is the same on every rank."""
-
-    scheduler: dict[str, Any] | None
-    loader: dict[str, Any] | None
-    loop: dict[str, Any]
-
-
-class _LoopRankState(PerRankState):
-    """State of a loop of each rank; ``loader`` is None if that is the same on every rank."""
-
-    loader: dict[str, Any] | None
 
 
 class Snapshots:
@@ -154,6 +140,8 @@ class Snapshots:
         except (TypeError, ValueError) as wrong:
             error = wrong
         options = described(folder=str(folder), **given, blocking=blocking)
+        # Collective: an argument that is wrong on one rank alone is raised
+        # on all, so that none waits in the first collective of a save.
         agree_on_options("Snapshots", options, error)
         assert isinstance(optimizer, ReducedOptimizer)
         self.folder = Path(folder)
@@ -187,17 +175,22 @@ class Snapshots:
         self._open()
         self._resumed = True
         with errors_on_all("Snapshots: find"):
-            found = find(self.folder / "snapshots") if current().number == 0 else None
+            newest = find(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
-        path = of_first_process(found, "hvd_ckpt.snapshots.path")
+        # One process chooses for all. Each rank by itself could find another
+        # newest one while files come and go on a network file system.
+        path = of_first_process(newest, "hvd_ckpt.snapshots.path")
         if path is None:
             return 0
         with errors_on_all("Snapshots: read"):
             snapshot = read(path)
             try:
-                check_state(snapshot, _LoopState, _LoopRankState)
-                specs = {self._shards.stored_name(one.name): one.spec for one in ranges_of(self._optimizer)}
+                check_state(snapshot, LoopState, LoopRankState)
+                specs = {
+                    self._shards.stored_name(elements.name): elements.spec
+                    for elements in ranges_of(self._optimizer)
+                }
                 check_kinds(snapshot, self._kinds)
                 snapshot = in_order_of(sliced(snapshot, self._model), self._optimizer)
                 check_fits(snapshot, self._model, self._optimizer, specs)
@@ -208,16 +201,19 @@ class Snapshots:
                 raise SnapshotError(
                     f"The snapshot '{path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
                 ) from None
+        # Nothing has been changed up to here, so an error leaves model and optimizer as they were.
         load_weights(snapshot, self._model, self._optimizer, self._shards)
         if not self.load(snapshot, options=True):
+            # There were other ranks. A seed by step and rank gives no rank
+            # the numbers of another one, nor those of an earlier resume.
             seed_all(seed_of_rank(0, snapshot.step))
         with errors_on_all("Snapshots: loop"):
-            for one, state in (
+            for owner, state in (
                 (self._scheduler, snapshot.replicated["scheduler"]),
                 (self._loader, self._state_of_loader(snapshot)),
             ):
-                if one is not None and state is not None:
-                    one.load_state_dict(state)
+                if owner is not None and state is not None:
+                    owner.load_state_dict(state)
         self.loop = snapshot.replicated["loop"]
         return snapshot.step
 
@@ -242,8 +238,9 @@ class Snapshots:
                 )
             self._resumed = True
         scheduler, loader = (
-            None if one is None else copy.deepcopy(one.state_dict())
-            for one in (self._scheduler, self._loader)
+            # The writer's thread reads the state later, when the loop has changed it.
+            None if owner is None else copy.deepcopy(owner.state_dict())
+            for owner in (self._scheduler, self._loader)
         )
         self.begin(
             step,
@@ -267,9 +264,14 @@ class Snapshots:
         if self._writer is not None:
             self._writer.check()
         optimizer, local = self._optimizer, isinstance(self._optimizer, LocalOptimizer)
+        # A signal that one rank gets during step k:
+        #
+        #     after step k               this rank calls notify() below; all ranks return None
+        #     gradients of step k + 1    carry the flag to all ranks
+        #     after step k + 1           all ranks are notified, enter this collective together, and return the same reason
         if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
             reports = of_all_processes(self.stop.reason, "Snapshots: stop")
-            self._stopped = self._stopped or next((one for one in reports if one is not None), None)
+            self._stopped = self._stopped or next((reason for reason in reports if reason is not None), None)
         # Each stage has a world of its own, in which the flag travels.
         asked = current().on_any_stage(self.stop.reason is not None)
         if asked and self._stopped is None and not local:
@@ -349,6 +351,7 @@ class Snapshots:
         self._open()
         assert self._writer is not None
         self._step = step
+        # The next forward pass writes buffers, while the copy is made; parameters stay as they are until the update.
         changing = {name for name, _ in self._model.named_buffers()}
         self._writer.begin(step, **self.contents(replicated, per_rank), changing=changing)
 
@@ -411,6 +414,8 @@ class Snapshots:
             return
         token, grid = of_first_process(secrets.token_hex(4), "hvd_ckpt.snapshots.token"), current()
         with ExitStack() as opened:
+            # Left in reverse: first the hooks, so that no step waits for a
+            # writer that is gone; then the writer; the signal handlers last.
             opened.enter_context(self.stop)
             writer = SnapshotWriter(
                 self.folder / "snapshots",
@@ -425,9 +430,9 @@ class Snapshots:
             opened.callback(self._forget_writer)
             self._writer = opened.enter_context(writer)
             opened.callback(self._optimizer.register_step_pre_hook(lambda *_: writer.before_update()).remove)
-            for one in (self._average, self._optimizer):
-                if isinstance(one, (AveragedWeights, LocalOptimizer)):
-                    one.before_change = self.before_update
+            for changing in (self._average, self._optimizer):
+                if isinstance(changing, (AveragedWeights, LocalOptimizer)):
+                    changing.before_change = self.before_update
             self._opened = opened.pop_all()
 
     def _on_written(self, path: Path, warn: Warn) -> None:

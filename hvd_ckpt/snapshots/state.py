@@ -93,6 +93,20 @@ class PerRankState(State):
     local: Local | None
 
 
+class LoopState(ReplicatedState):
+    """State of a loop of one's own that is the same on every rank."""
+
+    scheduler: dict[str, Any] | None
+    loader: dict[str, Any] | None
+    loop: dict[str, Any]
+
+
+class LoopRankState(PerRankState):
+    """State of a loop of one's own of each rank; ``loader`` is None if that is the same on every rank."""
+
+    loader: dict[str, Any] | None
+
+
 R = TypeVar("R", bound=ReplicatedState)
 
 
@@ -100,9 +114,9 @@ def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankS
     """The replicated state. Raises Wrong unless it and the per-rank state have these schemas; names the first wrong entry."""
     in_shards = snapshot.sharding is not None
     with _schema("replicated"):
-        found = replicated.model_validate(snapshot.replicated)
-    whole = {"optimizer": found.optimizer} | (
-        {} if found.ema is None else {"ema.averages": found.ema.averages}
+        checked = replicated.model_validate(snapshot.replicated)
+    whole = {"optimizer": checked.optimizer} | (
+        {} if checked.ema is None else {"ema.averages": checked.ema.averages}
     )
     for name, value in whole.items():
         if (value is None) != in_shards:
@@ -115,7 +129,7 @@ def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankS
         if of_rank.reduction and (snapshot.sharding is None or snapshot.sharding.stage < 2):
             with _schema("per_rank.reduction"):
                 ReducerState.model_validate(of_rank.reduction)
-    return found
+    return checked
 
 
 @contextmanager
@@ -160,7 +174,8 @@ def check_fits(
     pipeline = isinstance(model, Pipeline)
 
     def of_model(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: one for name, one in given.items() if name in expected or not pipeline}
+        # A snapshot has the tensors of the whole model, and a stage those of its blocks.
+        return {name: tensor for name, tensor in given.items() if name in expected or not pipeline}
 
     check_tensors(of_model(snapshot.weights, known), known, "weights", True)
     ema = snapshot.replicated["ema"]
@@ -172,8 +187,8 @@ def check_fits(
         if ema is not None and not pipeline:
             check_averages(ema["averages"], "ema.averages", model)
     replicas = snapshot.replicated["replicas"] or {"buffers": {}}
-    for one in replicas["buffers"].values():
-        check_tensors(of_model(one, buffers), buffers, "replicas.buffers", False)
+    for of_replica in replicas["buffers"].values():
+        check_tensors(of_model(of_replica, buffers), buffers, "replicas.buffers", False)
     for state in snapshot.per_stage:
         check_tensors(of_model(state["buffers"], buffers), buffers, "buffers", False)
         local = state["local"]

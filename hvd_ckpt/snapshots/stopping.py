@@ -55,6 +55,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                # Python allows signal.signal() in the main thread only. A program's own handlers stay.
                 if signal.getsignal(number) in DEFAULTS:
                     self._replaced[number] = signal.signal(number, self._note)
         return self
@@ -75,6 +76,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._reason is not None:
             raise KeyboardInterrupt
+        # Only noted: a handler runs between any two bytecodes, perhaps while this rank is in a collective.
         self._reason = signal.Signals(number).name
 
 

@@ -85,9 +85,11 @@ class _Mapping:
                     raise Wrong(
                         f"{place} has the key {ascii(key)[:60]} of {type(key).__name__}, and a key must be {_KEYS}"
                     )
-            return {key: self.map(one, _entry(place, key), depth + 1) for key, one in value.items()}
+            return {key: self.map(item, _entry(place, key), depth + 1) for key, item in value.items()}
         if kind in (list, tuple):
-            return kind([self.map(one, f"{place}[{number}]", depth + 1) for number, one in enumerate(value)])
+            return kind(
+                [self.map(item, f"{place}[{number}]", depth + 1) for number, item in enumerate(value)]
+            )
         way_out = "a tensor" if kind is np.ndarray else "numbers, texts, lists, dicts or tensors"
         raise Wrong(
             f"{place} is a {kind.__module__}.{kind.__qualname__}, which snapshots do not hold: store {way_out}"
@@ -110,7 +112,7 @@ def check_tensor(tensor: Any, place: str) -> None:
 
 def _is_key(key: Any) -> bool:
     if type(key) is tuple:
-        return all(_is_key(one) for one in key)
+        return all(_is_key(part) for part in key)
     return key is None or type(key) in (str, int, float, bool)
 
 
@@ -146,9 +148,11 @@ class Staging:
             Wrong: there is no memory for it.
         """
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
+        # A run's snapshots have the same state in the same order. From the first tensor that differs on, copies are made anew.
         if self._used == len(self._copies) or self._layouts[self._used] != layout:
             del self._copies[self._used :], self._layouts[self._used :]
             try:
+                # A tensor that is made in inference mode could not be written outside of it, in the next snapshot.
                 with torch.inference_mode(False):
                     copy = torch.empty_like(
                         tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False
@@ -183,6 +187,7 @@ class AsyncCopy:
         self._later = list(later)
         _copy(now)
         devices = {source.device for source, _ in (*now, *later) if source.is_cuda}
+        # Behind the last update in the stream: the thread's stream waits for it before it reads the tensors.
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def run(self) -> None:
@@ -262,6 +267,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> FileEntry:
             f"weights cannot be stored ({error}): store them in types of numbers that safetensors has"
         ) from None
     with open(path, "rb") as file:
+        # safetensors does not flush what it writes. A descriptor for reading flushes the file, too.
         os.fsync(file.fileno())
     return hash_file(path)
 
@@ -274,6 +280,7 @@ def hash_file(path: Path) -> FileEntry:
     """
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(CHUNK))
+    # Follows no link, and does not wait for a writer if a FIFO has the file's name.
     with open(
         os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0
     ) as file:
@@ -296,8 +303,10 @@ def load_state(path: Path, mmap: bool = False) -> Any:
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
+            # torch.save compresses nothing, and a few compressed bytes could expand to more than there is memory.
             if any(
-                one.compress_type != zipfile.ZIP_STORED or one.file_size > size for one in archive.infolist()
+                entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size
+                for entry in archive.infolist()
             ):
                 raise Wrong(f"it is compressed: {DAMAGED}")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -351,6 +360,7 @@ class _HashedFile:
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         try:
+            # After an error, the rest is dropped: torch.save goes on writing, and save_state() raises the error.
             for start in range(0, len(view) if self.error is None else 0, CHUNK):
                 part = view[start : start + CHUNK]
                 self.sha256.update(part)

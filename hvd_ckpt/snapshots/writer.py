@@ -151,10 +151,22 @@ class SnapshotWriter:
             raise SnapshotError(
                 f"The snapshot was not written to '{self._folder}': step is {step!r}: give an integer from 0."
             )
+        # The steps of a snapshot, and what a kill leaves behind each of them:
+        #
+        #     1  rank 0 makes the folder .step-N.tmp-T                 an empty folder
+        #     2  each thread copies and writes its files               some files; nothing reads a folder of this name
+        #     3  each thread hands its manifest to rank 0              all files, no manifest.json
+        #     4  rank 0 writes manifest.json, renames the folder       the snapshot
+        #     5  rank 0 removes later ones of an abandoned course, then old ones
+        #
+        # Leftovers of 1 to 3 are removed after the next snapshot (prune).
         self._begun += 1
+        # All ranks derive the same name without a message. Each snapshot has
+        # a new one, so files of a failed one cannot get into the next.
         token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
         job = _Job(step, self._folder / temporary_name(name_of(step), token))
         try:
+            # Until the thread has finished: prune() of this process, behind the snapshot before, must not remove the folder.
             job.held.enter_context(under_way(job.temporary))
             if self._rank == 0:  # first of all: the other ranks' threads may be waiting for it
                 self._make_folder(job)
@@ -250,6 +262,8 @@ class SnapshotWriter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hvd_ckpt.snapshots", daemon=True)
             self._thread.start()
+            # Python ends daemon threads anywhere when it exits. This gives the
+            # snapshot under way a few seconds, and removes it otherwise.
             atexit.register(self._end, EXIT_SECONDS)
 
     def _end(self, seconds: float | None) -> None:
@@ -289,10 +303,12 @@ class SnapshotWriter:
                 f"The snapshot of step {job.step} was not written to '{self._folder}': {fault}. "
                 f"Training continues, and older snapshots stay."
             )
+        # Last: the caller's thread reads `failed`, the bug and the warnings once this is set.
         job.done.set()
 
     def _write(self, job: _Job) -> RankManifest:
         """Copies and writes this rank's files. A fault is reported in the folder, too, so that has to exist first."""
+        # Copied even if the folder could not be made: the optimizer's step waits for `copied`, whatever becomes of the files.
         self._copy(job)
         try:
             if self._rank != 0:

@@ -59,14 +59,16 @@ def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -
     grid = current()
     # Of parameters that a stage has not, or that are split over the ranks between steps, there are no values.
     copies = [
-        (name, one) for name, one in named if cut_of(one) is None and not (one.is_meta or is_absent(one))
+        (name, tensor)
+        for name, tensor in named
+        if cut_of(tensor) is None and not (tensor.is_meta or is_absent(tensor))
     ]
     if turn is not None and copies:
         turns = -(-len(copies) // AT_ONCE)
         copies = copies[turn % turns * AT_ONCE :][:AT_ONCE]
     if not copies:
         return
-    own = torch.stack([fingerprint(one.contiguous().view(-1)).cpu() for _, one in copies])
+    own = torch.stack([fingerprint(tensor.contiguous().view(-1)).cpu() for _, tensor in copies])
     for part, row in enumerate(rows := parts.gather(own)):
         different = (row != rows[0]).nonzero()
         if len(different):

@@ -118,4 +118,5 @@ def _sum_own_positions(x: Tensor) -> Tensor:
 
 
 def _own_positions(x: Tensor) -> Tensor:
+    # A copy, since a view would keep all positions in memory.
     return x.chunk(current().tensor, POSITIONS)[current().part].clone(memory_format=torch.contiguous_format)

@@ -39,8 +39,10 @@ class SplitVocabulary(NamedTuple):
             logits: of the slice.
             targets: (rows, 1), of the whole vocabulary.
         """
+        # By the maximum of all parts, so that exponentials of different slices can be added.
         shifted = logits - parts.maximum(logits.amax(-1, keepdim=True))
         place, here = self.local(targets)
+        # Zero where another part has the target, so that the sum over the parts is the target's score.
         own = shifted.gather(1, place).masked_fill(~here, 0.0)
         sums = torch.cat([shifted.exp().sum(-1, keepdim=True), own, shifted.sum(-1, keepdim=True)], -1)
         exponentials, of_targets, of_all = torch.split(parts.add(sums), 1, -1)

@@ -133,6 +133,7 @@ def _vocabulary(base: type[nn.Module]) -> dict[str, Any]:
         elsewhere = (local < 0) | (local >= stop - start)
         padding = self.padding_idx
         padding = padding - start if padding is not None and start <= padding < stop else None
+        # Row 0 stands for tokens of other parts, and is set to zero below, so that it gets no gradient from them.
         rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
         return leave(rows.masked_fill(elsewhere[..., None], 0.0))
 
@@ -160,6 +161,7 @@ def _heads(base: Any) -> dict[str, Callable[..., Any]]:
                 return value
             if edges.enter is enter_positions and not (value.dim() == 3 and value.is_floating_point()):
                 return value  # a mask, of all positions
+            # Query, key and value are often one tensor. Entered once, its gradient is summed over the parts once.
             if id(value) not in entered:
                 entered[id(value)] = edges.enter(value)
             return entered[id(value)]

@@ -106,7 +106,11 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
     grid = current()
     problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
     try:
-        chosen = {name: one for name, one in _chosen(model, recipe) if sequence or one[1] != "block"}
+        chosen = {
+            name: (module, kind)
+            for name, (module, kind) in _chosen(model, recipe)
+            if sequence or kind != "block"
+        }
         blocks = [name for name, (_, kind) in chosen.items() if kind == "block"]
         if sequence and not blocks:
             raise ValueError(
@@ -117,6 +121,7 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
         _check_ties(model, {module: cuts[name] for name, (module, _) in chosen.items()})
     except ValueError as error:
         problem = str(error)
+    # Nothing of the model has been changed yet: either all parts split it, or none does.
     if grid.size > 1 and not parts.is_alone():
         _agree(model, {name: kind for name, (_, kind) in chosen.items()}, problem)
     elif problem:
@@ -126,6 +131,9 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
     around = [f"{name}." for name, (_, kind) in chosen.items() if kind.startswith("heads")]
     for name, (module, kind) in chosen.items():
         kind, _, options = kind.partition(":")
+        # Positions are split where the first block begins and joined where the last one ends. In between a block
+        # hands its own on, and the layers inside gather all positions and scatter their sums. Layers in
+        # attention get what that has entered already.
         edges = POSITIONS if name.startswith(tuple(f"{block}." for block in blocks)) else WHOLE
         if kind == "block":
             leave = join_positions if name == blocks[-1] else unchanged
@@ -183,7 +191,7 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
 
 
 def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
-    found: dict[str, tuple[nn.Module, str]] = {}
+    known: dict[str, tuple[nn.Module, str]] = {}
     seen: set[nn.Module] = set()
     for prefix, module in modules.items():
         recipe = next(
@@ -195,8 +203,8 @@ def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]
             fits = kind != "vocabulary" or isinstance(there, (nn.Linear, nn.Embedding))
             if there is not None and fits and there not in seen:
                 seen.add(there)
-                found[name] = there, kind
-    return found
+                known[name] = there, kind
+    return known
 
 
 def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, Cut]:
@@ -268,7 +276,7 @@ def _check_divides(where: str, what: str, size: int, parts: int) -> None:
 def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
     """Raises ValueError on all parts where one has a problem, or another recipe or model. Collective."""
     grid = current()
-    digests = {name: _digest(one) for name, one in model.state_dict(keep_vars=True).items()}
+    digests = {name: _digest(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     everyone = grid.gather_objects((problem, dict(kinds), digests))
     for number, (theirs, *_) in enumerate(everyone):
         if theirs:

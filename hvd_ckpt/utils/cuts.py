@@ -86,4 +86,5 @@ def is_uneven(parameter: Tensor, parts: int) -> bool:
 
 def mark(parameter: Tensor, cut: Cut) -> None:
     """Notes how a parameter, which holds its part, is cut."""
+    # An attribute does not go over to a new parameter, nor through copy.deepcopy(): whoever makes one must mark it again.
     setattr(parameter, _ATTRIBUTE, cut)

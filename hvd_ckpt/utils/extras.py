@@ -49,8 +49,8 @@ def pip_command(extra: str) -> str:
         return f"pip install 'hvd_ckpt[{extra}] @ {origin['vcs_info']['vcs']}+{url}'"
     path = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
     candidates = [path, str(Path(__file__).resolve().parents[2])]
-    found = (name for name in candidates if Path(name).is_file() or Path(name, "setup.cfg").is_file())
-    return f"pip install '{next(found, '<clone or wheel of hvd_ckpt>')}[{extra}]'"
+    origins = (name for name in candidates if Path(name).is_file() or Path(name, "setup.cfg").is_file())
+    return f"pip install '{next(origins, '<clone or wheel of hvd_ckpt>')}[{extra}]'"
 
 
 def explain_import_error(error: ImportError) -> str | None:

@@ -29,6 +29,7 @@ _CPU_ROWS, _DEVICE_ROWS = (
 
 def _pseudo_random(count: int) -> torch.Tensor:
     """Odd numbers by splitmix64, which are the same on every device and in every version of PyTorch."""
+    # The constants of splitmix64, written as signed numbers. Products of int64 wrap around in PyTorch, on all devices.
     value = torch.arange(1, count + 1, dtype=torch.int64) * -0x61C8864680B583EB
     value = (value ^ (value >> 30)) * -0x40A7B892E31B1A47
     value = (value ^ (value >> 27)) * -0x6B2FB644ECCEEE15
@@ -63,8 +64,10 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         tensor = distinct(tensor).contiguous()
     data = tensor.resolve_conj().resolve_neg().view(-1)
     weights = _weights(data.device)
+    # Elements that fill 32-bit integers. Up to 3 bytes behind them are added with weights of their own.
     whole = data.numel() * data.element_size() // 4 * 4 // data.element_size()
     if data.element_size() < 4:
+        # A view as 32-bit integers needs an offset of whole integers.
         if data.storage_offset() * data.element_size() % 4:
             data = data.clone()
         result = _weighted(data[:whole].view(torch.int32), weights)

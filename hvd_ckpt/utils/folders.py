@@ -38,6 +38,7 @@ def make_writable(folder: Path) -> None:
         OSError: the folder cannot be created or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Tried, since os.access() knows nothing of quotas or of servers that refuse what the mode allows.
     with tempfile.TemporaryFile(dir=folder):
         pass
 

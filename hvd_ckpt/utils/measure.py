@@ -82,6 +82,8 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                     if id(parameter) not in twins:
                         twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
                         if parameter.requires_grad:
+                            # As from the second step of a training on: gradients exist
+                            # before the step, and their bytes are in no measured peak.
                             twin.grad = torch.zeros_like(twin)
                         twins[id(parameter)] = twin
                     originals.append((module, name, parameter))
@@ -139,6 +141,7 @@ class _Writes(TorchDispatchMode):
     def _copy(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return
+        # Removed, as only the contents before the first write are to be restored.
         place = self._places.pop(identity_of(tensor.untyped_storage()), None)
         if place is not None:
             module, name, parameter = place
@@ -184,6 +187,7 @@ def _restoring_contents(value: Any) -> Callable[[], None]:
 
         def put_back() -> None:
             with torch.no_grad():
+                # Written only if it has changed: a copy raises the tensor's version, which a graph that has saved it would refuse.
                 if value.layout is not torch.strided or not torch.equal(value.detach(), copy):
                     value.detach().copy_(copy)
 

@@ -104,6 +104,7 @@ class Marks:
             self.marks.append(Mark(name, now - self._start, peak - self._start))
             torch.cuda.reset_peak_memory_stats(self._device)
             return
+        # The profiler's event has the number of the mark, since names may be repeated.
         self._names.append(name)
         with torch.profiler.record_function(f"{_MARK}{len(self._names) - 1}"):
             pass

@@ -25,6 +25,7 @@ def import_named(what: str, name: str) -> Callable[..., Any]:
     """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
+        # At the end, so that no module of the current folder hides an installed one.
         sys.path.append(os.getcwd())
     try:
         value = getattr(import_module(module), attribute)

@@ -109,6 +109,7 @@ def parse_json(schema: type[T], content: bytes, give: str, repair: str) -> T:
     Raises:
         Wrong: the content is too large, is not JSON, has a repeated key or does not match the schema.
     """
+    # Parsed twice: this refuses repeated keys and constants such as NaN, which pydantic's own parser accepts.
     loads(content, give, repair)
     try:
         return TypeAdapter(schema).validate_json(content)
@@ -196,6 +197,7 @@ def write_text(text: str, path: Path) -> None:
         with open(unnamed, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Before the rename: else a power failure could leave the name with no content.
             os.fsync(file.fileno())
         os.replace(unnamed, path)
     except BaseException:

@@ -21,6 +21,7 @@ from hvd_ckpt.utils.torch_private import DisableTorchFunction, disable_current_m
 KINDS = ("data", "forward", "backward", "recompute", "wait", "update")
 MOST_EVENTS = 10_000  # most pairs of events that are not read yet
 
+# Of the process and not of a thread: autograd runs hooks and recomputations on threads of its own.
 _active: SpanTimes | None = None
 
 
@@ -54,6 +55,7 @@ class SpanTimes:
             self._count(kind, outer, end - start)
             return
         self._events.append((kind, outer, start, end))
+        # The oldest events have long been reached by the device, so reading them does not wait.
         while len(self._events) > MOST_EVENTS:
             self._read_event()
 

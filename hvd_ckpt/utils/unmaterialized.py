@@ -15,6 +15,7 @@ from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, identity_
 absent_storages: dict[int, Callable[[], None]] = {}
 """Storages without contents, by identity, and the functions that bring the contents back."""
 
+# By identity: in an ordinary dictionary, keys that are tensors would be compared element by element.
 _split: Any = WeakTensorKeyDictionary()  # names of parameters that are split over the ranks
 
 # Functions that need only shape, dtype, device, gradient and hooks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+# Written by the thread itself, and read by the watchdog's when the wait has lasted too long.
 _awaited: dict[int, str] = {}  # by thread
 
 

@@ -24,7 +24,7 @@ from watch import Finding, Kind
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.app.training.resume import Progress, check_fits, check_resumed, check_state, plan_text
-from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.loading import load_optimizer

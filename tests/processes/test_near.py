@@ -64,9 +64,8 @@ def test_two_that_send_many_messages_before_they_receive_any_do_not_wait_for_eac
     def work(link, other):
         for number in range(1000):
             link.send(torch.full((size,), number % 251, dtype=torch.uint8), other, 0)
-        for number in range(1000):
-            if not received(link, size, 0, other).eq(number % 251).all():
-                wrong.append(number)
+        values = [received(link, size, 0, other) for _ in range(1000)]
+        wrong.extend(number for number, value in enumerate(values) if not value.eq(number % 251).all())
 
     threads = [threading.Thread(target=work, args=(link, other)) for link, other in zip(links, (1, 0))]
     for thread in threads:

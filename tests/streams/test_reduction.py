@@ -14,7 +14,7 @@ from horovod.torch.mpi_ops import Average, Sum
 from streams import DEVICE, Scenario, Simulation, check, own_stream, run
 from torch import nn
 
-from hvd_ckpt.reduction.buckets import BucketAssignment
+from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.reducer import Reducer
 

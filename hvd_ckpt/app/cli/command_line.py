@@ -88,6 +88,16 @@ def split_names(
     return names
 
 
+def take_options(options: dict[str, Any], names: tuple[str, ...], needed: str) -> dict[str, Any]:
+    """Takes options that are given out of the command's; none of ``names`` can do without the first."""
+    # Taken out: what is left of the options goes to the model as sizes, which refuses unknown ones.
+    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    if given and names[0] not in given:
+        name, value = next(iter(given.items()))
+        raise BadArgument(f"--{name.replace('_', '-')} {value}: give {needed}, as well")
+    return given
+
+
 def check_controller(name: str) -> str:
     """The controller of that name, if Horovod was built with it; ``auto`` is Gloo where there is Gloo, else MPI.
 

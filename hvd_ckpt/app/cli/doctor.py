@@ -293,16 +293,7 @@ def _find_program(name: str) -> str | None:
     "--python", metavar="VERSION", default="3.12", show_default=True, help="With --fill: of that machine."
 )
 def doctor(
-    as_json: bool,
-    timeout: float,
-    gpu: bool,
-    device: str,
-    only: str | None,
-    minutes: float,
-    offline: Path | None,
-    output: str | None,
-    to_fill: Path | None,
-    python: str,
+    as_json: bool, timeout: float, gpu: bool, to_fill: Path | None, python: str, **of_checks: Any
 ) -> None:
     """Say what is installed, what really works and what is missing.
 
@@ -315,7 +306,7 @@ def doctor(
     if gpu:
         # By its name, since the application does not import the laboratory.
         run_checks = importlib.import_module("hvd_ckpt.bench.gpu.command").run_checks
-        run_checks(output, device, only, minutes, offline)
+        run_checks(**of_checks)
     facts = examine(timeout)
     if as_json:
         click.echo(json.dumps(facts, indent=2))

@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 
 from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.app.models.catalog import overview
-from hvd_ckpt.app.training.config import Config, ConfigError, Options, read_yaml
+from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.app.training.field_types import Options
 from hvd_ckpt.app.training.supervise import Commands, asked_by, supervise
 from hvd_ckpt.processes.launchers import RANK_VARIABLES, launched_rank
 from hvd_ckpt.processes.probe import find_launcher, launcher_environment
@@ -212,23 +213,21 @@ def run(config: Config) -> None:
     from hvd_ckpt.processes.grid import current
     from hvd_ckpt.reduction.construction import is_elastic
 
-    stages, folder = config.stages, config.output or (config.resume and _folder_of_run(config.resume))
+    folder = config.output or (config.resume and _folder_of_run(config.resume))
     with exit_handler(Path(folder) if folder else None):
         # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
         watchdog.end_with_parent()
-        if config.tensor > 1 and is_elastic():
-            raise ConfigError(
-                f"tensor {config.tensor}: ranks of an elastic job come and go, and take their parts with them, leave it out"
-            )
-        if stages > 1 and is_elastic():
-            raise ConfigError(
-                f"stages {stages}: ranks of an elastic job come and go, and take their stages with them, leave it out"
-            )
+        for name, lost in (("tensor", "parts"), ("stages", "stages")):
+            if getattr(config, name) > 1 and is_elastic():
+                raise ConfigError(
+                    f"{name} {getattr(config, name)}: ranks of an elastic job come and go, and take their {lost} with them, "
+                    "leave it out"
+                )
         # Each group of ranks is a process set, which Horovod must be told before it starts.
         if config.within is not None:
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
-            runtime.init(stall_timeout=config.stall_timeout, stages=stages, tensor=config.tensor)
+            runtime.init(stall_timeout=config.stall_timeout, stages=config.stages, tensor=config.tensor)
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
         try:

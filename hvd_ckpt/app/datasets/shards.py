@@ -89,6 +89,7 @@ class _Joined:
         return int(self._ends[-1])
 
     def __getitem__(self, positions: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+        # Arrays of 3 and 2 ids have the ends 3 and 5: position 2 is in array 0, and position 3, an end itself, in array 1.
         which = numpy.searchsorted(self._ends, positions, side="right")
         values = numpy.empty(positions.shape, dtype=numpy.int64)
         for number in numpy.unique(which).tolist():
@@ -117,6 +118,7 @@ def _open(file: Path) -> NDArray[Any]:
 
 def _check(file: Path, array: NDArray[Any], vocabulary: int) -> None:
     limits = numpy.iinfo(array.dtype)
+    # No id of this type can be wrong, so the file is not read.
     if limits.min >= 0 and limits.max < vocabulary:
         return
     for first in range(0, len(array), STRETCH):

@@ -34,7 +34,9 @@ class _Windows(ConsecutiveSamples):
     def _take(self, indices: Sequence[int], epoch: Sequence[int]) -> tuple[Integers, Integers, Integers]:
         """Tokens of samples (samples, length), numbers of their windows, and epochs."""
         which, epochs = check_samples(indices, epoch, self._count)
+        # The number in the whole text: what is drawn for a sample does not depend on the part that it is in.
         which = which + self._first
+        # Windows of length 4 that see 1 token beyond: window 0 has the tokens 0 to 4, window 1 the tokens 4 to 8.
         tokens = self.tokens.array[which[:, None] * self.length + self._within]
         return tokens.astype(numpy.int64), which, epochs
 
@@ -97,9 +99,13 @@ class MaskedText(_Windows):
 
     def batch(self, indices: Sequence[int], epoch: Sequence[int]) -> Batch:
         tokens, which, epochs = self._take(indices, epoch)
+        # One draw for a sample: which positions, what each of them shows, and its
+        # random token. In another order, a seed would mean other masks.
         drawn = self._draw(Purpose.MASK, epochs, which, self.length + 2 * self.predicted)
         place, fate, other = numpy.split(drawn, [self.length, self.length + self.predicted], axis=1)
         chosen = place.argpartition(self.predicted - 1, axis=1)[:, : self.predicted]
+        # argpartition() leaves the order of the chosen positions open.
+        # Sorted, each fate belongs to one of them in all versions of NumPy.
         chosen.sort(axis=1)
         truth = numpy.take_along_axis(tokens, chosen, axis=1)
         ordinary = (other * self.tokens.ordinary).astype(numpy.int64)
@@ -144,7 +150,8 @@ class PermutedText(_Windows):
         drawn = self._draw(Purpose.PERMUTATION, epochs, which, 2 * self.predicted + gaps)
         spans, gap, order = numpy.split(drawn, [self.predicted, self.predicted + gaps], axis=1)
         positions = _spans(1 + (spans * 5).astype(numpy.int64), gap)
-        # The turn of each position. All positions of the context have the first turn, -1.
+        # The turn of each position: the second argsort() makes ranks of the first one's order. All positions of the context have
+        # the first turn, -1.
         turn = numpy.full(tokens.shape, -1, dtype=numpy.int16 if self.length < 1 << 15 else numpy.int64)
         numpy.put_along_axis(
             turn, positions, order.argsort(axis=1).argsort(axis=1).astype(turn.dtype), axis=1
@@ -166,6 +173,11 @@ def _spans(lengths: Integers, gap: NDArray[numpy.float64]) -> Integers:
     ``gap`` (samples, gaps) has a random number for each gap before, between and after the tokens of the context. The gaps with the
     lowest numbers get one span each, so no two spans touch.
     """
+    # An example with 3 predicted tokens of 7 and lengths of 2, 5, ...: the tokens are in the spans 0, 0 and 1. The two gaps with
+    # the lowest numbers be 1 and 3 (of 5, around 4 tokens of context). So the positions are 1 + 0, 1 + 1 and 3 + 2:
+    #
+    #     position    0 1 2 3 4 5 6
+    #     predicted     x x     x
     predicted = lengths.shape[1]
     ends = lengths.cumsum(axis=1)
     tokens = numpy.arange(predicted)

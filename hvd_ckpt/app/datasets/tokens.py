@@ -110,6 +110,7 @@ class Tokens:
                     )
             if not path.stat().st_size:
                 raise ValueError(f"the text '{files[0]}' gives no tokens")
+            # A plain array over the map: each result of indexing a memmap would be one, too, which takes longer to make.
             self.array: NDArray[Any] = numpy.memmap(path, dtype=kind, mode="r").view(numpy.ndarray)
         except OSError as error:
             place = error.filename or (files[0] if cache is None else cache)
@@ -311,6 +312,7 @@ def _text_of(line: str, file: Path, number: int) -> str:
 
 def _pieces(file: Path) -> Iterator[str]:
     try:
+        # Line ends stay as they are in the file, so the tokens do not depend on the platform.
         with file.open(encoding="utf-8", newline="") as stream:
             # A line that is much longer than a piece is cut, for files without line ends.
             while piece := stream.read(PIECE):

@@ -66,6 +66,7 @@ class Ellipsoids(ConsecutiveSamples):
         shape = (len(which), self.pixels, self.pixels, self.pixels)
         volumes = numpy.empty((len(which), self.pixels**3), dtype=numpy.float32)
         labels = numpy.empty(volumes.shape, dtype=numpy.int64)
+        # Epoch 0 in all epochs, so a sample stays the same; its number is that in the whole set, so a split changes nothing.
         drawn = generators(Purpose.VOLUME, self._seed, numpy.zeros_like(epochs), which + self._first)
         for volume, label, random in zip(volumes, labels, drawn):
             label[:] = self._inside(random)

@@ -92,6 +92,7 @@ def _run_logged(
             errors="replace",
             env=environment,
             cwd=cwd,
+            # A process group of its own, which _end() signals as a whole; Ctrl-C in the terminal comes to this process alone.
             start_new_session=True,
         )
         try:
@@ -157,6 +158,7 @@ def build(target: Target, cache: Path, sdist: Path | None = None) -> Path:
     if wheel is not None:
         return wheel
     with _build_lock(cache):
+        # Another process may have built it while this one waited for the lock.
         wheel = cached_wheel(cache, target.key)
         return wheel if wheel is not None else _build_now(target, cache, sdist)
 
@@ -213,6 +215,7 @@ def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
         record = {"wheel": wheel.name, "sha256": sha256(wheel), "torch": target.torch, "mpi": target.mpi}
         (finished / "build.json").write_text(json.dumps(record, indent=1))
         shutil.rmtree(cache / target.key, ignore_errors=True)
+        # From here on the wheel counts: its folder has its name only when the record is in it.
         os.replace(finished, cache / target.key)
         return cache / target.key / wheel.name
     finally:
@@ -281,6 +284,7 @@ def build_horovod(cache: Path | None, sdist: Path | None, no_install: bool, prin
     architectures of its GPUs. HOROVOD_BUILD_CUDA_CC_LIST=80,90 names others. HOROVOD_GPU_OPERATIONS=NCCL builds for all that
     nvcc knows, HOST copies tensors to the host and reduces them there, and CPU leaves GPUs out.
     """
+    # As an exception, so that the clean-up of a build runs: by default, SIGTERM ends Python without it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         target = detect_target()

@@ -150,6 +150,7 @@ def _home_of(nvcc: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.cu")
         source.touch()
+        # The nvcc on PATH may be a link or a wrapper script. Only a dry run tells the folder that it compiles with.
         dry_run = _answer([str(nvcc), "--dryrun", "-c", str(source)], folder)
     top = re.search(r"^#\$ TOP=(.+)$", dry_run, re.MULTILINE)
     return (Path(top[1].strip()) if top else nvcc.resolve().parent.parent).resolve()

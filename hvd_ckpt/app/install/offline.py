@@ -85,6 +85,7 @@ def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:
 
 def _download(requirements: list[str], folder: Path, python: str) -> None:
     machine = platform.machine()
+    # pip takes wheels of the named tags only, so the tags of all older versions of glibc are named as well.
     tags = [f"manylinux_2_{minor}_{machine}" for minor in GLIBC_MINORS] + [f"manylinux2014_{machine}"]
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--dest", str(folder)]
     command += ["--only-binary", ":all:", "--python-version", python, "--implementation", "cp"]

@@ -201,6 +201,7 @@ def unpack_and_patch(sdist: Path, folder: Path) -> Path:
     for name, old, new in PATCHES:
         path = source / name
         text = path.read_text() if path.is_file() else ""
+        # A patch that fits nowhere, or twice, means another source: a build of it would miss a repair without a word.
         if text.count(old) != 1:
             raise BuildError(f"Horovod's {name} does not hold {old!r} once; the patch for it no longer fits.")
         path.write_text(text.replace(old, new))
@@ -228,6 +229,7 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
     link, tools = folder / "env", folder / "tools" / "bin"
     link.symlink_to(sys.prefix)
     tools.mkdir(parents=True)
+    # Horovod's variables in a user's environment are for jobs, and some of them would change the build.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     path = os.pathsep.join([str(link / "bin"), environment.get("PATH", os.defpath)])
     for name in MPI_WRAPPERS:
@@ -244,6 +246,7 @@ def build_environment(target: Target, folder: Path) -> dict[str, str]:
     )
     if target.gpu.home is not None:
         cuda = str(arrange_toolkit(Path(target.gpu.home), folder / "cuda"))
+        # Empty and set: the patched FindPytorch takes a CUDA PyTorch for one only if the variable is there.
         environment.update(HOROVOD_GPU_OPERATIONS="", HOROVOD_CUDA_HOME=cuda, CUDA_HOME=cuda)
         environment["PATH"] = os.pathsep.join([str(Path(cuda, "bin")), environment["PATH"]])
         if target.gpu.architectures:

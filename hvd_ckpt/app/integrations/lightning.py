@@ -65,6 +65,7 @@ class HorovodStrategy(ParallelStrategy):
     ) -> None:
         hc.init()
         super().__init__(cluster_environment=LightningEnvironment())  # asked for nothing
+        # Lightning decorates functions with either of the two, and each has a rank of its own.
         rank_zero_only.rank = utilities_rank_zero_only.rank = hc.rank()
         self._budget, self._replicas = budget, replicas
         self._options = {"shard": shard, "replicas": replicas, **options}
@@ -147,6 +148,7 @@ class HorovodStrategy(ParallelStrategy):
         plugin = self.precision_plugin
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None and not isinstance(scaler, hc.GradScaler):
+            # Lightning's scaler sees its own rank's gradients: with shards, one rank would skip a step that the others take.
             plugin.scaler = hc.GradScaler(plugin.device, enabled=scaler.is_enabled())
             plugin.scaler.load_state_dict(scaler.state_dict())
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_norm, self._clip_value
@@ -161,6 +163,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._layer_sync is not None:
             hc.SyncBatchNorm.convert(model)
         for module in model.modules():
+            # By default, metrics gather by torch.distributed, which has no process group here.
             if isinstance(module, Metric) and module.dist_sync_fn is None:
                 module.dist_sync_fn = lambda value, group=None: hc.allgather_object(value)
                 module.distributed_available_fn = lambda: True
@@ -202,6 +205,7 @@ class HorovodStrategy(ParallelStrategy):
             with plugin.train_step_context():
                 return module.training_step(*args)
 
+        # The planner's steps are not steps of the training: nothing of them is logged.
         module.log = lambda *args, **options: None
         whole.function = step
         try:
@@ -215,6 +219,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        # Schedulers are configured for the optimizers as they were, so both are kept.
         self._bare = self.optimizers
         shard = self._options["shard"]
         if len(self._bare) > 1 and shard in ("gradients", "parameters", 2, 3):
@@ -246,6 +251,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._replicas is not None:
+            # The context of a replica spans a forward and a backward pass, which Lightning calls apart: backward() leaves it.
             self._step = self._step or self.optimizers[0].local_replicas()
             self._replica = next(self._step)
             self._replica.__enter__()
@@ -268,6 +274,7 @@ class HorovodStrategy(ParallelStrategy):
         def reduced() -> Any:
             result = closure()
             if self._step is not None:
+                # Runs what the generator does behind its last replica.
                 next(self._step, None)
                 self._step = None
             optimizer.synchronize()
@@ -306,6 +313,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:
+            # Lightning calls this on every rank, and its own method writes on rank 0 alone: the place to gather what each rank has.
             own = {
                 "random": random_state(),
                 "buffers": dict(self.lightning_module.named_buffers()),
@@ -332,6 +340,7 @@ class HorovodStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         for bare, optimizer in zip(self._bare, self.optimizers):
+            # Schedulers write the learning rate into the groups of the optimizer that they were made with.
             bare.param_groups = optimizer.param_groups
         state = checkpoint.get(STATE, {"ranks": [], "replicas": []})
         for optimizer, replicas in zip(self.optimizers, state["replicas"]):
@@ -349,6 +358,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         if self._random is not None:
+            # As late as this: until here, Lightning may draw numbers for its loaders and checks.
             set_random_state(self._random)
             self._random = None
 

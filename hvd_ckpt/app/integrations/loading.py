@@ -39,6 +39,7 @@ class ResumableLoader:
         if self._seeds:
             generator = self._loader.generator
             generator.manual_seed(getattr(self.sampler, "epoch", 0) * 100_003 + hc.rank())
+        # Passed over once: the next epoch starts at its beginning.
         self._batches, self._passed_over = self._passed_over, 0
         batches = iter(self._loader)
         for _ in range(self._batches):

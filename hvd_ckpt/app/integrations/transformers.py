@@ -62,6 +62,8 @@ class _OverHorovod:
         self._budget, self._options = budget, {"shard": shard, **(distributed or {})}
         _check(args, budget, shard, self._options)
         if type(args).__dict__.get("__reduce_ex__") is not _stored:
+            # These are properties of the class of arguments, so this object
+            # gets a class of its own; others of the user's stay as they are.
             args.__class__ = type(type(args).__name__, (type(args),), dict(_OF_RANKS))
         super().__init__(model, args, *positional, **others)  # type: ignore[call-arg]
         if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
@@ -98,7 +100,8 @@ class _OverHorovod:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         if items is None or not self.args.average_tokens_across_devices:
             return items
-        # The mean over ranks.
+        # Each rank divides its loss by this number, and gradients are averaged: with the mean over
+        # the ranks, that makes the mean over the tokens of all of them.
         return hc.allreduce(torch.as_tensor(items, dtype=torch.float32), name="items of a batch")
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
@@ -131,6 +134,8 @@ class _OverHorovod:
             self._save(output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        # Gathered on all ranks, before rank 0 writes. It replaces the
+        # file of the wrapped optimizer, which has this rank's part alone.
         state = self._distributed.full_state_dict()
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.args.should_save:

@@ -113,6 +113,7 @@ _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
 
 def _check_type(name: str, value: Any, default: Any) -> None:
     """Raises ValueError unless an option has the type of its default."""
+    # The default tells the type. So each keyword-only argument of a builder that is no fact needs one, and not None.
     types, wanted = _TYPES[type(default)]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise ValueError(f"{name} must be {wanted}, got {value!r}")

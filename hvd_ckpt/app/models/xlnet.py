@@ -113,9 +113,11 @@ class XLNetChain(WrappedChain):
         body: Any = self.transformers_model.base_model
         batch, length = tokens.shape
         positions = body.relative_positional_encoding(length, length, bsz=batch, device=tokens.device)
+        # Drawn once for all layers, as in transformers, and outside of any recomputation.
         shared = {"positions": body.dropout(positions)}
         query_mask = self._query_mask(length, attention_mask, perm_mask)
         if query_mask is not None:
+            # A position of the content stream sees its own token; one of the query stream does not.
             itself = torch.eye(length, device=tokens.device, dtype=body.dtype)[:, :, None, None]
             shared["query_mask"] = query_mask
             shared["content_mask"] = ((query_mask - itself) > 0).to(body.dtype)

@@ -7,29 +7,32 @@ made, before anything is built.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from hvd_ckpt.app.training.combinations import check_combinations
-from hvd_ckpt.planning.budget import parse_budget
+from hvd_ckpt.app.training.field_types import (
+    Budget,
+    Count,
+    Groups,
+    Offload,
+    Options,
+    Positive,
+    ShardStage,
+    Steps,
+    Text,
+    When,
+    one_of,
+)
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
 from hvd_ckpt.sharding import STAGES, stage_of
 from hvd_ckpt.utils.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
-from hvd_ckpt.utils.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, read_when, unknown
+from hvd_ckpt.utils.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
@@ -53,72 +56,6 @@ class ConfigError(ValueError):
         self.passing = passing
 
 
-def _one_of(what: str, *names: str) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if value is not None and value not in names:
-            raise ValueError(unknown(what, value, names))
-        return value
-
-    return AfterValidator(check)
-
-
-def _text(value: str) -> str:
-    if not value.strip() or "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError(f"{value!r} is not allowed: give a text, in UTF-8")
-    return value
-
-
-def _stage(value: Any) -> Any:
-    return STAGES[stage_of(value)]
-
-
-def _budget(value: str | int) -> str | int:
-    parse_budget(value)
-    return value
-
-
-def _when(value: str | int) -> str | int:
-    return read_when(value, "the setting")
-
-
-def first_and_last(steps: str) -> tuple[int, int]:
-    """The first and the last of the steps ``FIRST:LAST``, counted from 1.
-
-    Raises:
-        ValueError: they are not such steps.
-    """
-    match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError(f"{steps!r} is not allowed: give the first and the last step, such as '10:15'")
-    return int(match[1]), int(match[2])
-
-
-def _steps(value: Any) -> Any:
-    if isinstance(value, int):  # YAML 1.1 takes 10:15 for a number, ten minutes and fifteen seconds
-        value = f"{value // 60}:{value % 60}"
-    if isinstance(value, str):
-        first_and_last(value)
-    return value
-
-
-def _none(value: Any) -> Any:
-    """A flag can take back what a file sets."""
-    return None if value == "none" else value
-
-
-def _within(value: Any) -> Any:
-    lists = isinstance(value, list) and all(isinstance(group, list) and group for group in value)
-    if value in (None, "host") or (lists and all(type(rank) is int for group in value for rank in group)):
-        return value
-    raise ValueError(f"{value!r} is not allowed: give host, or lists of ranks such as [[0, 1], [2, 3]]")
-
-
-Text = Annotated[str, AfterValidator(_text)]
-Count = Annotated[int, Field(ge=1, lt=2**63)]
-Positive = Annotated[float, Field(gt=0)]
-Options = dict[str, JsonValue]
-
-
 class Config(Strict):
     """The settings of a run.
 
@@ -136,7 +73,7 @@ class Config(Strict):
     text: Text | None = Field(
         None, description="Text file or folder to train on.  [default: the standard library's source]"
     )
-    documents: Annotated[str | None, _one_of("form of documents", *DOCUMENTS)] = Field(
+    documents: Annotated[str | None, one_of("form of documents", *DOCUMENTS)] = Field(
         None, description="What each line of the text is: a document (lines), or an object with one (jsonl)."
     )
     tokens: Text | None = Field(
@@ -177,7 +114,7 @@ class Config(Strict):
     optimizer_options: Options = Field({}, description="Further arguments of it, such as betas=[0.9,0.95].")
     lr: Positive = Field(3e-4, description="Learning rate after the warm-up.")
     weight_decay: float = Field(0.01, ge=0, description="Of weights, not of biases and norms.")
-    schedule: Annotated[str, _one_of("schedule", *SCHEDULES)] = Field(
+    schedule: Annotated[str, one_of("schedule", *SCHEDULES)] = Field(
         "linear", description=f"Decay: {', '.join(SCHEDULES)}."
     )
     warmup: int = Field(0, ge=0, lt=2**63, description="Steps in which the learning rate rises.")
@@ -197,14 +134,14 @@ class Config(Strict):
         lt=1,
         description="Decay, such as 0.999, of an exponential moving average of the weights.  [default: no average]",
     )
-    precision: Annotated[str, _one_of("precision", *PRECISIONS)] = Field(
+    precision: Annotated[str, one_of("precision", *PRECISIONS)] = Field(
         "fp32", description=f"{', '.join(PRECISIONS)}."
     )
     deterministic: bool = Field(
         False, description="Use kernels that repeat bit for bit on GPUs, or end where an operation has none."
     )
 
-    budget: Annotated[str | int, AfterValidator(_budget)] | None = Field(
+    budget: Budget | None = Field(
         None,
         description="Memory that a plan may take in a micro-batch's step (with stages: in all of one): 6GiB, 0.3x, 80%, min.",
     )
@@ -219,22 +156,22 @@ class Config(Strict):
         None, description="Recompute the chain of blocks in this number of segments."
     )
     reentrant: bool = Field(False, description="Recompute segments by PyTorch's reentrant variant.")
-    verify_recomputation: Annotated[str | int, AfterValidator(_when)] | None = Field(
+    verify_recomputation: When | None = Field(
         None,
         description="Passes whose recomputed bits are compared with the first pass: first, always, never, or every so many.  "
         "[default: first]",
     )
-    checkpoint: Annotated[str, _one_of("checkpoint mode", *CHECKPOINTS, "auto")] = Field(
+    checkpoint: Annotated[str, one_of("checkpoint mode", *CHECKPOINTS, "auto")] = Field(
         "always",
         description=f"Micro-batches that are recomputed: {', '.join(CHECKPOINTS)}; in stages also auto.",
     )
     batch_norm: Annotated[
-        str, _one_of("batch norm", "local", "deferred", "deferred-ranks", "synchronized")
+        str, one_of("batch norm", "local", "deferred", "deferred-ranks", "synchronized")
     ] = Field(
         "local",
         description="Statistics of batch norms: local, deferred, deferred-ranks, synchronized.",
     )
-    compression: Annotated[str, _one_of("compression", "none", "fp16")] = Field(
+    compression: Annotated[str, one_of("compression", "none", "fp16")] = Field(
         "none", description="Communication dtype of gradients: none, fp16."
     )
     bucket_cap_mb: Positive = Field(25.0, description="Size of a gradient bucket in MiB.")
@@ -243,10 +180,10 @@ class Config(Strict):
         None,
         description="Logical replicas, a power of two: any smaller power of two of ranks gives the same bits.",
     )
-    shard: Annotated[str, BeforeValidator(_stage)] = Field(
+    shard: ShardStage = Field(
         "none", description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO)."
     )
-    wire: Annotated[str, _one_of("wire format", "fp32", "fp16", "bf16", "int8", "int4")] = Field(
+    wire: Annotated[str, one_of("wire format", "fp32", "fp16", "bf16", "int8", "int4")] = Field(
         "fp32",
         description="Communication dtype of sharded gradients and parameters, or of averages: fp32, fp16, bf16, int8; int4 for "
         "gradients alone.",
@@ -255,9 +192,7 @@ class Config(Strict):
         False,
         description="Add a step's sharded gradients up on each rank, and send them once; needs memory for all of them.",
     )
-    offload: Annotated[
-        str | None, BeforeValidator(_none), _one_of("thing to offload", "optimizer", "parameters", "none")
-    ] = Field(
+    offload: Offload = Field(
         None,
         description="Keep it on disk (CPU) or in host memory (CUDA): optimizer, parameters (with gradients and optimizer), none.",
     )
@@ -277,7 +212,7 @@ class Config(Strict):
     )
     fragments: Count = Field(1, description="Average the blocks of the model in so many turns.")
     delay: int = Field(0, ge=0, lt=2**63, description="Steps that an average travels beside computation.")
-    within: Annotated[Any, AfterValidator(_within)] = Field(
+    within: Groups = Field(
         None,
         description="host, or groups such as [[0,1],[2,3]]: ranks whose gradients are reduced in each step of local SGD, or that "
         "keep a second copy of split parameters among them.",
@@ -287,7 +222,7 @@ class Config(Strict):
         1, description="Pipeline stages: consecutive blocks of the model on different ranks."
     )
     tensor: Count = Field(1, description="Parts of each layer, on different ranks (tensor parallelism).")
-    pipeline_schedule: Annotated[str, _one_of("pipeline schedule", *PIPELINE_SCHEDULES)] = Field(
+    pipeline_schedule: Annotated[str, one_of("pipeline schedule", *PIPELINE_SCHEDULES)] = Field(
         "1f1b",
         description=f"Order of the micro-batches of a step in stages: {', '.join(PIPELINE_SCHEDULES)}.",
     )
@@ -312,7 +247,7 @@ class Config(Strict):
     )
     log_every: Count = Field(10, description="Steps between log entries.")
     tensorboard: bool = Field(False, description="Also write logs for TensorBoard.")
-    tracker: Annotated[str, _one_of("tracker", "wandb", "mlflow")] | None = Field(
+    tracker: Annotated[str, one_of("tracker", "wandb", "mlflow")] | None = Field(
         None, description="Also write logs for Weights & Biases or MLflow: wandb, mlflow."
     )
     callback: Text | None = Field(None, description="module:class of your own that hears of the run.")
@@ -320,9 +255,7 @@ class Config(Strict):
         None,
         description="Peak TFLOP/s of a device, for MFU.  [default: that of known GPUs, in half precision]",
     )
-    profile: Annotated[str, BeforeValidator(_steps)] | None = Field(
-        None, description="First and last step to write a trace of, such as 10:15."
-    )
+    profile: Steps | None = Field(None, description="First and last step to write a trace of, such as 10:15.")
     snapshot_every: Count | None = Field(
         None, description="Steps between snapshots.  [default: at the end only]"
     )
@@ -330,7 +263,7 @@ class Config(Strict):
     blocking_snapshots: bool = Field(
         False, description="Wait while a snapshot is written; saves rank 0 a copy of the state."
     )
-    on_nan: Annotated[str, _one_of("answer to a loss that is nan", "stop", "skip", "ignore")] = Field(
+    on_nan: Annotated[str, one_of("answer to a loss that is nan", "stop", "skip", "ignore")] = Field(
         "stop", description="When a rank's loss is nan or infinite: stop, skip, ignore."
     )
     check_weights: Count | None = Field(

@@ -85,6 +85,11 @@ def train(config: Config) -> Outcome:
         ConfigError: on every rank alike.
         RuntimeError: Horovod could not start again.
     """
+    # What Horovod does around _train(), on old and new ranks:
+    #
+    #     before each call                              state.sync(): all ranks get the state of rank 0, unless ranks only left
+    #     a collective fails, since a rank has died     state.restore(): back to the last commit; then the next line
+    #     hosts were added or removed, at a commit      _restart() and state.reset(); then the first line again
     outcome: Outcome = run_fn(_train, lambda: _restart(config))(RunState(), config)
     return outcome
 

@@ -86,8 +86,7 @@ def evaluate(
     def run() -> dict[str, float]:
         first = hvd.rank() * options.parts
         means = _over_ranks([run_part(part) for part in range(first, first + options.parts)])
-        if current().stages > 1:
-            means = current().gather_objects(means)[-1]
+        means = current().of_last_stage(means)
         of_loss = objective.of_loss(means["loss"])
         return {**means, **{name: float(value) for name, value in of_loss.items()}}
 

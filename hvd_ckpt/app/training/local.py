@@ -61,7 +61,6 @@ def check_period(config: Config, resumed: Snapshot) -> None:
     for name in OF_A_PERIOD:
         if then[name] != getattr(config, name):
             raise ConfigError(f"{name} {getattr(config, name)}: {within}: give {then[name]}, {way_out}")
-    if resumed.replicas != hvd.size():
-        raise ConfigError(
-            f"resume on {hvd.size()} ranks: {within}: start {resumed.replicas} ranks, {way_out}"
-        )
+    ranks = resumed.replicas
+    if ranks != hvd.size():
+        raise ConfigError(f"resume on {hvd.size()} ranks: {within}: start {ranks} ranks, {way_out}")

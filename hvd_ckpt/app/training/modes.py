@@ -60,6 +60,7 @@ class Plain:
 
     Attributes:
         parts: the number of parts of a global batch that this rank computes.
+        gathers_weights: whether each forward pass all-gathers weights, so that all ranks must run equally many.
         same_state: whether the optimizers of all ranks begin with the same state.
         scales_rate: whether the learning rate of an elastic job follows the number of ranks.
         reports: the class of the ranks' reports.
@@ -79,6 +80,7 @@ class Plain:
     ) -> None:
         ranks: int = hvd.size()
         self.parts = config.parts_of_batch(ranks) // ranks
+        self.gathers_weights = config.shard_stage == 3
         self.config, self.device = config, device
         self._model, self._optimizer = model, optimizer
         self._objective, self._precision = objective, precision
@@ -116,13 +118,26 @@ class Plain:
 
     # -------------------------------------------------------------------------------- in each step
 
+    def micro_batches(self, sampler: DistributedSampler, position: int) -> int:
+        """The number of micro-batches: equal on every rank where each communicates, so at most the samples of the smallest part."""
+        config = self.config
+        communicates = self.gathers_weights or config.batch_norm == "synchronized"
+        if not communicates or sampler.length is None:
+            # Without messages in a forward pass, ranks may run different numbers of micro-batches.
+            return config.accumulate
+        ranks: int = hvd.size()
+        left = min(sampler.length - position, config.batch * ranks)
+        return min(config.accumulate, max(left // ranks, 1))
+
     def run(self, parts: Parts, micro_batches: int) -> list[Accumulated]:
         """The gradients of this rank's parts; returns loss and terms of each."""
+        # Forward passes write batch norms' statistics before anyone knows whether the step will be skipped.
         self._buffers = self._copy_buffers() if self._skips else None
         return self._run_parts(parts, micro_batches)
 
     def finish(self, parts: Parts, skipped: bool) -> None:
         """Updates the statistics of deferred batch norms after the reduction, or takes back what the passes have changed."""
+        # A rank without samples has run a stand-in batch, whose statistics do not count.
         self._commit_statistics(discard=skipped or not parts[0][1])
         if skipped:
             self._restore_buffers()
@@ -391,17 +406,6 @@ def mode_of(config: Config) -> type[Plain]:
     if config.replicas is not None:
         return Replicas
     return Stages if config.stages > 1 else Plain
-
-
-def micro_batches_of(config: Config, sampler: DistributedSampler, position: int) -> int:
-    """The number of micro-batches: equal on every rank where each communicates, so at most the samples of the smallest part."""
-    communicates = config.batch_norm == "synchronized" or config.shard_stage == 3
-    if not communicates or sampler.length is None:
-        # Without messages in a forward pass, ranks may run different numbers of micro-batches.
-        return config.accumulate
-    ranks: int = hvd.size()
-    left = min(sampler.length - position, config.batch * ranks)
-    return min(config.accumulate, max(left // ranks, 1))
 
 
 def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:

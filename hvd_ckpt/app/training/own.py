@@ -145,6 +145,8 @@ class Stream:
 
     def seek(self, number: int, first: int) -> None:
         """Continues with a pass, and the number of its first sample."""
+        # With passes of 3 samples: samples 0 1 2 are of pass 0, which starts at 0; samples 3 4 5 are of
+        # pass 1, which starts at 3. `_passes` is then [(0, 0), (1, 3)].
         self._passes = [(number, first)]
         self._first, self._kept = first, deque[Any]()
         self._iterator = self._pass(number)

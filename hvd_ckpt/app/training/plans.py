@@ -12,6 +12,7 @@ from torch import nn
 from hvd_ckpt.app.training.build import Assembly
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
+from hvd_ckpt.app.training.modes import Stages, mode_of
 from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
@@ -73,12 +74,12 @@ def _make_plan(
     with errors_everywhere("hvd_ckpt.train.sample"):
         sample = train.batch(range(count), [0] * count).to(device)
     options: dict[str, Any] = {}
-    if (stages := config.stages) > 1:
+    if layout := _layout_of(config):
         options = {
-            "stages": stages,
-            "chunks": config.accumulate,
-            "schedule": config.pipeline_schedule,
-            "virtual_stages": config.virtual_stages_of_each,
+            "stages": layout["stages"],
+            "chunks": layout["accumulate"],
+            "schedule": layout["pipeline_schedule"],
+            "virtual_stages": layout["virtual_stages"],
             "param_scale": _param_scale(model, optimizer, config),
         }
         if current().number == 0:
@@ -118,22 +119,36 @@ def _param_scale(model: nn.Module, optimizer: torch.optim.Optimizer, config: Con
 
 def _check_layout(made: Plan, config: Config) -> None:
     """Raises ConfigError if a plan is for other pipeline stages than configured."""
-    cuts, stages = made.pipeline, config.stages
-    if (cuts is None) != (stages == 1):
-        other = "without stages" if cuts is None else f"in {cuts.stages} stages"
+    cuts, layout = made.pipeline, _layout_of(config)
+    planned: dict[str, Any] = {}
+    if cuts is not None:
+        planned = {
+            "stages": cuts.stages,
+            "accumulate": cuts.micro_batches,
+            "pipeline_schedule": cuts.schedule,
+            "virtual_stages": cuts.virtual_stages,
+        }
+    if bool(planned) != bool(layout):
+        other = f"in {planned['stages']} stages" if planned else "without stages"
         raise ConfigError(
-            f"plan {config.plan}: it is for a model {other}, make one with `hvd-ckpt plan --stages {stages}`"
+            f"plan {config.plan}: it is for a model {other}, make one with `hvd-ckpt plan --stages {layout.get('stages', 1)}`"
         )
-    if cuts is None:
-        return
-    for setting, expected, given in (
-        ("stages", cuts.stages, stages),
-        ("accumulate", cuts.micro_batches, config.accumulate),
-        ("pipeline_schedule", cuts.schedule, config.pipeline_schedule),
-        ("virtual_stages", cuts.virtual_stages, config.virtual_stages_of_each),
-    ):
+    for setting, expected in planned.items():
+        given = layout[setting]
         if expected != given:
             raise ConfigError(f"{setting} {given}: the plan {config.plan} was made for {expected}, give that")
+
+
+def _layout_of(config: Config) -> dict[str, Any]:
+    """The settings of the pipeline that a plan is for; empty without stages."""
+    if mode_of(config) is not Stages:
+        return {}
+    return {
+        "stages": config.stages,
+        "accumulate": config.accumulate,
+        "pipeline_schedule": config.pipeline_schedule,
+        "virtual_stages": config.virtual_stages_of_each,
+    }
 
 
 def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:

@@ -19,8 +19,9 @@ import torch
 
 from hvd_ckpt.app.training.build import Assembly
 from hvd_ckpt.app.training.callbacks import callbacks_of
-from hvd_ckpt.app.training.config import Config, ConfigError, first_and_last
+from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import Reports, config_errors, errors_everywhere
+from hvd_ckpt.app.training.field_types import first_and_last
 from hvd_ckpt.app.training.model import device_of, precision_of, prepare_model
 from hvd_ckpt.app.training.modes import Plain, mode_of
 from hvd_ckpt.app.training.optim import Schedule, build_optimizer, freeze

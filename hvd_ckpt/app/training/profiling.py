@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import Self
 
 from hvd_ckpt.app.training.build import Assembly
-from hvd_ckpt.app.training.config import Config, first_and_last
+from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.app.training.field_types import first_and_last
 from hvd_ckpt.app.training.report import Report
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.parts import alone

@@ -174,10 +174,16 @@ class _Replicated(ReplicatedState):
     samples: Positive
     logged: list[Logged] | None = None
 
+    @property
+    def number_of_replicas(self) -> int | None:
+        """Of logical replicas; None without them."""
+        return None if self.replicas is None else self.replicas.number
+
     @model_validator(mode="after")
     def _has_entries(self) -> _Replicated:
-        if self.replicas is not None and len(self.logged or ()) != self.replicas.number:
-            raise ValueError(f"logged must be those of {self.replicas.number} replicas")
+        number = self.number_of_replicas
+        if number is not None and len(self.logged or ()) != number:
+            raise ValueError(f"logged must be those of {number} replicas")
         return self
 
 
@@ -195,7 +201,7 @@ def check_state(resumed: Snapshot) -> None:
     with _naming(resumed, DAMAGED):
         replicated = state.check_state(resumed, _Replicated, _PerRank)
         _check_config(replicated.config)
-        if replicated.config["replicas"] != (replicated.replicas and replicated.replicas.number):
+        if replicated.config["replicas"] != replicated.number_of_replicas:
             raise Wrong("replicated.replicas must be the state of as many replicas as replicated.config says")
 
 

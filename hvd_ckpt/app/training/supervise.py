@@ -84,6 +84,14 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
     settings = commands.first
     with _Signals() as signals, _subreaper():
         while True:
+            # What follows a launch; the first line that holds decides:
+            #
+            #     a signal has come to this process    128 + signal
+            #     failure.txt                          no restart, which would fail in the same way
+            #     status 0                             the end of the run
+            #     status 2, 126, 127, or the file stop no restart: invalid settings, or the user has asked for it
+            #     no restart left                      the status of the job
+            #     anything else                        a restart from the newest snapshot that this job has written
             job = _Job(commands, settings)
             status = job.follow(signals, grace)
             if signals.first is not None:
@@ -103,7 +111,9 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
                 _say(f"{ended}; not launched again: {reason}")
                 return status
             # Only snapshots that this job has written count: a run that was resumed from an older one may have later ones.
-            new = max(_snapshots_of(commands.run) - before, key=lambda one: step_of(one[0]), default=None)
+            new = max(
+                _snapshots_of(commands.run) - before, key=lambda snapshot: step_of(snapshot[0]), default=None
+            )
             settings, origin = _next_launch(commands, None if new is None else new[0])
             begun = (commands.run / "config.yaml").exists()
             if restarts == max_restarts:
@@ -126,6 +136,7 @@ class _Job:
 
     def __init__(self, commands: Commands, settings: Sequence[str]) -> None:
         self._run = commands.run
+        # Other children, such as those of a test runner, are no part of the job and must not be killed with it.
         self._others = {child.pid for child in psutil.Process().children()}
         self._process = subprocess.Popen(
             [*commands.launcher, "env", f"{SUPERVISED_VARIABLE}=1", *_program(), "train", *settings],
@@ -199,6 +210,12 @@ class _Stop:
     def advance(self, number: int | None) -> None:
         """Handles a signal, or None where only time has passed."""
         now = time.monotonic()
+        # What the job gets, once the run has begun:
+        #
+        #     the first signal                    the file `stop`, and the grace to save and end
+        #     the second, or the grace is over    SIGTERM to its process group (SIGINT for Ctrl-C), and `seconds_to_end`
+        #     the third, or these are over        SIGKILL to its process group
+        #     SIGUSR1                             the file `stop`, without a limit
         repeated = number is not None and now - self._signal < REPEATED_SECONDS
         if number is not None:
             self._signal = now

@@ -241,10 +241,8 @@ class Start:
         for _ in range(tokens):
             with torch.no_grad():
                 output = model(torch.tensor([(self.ids + made)[-self._length :]], device=device))
-            scores: Any = None if output is None else output[0, -1].float().cpu()
             # Only the last stage has the output, and all stages draw the same next token from it.
-            if grid.stages > 1:
-                scores = grid.gather_objects(scores)[-1]
+            scores: Any = grid.of_last_stage(None if output is None else output[0, -1].float().cpu())
             if scores.isnan().any():
                 raise FloatingPointError("the scores of the next token are nan")
             if top_k is not None:

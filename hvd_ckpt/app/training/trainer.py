@@ -21,7 +21,7 @@ from hvd_ckpt.app.training.build import Assembly
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.ending import check_weights
 from hvd_ckpt.app.training.evaluation import EvaluationOptions, evaluate
-from hvd_ckpt.app.training.modes import Parts, micro_batches_of
+from hvd_ckpt.app.training.modes import Parts
 from hvd_ckpt.app.training.own import Stream
 from hvd_ckpt.app.training.prepare import Run, prepare
 from hvd_ckpt.app.training.resume import ResumePoint
@@ -112,10 +112,12 @@ class Trainer(Run):
         """
         config, progress, count = self.config, self.progress, self.mode.parts
         if isinstance(self.train, Stream):
+            # A stream has no numbered samples: it is read again from the pass that the snapshot names.
             self.train.seek(progress.epoch, progress.epoch_start)
         loader = Loader(
             self.train, self.sampler, config.batch, hvd.rank(), hvd.size(), progress.position, count
         )
+        # Left in reverse: trace and snapshots warn through the report until they end.
         with loader, self.report, self.trace, self.snapshots:
             with self.report.meter.excluded():
                 self.report.tell("on_begin", self)
@@ -159,9 +161,11 @@ class Trainer(Run):
         config, mode = self.config, self.mode
         self.schedule.apply(self.optimizer, self.progress.step)
         self.optimizer.zero_grad()
-        accumulated = mode.run(parts, micro_batches_of(config, self.sampler, self.progress.position))
+        accumulated = mode.run(parts, mode.micro_batches(self.sampler, self.progress.position))
 
         # A rank that must tell the others something raises a flag, which travels with the gradients: no message of its own.
+        #
+        # float() waits for the forward pass of a GPU, so losses are looked at only if that has a consequence.
         losses = [float(loss) for loss, weight in accumulated if weight] if config.on_nan != "ignore" else []
         wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
         if current().on_any_stage(self.reports.has(wrong)):
@@ -172,6 +176,7 @@ class Trainer(Run):
         mode.finish(parts, skipped)
         if skipped:
             self.snapshots.before_update()
+            # With local SGD, a skipped step may still average, which changes the weights that a snapshot copies.
             mode.skip()
             return [Accumulated(torch.zeros((), dtype=torch.float32), 0.0) for _ in parts]
 
@@ -195,7 +200,7 @@ class Trainer(Run):
             autocast=self.precision.autocast,
             batches=self.config.eval_batches,
             parts=self.mode.parts,
-            in_step=self.config.shard_stage == 3,
+            in_step=self.mode.gathers_weights,
         )
         with self.mode.evaluated():
             return evaluate(self.model, self.test, self.objective, options, self.average)
@@ -257,6 +262,8 @@ class Trainer(Run):
                 progress.pending_evaluation = True
             else:
                 self._evaluate_and_report(evaluation_due)
+        # Last: the snapshot holds what the next entry of the log counts
+        # and the evaluations so far, which a resumed run does not repeat.
         if self._finished() or _due(config.snapshot_every, progress.step):
             with self.report.meter.excluded():
                 self.snapshots.begin(progress.step, **self._further_state())
