@@ -44,6 +44,8 @@ BENCH = [
     ("recompute --device meta", "--device: 'meta'"),
     ("recompute --np 1,2 --batches 16,5", "--batches: 5"),
     ("recompute --np 0", "--np: '0'"),
+    ("scale --np 12", "--np 12"),
+    ("scale --recorded 3", "--recorded 3"),
     ("shard --stages 4", "--stages: '4'"),
     ("shard --peers apex", "--peers: 'apex'"),
     ("shard --text no/such/text", "--text: "),

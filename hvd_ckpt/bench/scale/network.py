@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvd_ckpt.bench.scale.trace import LINKED, Operation, Trace
-from hvd_ckpt.sharding.exchange import TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES
 
 SEGMENT = 128 << 10  # bytes, of a broadcast along a chain over MPI
 SMALL = 10 << 10  # bytes, up to which MPI's allreduce doubles distances
@@ -107,6 +106,8 @@ class Network:
 
     def scatter(self, nbytes: float, ranks: int) -> Cost:
         """This library's reduce-scatter: an alltoall, or one on each host and then one of those at the same place on each host."""
+        from hvd_ckpt.sharding.exchange import TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES  # which imports PyTorch
+
         local, least = min(self.local, ranks), max(TWO_LEVEL_BYTES, ranks * TWO_LEVEL_ROW_BYTES)
         if self.one_level or ranks <= local or local == 1 or nbytes < least:
             return self.alltoall(nbytes, ranks)
