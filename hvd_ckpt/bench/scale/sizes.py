@@ -17,7 +17,8 @@ from hvd_ckpt.app.models.gpt import GPTBlock, gpt
 from hvd_ckpt.bench.scale.record import MODES
 from hvd_ckpt.bench.scale.trace import Kind, Trace
 from hvd_ckpt.planning.schedule import make_schedule, timeline
-from hvd_ckpt.reduction.buckets import MEBIBYTE, lay_out
+from hvd_ckpt.reduction.assignment import lay_out
+from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.late import ControlFlags
 from hvd_ckpt.reduction.weights import Maxima, Sums
 from hvd_ckpt.sharding.flags import ShardFlags
