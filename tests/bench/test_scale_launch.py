@@ -37,7 +37,12 @@ def test_what_is_recorded_is_what_follows_from_sizes(tmp_path: Path) -> None:
     sizes = Sizes(MODELS[RECORDED], 4, 1e12)
     for mode in modes[:2]:
         recorded = load_json(Recorded, tmp_path / "report" / "jobs" / mode / "rank0.json")
-        assert list(recorded.trace.shapes()) == list(sizes.trace(mode, Split(4)).shapes())
+        kinds, nbytes = zip(*recorded.trace.shapes())
+        same_kinds, same_nbytes = zip(*sizes.trace(mode, Split(4)).shapes())
+        assert kinds == same_kinds
+        assert nbytes == pytest.approx(
+            same_nbytes, rel=1e-4
+        )  # parts of sums are rounded up to whole elements
         assert recorded.trace.computing > 0 and len(recorded.seconds) == 3
     kinds = {
         operation.kind
