@@ -26,7 +26,7 @@ from unittest import mock
 
 import psutil
 
-from hvd_ckpt.bench.compare.worker import Job, run_forked, run_reference
+from hvd_ckpt.bench.compare.worker import Job, run_forked
 from hvd_ckpt.bench.harness import jobs
 from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.processes.commands import Process, error_line
@@ -113,7 +113,7 @@ class Launcher:
     def reference(self, job: Job, listener: Listener) -> Outcome:
         """Computes the references of a job's workloads, in one process."""
         job.save()
-        process = self._context.Process(target=run_reference, args=(str(job.file),))
+        process = self._context.Process(target=run_forked, args=(str(job.file), {}))
         events, failure = self._follow(_Forked([process]), job, 1, listener)
         return Outcome(events, {"reference": failure} if failure else {})
 
