@@ -33,7 +33,8 @@ from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.text import show_bytes
 
 _CORRECTIONS = 5
-_TIMED = 3  # steps
+_TIMED = 3  # steps at most of one plan
+_TIMED_SECONDS = 0.4  # after which no further step is timed: longer steps vary less
 _OUT_OF_MEMORY = 1 << 63  # the peak of a step that ran out of memory: larger than every budget
 
 
@@ -231,7 +232,9 @@ class Planner:
     def _finished(self, limit: int | None, tried: _Tried) -> Plan:
         """The plan of a schedule with its measured time and with its facts."""
         self._say("timing the plan")
-        seconds = statistics.median(self._seconds(tried) for _ in range(_TIMED))
+        times = [self._seconds(tried)]
+        while len(times) < _TIMED and sum(times) < _TIMED_SECONDS:
+            times.append(self._seconds(tried))
         timelines = {"after": thinned(tried.timeline)}
         if self._kept is not None:
             timelines["before"] = thinned(self._kept.timeline)
@@ -241,7 +244,7 @@ class Planner:
             notes=(*self.profile.described(), *self._notes),
             budget=limit,
             predicted=_cost(tried.solution),
-            measured=Cost(tried.peak, seconds),
+            measured=Cost(tried.peak, statistics.median(times)),
             baseline=self.baseline,
             smallest=self.smallest,
             frontier=tuple(map(_cost, self._points)),
@@ -360,18 +363,20 @@ class Planner:
         self._kept = self._tried[solution.items] = self._kept._replace(solution=solution)
 
     def _try_kept(self) -> None:
-        """Measures a step without recomputation, if it fits with certainty. Other schedules are measured anew after it."""
+        """Measures a step without recomputation, if it fits with certainty and was not measured yet."""
+        solution, known = self._all_kept, self._kept
         # How much memory is free may have changed since the last plan.
         self._tried.clear()
         self._kept = None
         self.__dict__.pop("_unlimited", None)
-        solution = self._all_kept
-        if solution.peak > FITS * free_memory(self._step.device):
+        peak = max(solution.peak, known.peak if known else 0)
+        if peak > FITS * free_memory(self._step.device):
             return
-        self._say("measuring a step without recomputation")
-        peak, timeline = self._peak()
-        if peak != _OUT_OF_MEMORY:
-            self._kept = self._tried[solution.items] = _Tried(solution, peak, timeline)
+        if known is None:
+            self._say("measuring a step without recomputation")
+            known = _Tried(solution, *self._peak())
+        if known.peak != _OUT_OF_MEMORY:
+            self._kept = self._tried[solution.items] = known
 
     def _try(self, solution: Solution) -> _Tried:
         """Measures the peak of a schedule; a second call returns the first result."""

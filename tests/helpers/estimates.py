@@ -66,12 +66,18 @@ def memory_of_tensors() -> dict[int, torch.UntypedStorage]:
         if (
             issubclass(type(tensor), torch.Tensor)
             and not issubclass(type(tensor), FakeTensor)  # of torch.compile
-            and tensor.device.type == "cpu"
-            and tensor.layout is torch.strided
+            and _has_memory(tensor)
         ):
             memory = tensor.untyped_storage()
             found[memory.data_ptr()] = memory
     return found
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.device.type == "cpu" and tensor.layout is torch.strided
+    except RuntimeError:  # an undefined tensor of autograd has no device
+        return False
 
 
 @click.command()

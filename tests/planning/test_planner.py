@@ -311,11 +311,11 @@ def test_a_further_plan_that_fails_keeps_no_model_alive(monkeypatch):
     model, (ids,), _ = listed()
     hc.plan(model, ids, budget="min")
 
-    def fail(step):
-        raise RuntimeError("no step")
+    def fail(device):
+        raise RuntimeError("no device")
 
-    monkeypatch.setattr(Step, "peak", fail)
-    with pytest.raises(RuntimeError, match="no step"):
+    monkeypatch.setattr("hvd_ckpt.planning.planner.free_memory", fail)
+    with pytest.raises(RuntimeError, match="no device"):
         hc.plan(model, ids, budget="0.8x")
     weak = weakref.ref(model)
     del model
@@ -511,11 +511,21 @@ def test_a_step_that_runs_out_of_memory_is_one_that_does_not_fit(budget, monkeyp
     device, (model, args, _) = SmallDevice(monkeypatch), sequential()
     whole = hc.plan(model, *args).baseline.peak_bytes
     device.capacity = 0.75 * whole
-    plan = hc.plan(model, *args, budget=budget)
+    plan = hc.plan(copy.deepcopy(model), *args, budget=budget)
     assert plan.measured.peak_bytes <= device.capacity
     device.capacity = 1
     with pytest.raises(hc.BudgetError, match="smaller batch"):
-        hc.plan(model, *args, budget=budget)
+        hc.plan(copy.deepcopy(model), *args, budget=budget)
+
+
+def test_a_further_plan_fits_the_memory_that_is_free_by_then(monkeypatch):
+    model, args, _ = sequential()
+    first = hc.plan(model, *args)
+    free = 0.75 * first.measured.peak_bytes
+    device = SmallDevice(monkeypatch)
+    device.capacity = free
+    monkeypatch.setattr("hvd_ckpt.planning.planner.free_memory", lambda place: free)
+    assert hc.plan(model, *args).measured.peak_bytes <= free
 
 
 def test_out_of_memory_elsewhere_in_planning_is_a_budget_that_does_not_fit(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -176,6 +177,9 @@ class Torch(Program):
                 stages, self.job.settings.chunks, loss_fn=self.workload.loss
             )
         self._first, self._last = rank == 0, rank == self.job.size - 1
+        # PyTorch 2.6 cannot leave the outputs out.
+        can_leave_out = "return_outputs" in inspect.signature(self.schedule.step).parameters
+        self._options = {"return_outputs": False} if can_leave_out else {}
         return nn.ModuleList(chunks.values())
 
     def backward(self) -> None:
@@ -183,7 +187,7 @@ class Torch(Program):
         losses: list[Tensor] = []
         given = (inputs,) if self._first else ()
         if self._last:
-            self.schedule.step(*given, target=targets, losses=losses, return_outputs=False)
+            self.schedule.step(*given, target=targets, losses=losses, **self._options)
         else:
             self.schedule.step(*given)
 
