@@ -2,7 +2,8 @@
 
 - Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator.
 - Over Gloo, Horovod is initialized with a rendezvous server of the stage, as Horovod's own Ray and Spark integrations do; the
-  links are a ``ProcessGroupGloo`` of PyTorch. Addresses are exchanged through the launcher's rendezvous server.
+  links are a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the
+  launcher's rendezvous server.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import FAILURE_TAG, Grid, set_current
 from hvd_ckpt.processes.hosts import Peer
 from hvd_ckpt.processes.launchers import GLOO_ADDRESS, whole_in
+from hvd_ckpt.processes.near import Awaited, Listener, NearLink, PeerEnded
 from hvd_ckpt.processes.rendezvous import PORT, own_address, rank_variables
 
 SCOPE = "hvd_ckpt.processes.links"  # in the launcher's rendezvous server
@@ -111,17 +113,25 @@ class MpiLink:
 
 
 class GlooLink:
-    """The same over PyTorch's Gloo. A process that ends closes its connections, which the others notice."""
+    """The same over PyTorch's Gloo, and within a host over ``near``, which needs no thread beside the one that computes.
 
-    def __init__(self, group: Any, name: Callable[[int], str]) -> None:
-        self._group, self._name = group, name
+    A process that ends closes its connections, which the others notice.
+    """
+
+    def __init__(self, group: Any, near: NearLink, name: Callable[[int], str]) -> None:
+        self._group, self._near, self._name = group, near, name
 
     def send(self, memory: Tensor, to: int, tag: int) -> list[Any]:
         with noticing_ends(self._name(to)):
+            if to in self._near:
+                self._near.send(memory, to, tag)  # copies
+                return []
             return [self._group.send([memory], to, tag)] if memory.numel() else []
 
     def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
         with noticing_ends(self._name(source)):
+            if source in self._near:
+                return [self._near.receive(memory, source, tag)]
             return [self._group.recv([memory], source, tag)] if memory.numel() else []
 
     def is_sent(self, request: Any) -> bool:
@@ -129,7 +139,10 @@ class GlooLink:
 
     def wait(self, request: Any, awaited: str, other: int) -> None:
         with watchdog.waiting(awaited), noticing_ends(self._name(other)):
-            request.wait()
+            if isinstance(request, Awaited):
+                self._near.wait(request, other)
+            else:
+                request.wait()
 
     def fail(self, reason: str) -> None:
         """The connections say it when this process ends."""
@@ -141,9 +154,11 @@ def _parts(memory: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def noticing_ends(who: str) -> Iterator[None]:
-    """Turns Gloo's error about a connection that is closed into a :class:`StageFailed`."""
+    """Turns an error about a connection that is closed into a :class:`StageFailed`."""
     try:
         yield
+    except PeerEnded as error:
+        raise StageFailed(f"{who} has ended or gone ({error})") from None
     except RuntimeError as error:
         if isinstance(error, StageFailed):
             raise
@@ -278,11 +293,15 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
         whole_in("HOROVOD_LOCAL_SIZE") or 1,
     )
     board = _Board()
-    board.put(f"rank {process}", (Peer.here(process), board.own_address()))
+    near = Listener()
+    board.put(f"rank {process}", (Peer.here(process), near.host, near.name))
     everyone = [board.get(f"rank {other}") for other in range(processes)]
-    grid.peers = [peer for peer, _ in everyone]
+    grid.peers = [peer for peer, _, _ in everyone]
     grid.horovod = {"environment": _world_environment(grid, board)}
-    grid.link = GlooLink(_group(board, process, processes), grid.name)
+    group = _group(board, process, processes)  # here everyone listens
+    names = {other: name for other, (_, host, name) in enumerate(everyone) if host == near.host}
+    with watchdog.waiting("all ranks of this host to connect"):
+        grid.link = GlooLink(group, NearLink(near.connect(process, names)), grid.name)
     return grid
 
 

@@ -54,7 +54,7 @@ class FSDP2(OnTorch):
         split = self.options["stage"] == 3
         for block in self.options["units"]:
             fully_shard(block, reshard_after_forward=split)
-        fully_shard(model, reshard_after_forward=None if split else False)
+        fully_shard(model, reshard_after_forward=False)
         return model, type(optimizer)(model.parameters(), **optimizer.defaults)
 
 
