@@ -5,11 +5,11 @@ compare     the main job: does training give the right weights, and at what pric
 reduce      speed of gradient reduction beside stock Horovod and DDP
 recompute   plans beside other ways to recompute
 local       local SGD and DiLoCo beside synchronous training
-replicas    hashes of training as logical replicas on several numbers of ranks
 pipeline    pipeline stages beside torch.distributed.pipelining
 shard       memory and time of sharding
 tensor      layers in parts beside PyTorch's parallelize_module
-faults      runs that are killed, resumed and checked
+faults      runs that are killed, resumed and checked; replicas: hashes of runs on several numbers of ranks. Both are in tests/
 train       overhead of the training loop
+scale       what communication costs on many ranks, predicted
 command     ``hvd-ckpt bench``: the group of commands
 """

@@ -12,7 +12,7 @@ COMMANDS = {
     "pipeline": "hvd_ckpt.bench.pipeline.command",
     "recompute": "hvd_ckpt.bench.recompute.command",
     "reduce": "hvd_ckpt.bench.reduce",
-    "replicas": "hvd_ckpt.bench.replicas.command",
+    "replicas": "hvd_ckpt.bench.replicas",
     "scale": "hvd_ckpt.bench.scale.command",
     "shard": "hvd_ckpt.bench.shard.command",
     "tensor": "hvd_ckpt.bench.tensor",

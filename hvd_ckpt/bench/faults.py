@@ -5,15 +5,12 @@ Exit status 0 if everything held, 1 if not, 2 for a bad argument.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 
 import click
 
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command
+from hvd_ckpt.bench.harness.options import BenchRun, bench_command, import_checks
 from hvd_ckpt.bench.harness.settings import (
     BenchSettings,
     check_replicas,
@@ -22,8 +19,6 @@ from hvd_ckpt.bench.harness.settings import (
     setting,
     timeout_setting,
 )
-
-TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
 @dataclass(frozen=True)
@@ -69,9 +64,4 @@ def faults(run: BenchRun, settings: FaultSettings) -> None:
     Runs are killed, restarted and compared with an undisturbed run; a process is killed within its saves; the processes of a long
     run are measured. Everything random follows from the seed: run i has the seed S + i, and --runs 1 --seed S+i repeats it.
     """
-    if not (TESTS / "faults").is_dir():
-        raise BadArgument(
-            f"bench faults runs {TESTS / 'faults'}, which is missing: use a clone of the repository"
-        )
-    sys.path.append(str(TESTS))
-    import_module("faults.run").run_faults(run, settings)
+    import_checks("faults", "faults").run_faults(run, settings)

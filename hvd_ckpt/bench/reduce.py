@@ -69,12 +69,6 @@ NOTES = (
 )
 
 
-def _find_engine(name: str) -> type[Engine]:
-    from hvd_ckpt.bench.harness.engines import find_engine
-
-    return find_engine(name)
-
-
 @dataclass(frozen=True)
 class Settings(BenchSettings):
     """What is measured, and how often."""
@@ -87,7 +81,7 @@ class Settings(BenchSettings):
     engines: tuple[str, ...] = setting(
         "Engines; also unchecked (this one without checks), replicas (with logical replicas), or module:Class of your own.",
         ",".join(BASELINES),
-        type=names_of(find=_find_engine),
+        type=names_of(find="hvd_ckpt.bench.harness.engines:find_engine"),
     )
     pairs: int = setting("Jobs per engine, alternating.", 5, quick=3)
     steps: int | None = setting("Timed steps per job.", note="by workload", type=click.IntRange(1))
@@ -125,9 +119,10 @@ class RankResult:
 
 def measure(job: Job) -> RankResult:
     """Times every workload of a job on one rank."""
+    from hvd_ckpt.bench.harness.engines import find_engine
     from hvd_ckpt.bench.harness.workloads import workload
 
-    engine = _find_engine(job.engine)()
+    engine = find_engine(job.engine)()
     engine.device = own_device(job.settings.device)
     engine.start(job.folder)
     if engine.size != job.size:

@@ -9,6 +9,7 @@ parts         sums and gathers among the parts of a replica
 runtime       init, shutdown and what Horovod needs set before it starts
 single_copy   messages within a host, where ranks cannot read each other's memory
 devices       the device of each process
+commands      commands that end with everything that they have started
 watchdog      ranks that die or stand still, named
 uncaught      an exception on one rank ends the job on all
 probe         what a set-up can do, tried in a process of its own

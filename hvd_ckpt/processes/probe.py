@@ -8,12 +8,9 @@ the time limit.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.processes import single_copy
+from hvd_ckpt.processes.commands import Process
 
 OPERATIONS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
 
@@ -57,9 +55,14 @@ def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeRe
             __spec__.name,
             folder,
         ]
+        environment = launcher_environment()
+        environment.pop("HOROVOD_TIMELINE", None)
+        log_file = Path(folder, "log.txt")
         start = time.monotonic()
-        status, output = _run(command, timeout)
+        with Process(command, log_file, environment) as process:
+            status = process.wait(timeout)
         seconds = round(time.monotonic() - start, 1)
+        output = log_file.read_text(errors="replace")
         answers = [_read(Path(folder, f"{rank}.json")) for rank in range(ranks)]
     if status is None:
         reason = f"no answer from {answers.count(None)} of {ranks} ranks within {timeout:g} seconds"
@@ -95,37 +98,6 @@ def launcher_environment() -> dict[str, str]:
         environment.setdefault("OMPI_MCA_plm_rsh_agent", "")
     single_copy.set_default(environment)
     return environment
-
-
-def _run(command: list[str], timeout: float) -> tuple[int | None, str]:
-    """The exit status (None: it ran past the limit and was ended) and the output of a command."""
-    environment = launcher_environment()
-    # The probe would overwrite the timeline of the user's own job.
-    environment.pop("HOROVOD_TIMELINE", None)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=environment,
-        # A session of its own, so that all of its processes can be killed together.
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        # The launcher ends its ranks when it is asked to; one that does not is ended with its whole session.
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-        return None, ""
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _read(path: Path) -> dict[str, dict[str, str]] | None:

@@ -15,18 +15,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.harness.jobs import (
-    JobError,
-    Process,
-    RankJob,
-    error_line,
-    run_job,
-    run_rank,
-)
+from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command
 from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.bench.harness.workloads import WORKLOADS, workload
+from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.launchers import launched_rank
 
 

@@ -10,11 +10,13 @@ from controllers import probe, run_ranks
 
 pytestmark = pytest.mark.launch
 
-SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "replicas.py"
+TESTS = Path(__file__).resolve().parents[1]
+SCRIPT = TESTS / "helpers" / "scripts" / "replicas.py"
 
 
 def hashes(ranks: int, controller: str, mode: str, folder: Path) -> dict[str, str]:
-    status, output = run_ranks(ranks, SCRIPT, "4", mode, str(folder), controller=controller)
+    arguments = ("4", mode, str(folder))
+    status, output = run_ranks(ranks, SCRIPT, *arguments, controller=controller, PYTHONPATH=str(TESTS))
     assert status == 0, output
     found: dict[str, str] = json.loads((folder / "hashes.json").read_text())
     return found

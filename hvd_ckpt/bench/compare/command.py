@@ -6,23 +6,26 @@ nothing can be compared.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
+from hvd_ckpt.app.cli.command_line import BadArgument, split_names
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command
 from hvd_ckpt.bench.harness.settings import (
-    CONTROLLERS,
     BenchSettings,
     check_devices,
+    controller_setting,
     device_setting,
+    in_words,
+    names_of,
+    numbers_of,
     quick_setting,
     setting,
-    whole_numbers,
+    text_setting,
 )
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -39,7 +42,7 @@ SCENARIOS = (
 VARIANTS = "none,reentrant,non-reentrant,explicit"
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 SUBJECT = "hvd_ckpt"
-STAGES_SECONDS = 20.0  # without a step
+DIVIDED_SECONDS = 20.0  # without a step
 WIDTH = 150  # of the table where the output is not a terminal
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
 
@@ -50,14 +53,14 @@ class Preset:
 
     steps: int
     passes: int
-    chunks: str
+    chunks: tuple[int, ...]
     timeout: float
 
 
 PRESETS = {
-    "quick": Preset(steps=4, passes=1, chunks="2", timeout=60),
-    "default": Preset(steps=4, passes=1, chunks="1,2,4", timeout=90),
-    "full": Preset(steps=5, passes=2, chunks="1,2,4", timeout=900),
+    "quick": Preset(steps=4, passes=1, chunks=(2,), timeout=60),
+    "default": Preset(steps=4, passes=1, chunks=(1, 2, 4), timeout=90),
+    "full": Preset(steps=5, passes=2, chunks=(1, 2, 4), timeout=900),
 }
 
 
@@ -66,14 +69,20 @@ class CompareSettings(BenchSettings):
     """The options, as they are given."""
 
     size: int = setting("Ranks.", 2, note="NP, else 2", flag="np", envvar="NP")
-    controller: str = setting(
-        "What the ranks communicate through.", "auto", type=click.Choice(["auto", *CONTROLLERS])
+    controller: str = controller_setting()
+    engines: tuple[str, ...] = setting(
+        "Engines, or module:Class of your own.",
+        ENGINES,
+        type=names_of(find="hvd_ckpt.bench.harness.engines:find_engine"),
     )
-    engines: str = setting("Engines, or module:Class of your own.", ENGINES)
-    workloads: str = setting("Models on real data, or 'nothing'.", WORKLOADS)
+    workloads: tuple[str, ...] = setting(
+        "Models on real data, or 'nothing'.", WORKLOADS, type=names_of((*WORKLOADS.split(","), NOTHING))
+    )
     scenarios: str = setting("Small hard models, or 'nothing'.", SCENARIOS)
-    variants: str = setting("Ways to recompute.", VARIANTS)
-    chunks: str | None = setting("Numbers of segments.", note="1,2,4; with --quick 2")
+    variants: tuple[str, ...] = setting("Ways to recompute.", VARIANTS, type=names_of(VARIANTS.split(",")))
+    chunks: tuple[int, ...] | None = setting(
+        "Numbers of segments.", note="1,2,4; with --quick 2", type=numbers_of("segments")
+    )
     budget: str | None = setting(
         "Plan what is recomputed, too: 6GiB, 0.5x of keeping everything, 80% of the device, min or fastest."
     )
@@ -95,7 +104,7 @@ class CompareSettings(BenchSettings):
     )
     quick: bool = quick_setting("Tiny models, two segments, one timed pass.")
     full: bool = setting("DenseNet-264 and BERT-base instead of small ones.", False)
-    text: str | None = setting("Text to learn instead of Python's own source.", metavar="FILE")
+    text: str | None = text_setting()
     seed: int = setting("Of weights, batches and dropout.", 1, type=click.IntRange(0))
     timeout: float | None = setting("Seconds without a step that count as a hang.", type=click.FloatRange(1))
     subject: str = setting("The engine that must be right for exit status 0.", SUBJECT)
@@ -111,71 +120,53 @@ class CompareSettings(BenchSettings):
         """The name of the preset."""
         return "quick" if self.quick else "full" if self.full else "default"
 
+    @property
+    def parts(self) -> int | None:
+        """Ranks that a model is divided among, in stages or in parts of layers; None where each has a whole one."""
+        return self.stages or self.tensor
+
     def comparison(self, run: BenchRun) -> Comparison:
-        """The comparison of engines that reduce gradients.
+        """What is compared.
 
         Raises:
             BadArgument: an option is wrong, or options do not go together.
         """
         from hvd_ckpt.bench.compare.cells import Settings, make_cells
         from hvd_ckpt.bench.compare.comparison import Comparison
-        from hvd_ckpt.bench.harness.engines import find_engine
         from hvd_ckpt.processes.runtime import threads_per_rank
 
-        scale, preset = self.scale, PRESETS[self.scale]
-        engines = split_names("--engines", self.engines, find=find_engine)
-        if self.subject not in engines:
-            raise BadArgument(
-                f"--subject {self.subject} is not among the engines {', '.join(engines)}: add it, or judge another"
-            )
-        text = self._text()
-        check_devices(self.device, self.size)
-        _check_precision(self.precision)
-        variants = split_names("--variants", self.variants, VARIANTS.split(","))
-        if self.budget is not None:
-            _check_budget(self.budget, engines)
-        chosen = self._trained(variants)
-        cells = make_cells(chosen, whole_numbers("--chunks", self.chunks or preset.chunks, "segments"))
+        preset, divided = PRESETS[self.scale], self.parts is not None
+        engines, variants = self._divided() if divided else self._whole()
+        cells = make_cells(variants, (2,) if divided else self.chunks or preset.chunks)
         if not cells:
             raise BadArgument(
-                f"there is nothing to compare: --workloads {self.workloads} and --scenarios {self.scenarios} have no "
-                f"--variants {self.variants} in --precision {self.precision}"
+                f"there is nothing to compare: --workloads {in_words(self.workloads)} and --scenarios {self.scenarios} have no "
+                f"--variants {in_words(self.variants)} in --precision {self.precision}"
             )
+        training = Settings(self.steps or preset.steps, self.seed)
+        if not divided:
+            more = {name: getattr(self, name) for name in ("scale", "text", "precision", "device")}
+            training = dataclasses.replace(training, **more)
         return Comparison(
             engines=engines,
             cells=tuple(cells),
-            subject=self.subject,
-            size=self.size,
-            controller=check_controller(self.controller),
-            threads=threads_per_rank(self.size),
-            passes=preset.passes if self.passes is None else self.passes,
-            settings=Settings(
-                self.steps or preset.steps,
-                self.seed,
-                scale,
-                text,
-                precision=self.precision,
-                device=self.device,
-            ),
-            timeout=self.timeout or preset.timeout,
+            subject=engines[0] if divided else self.subject,
+            size=self.parts or self.size,
+            controller=self.controller,
+            threads=1 if divided else threads_per_rank(self.size),
+            passes=0 if divided else preset.passes if self.passes is None else self.passes,
+            settings=training,
+            timeout=self.timeout or (DIVIDED_SECONDS if divided else preset.timeout),
             folder=run.jobs,
         )
 
-    def comparison_of_stages(self, run: BenchRun) -> Comparison:
-        """The comparison of engines that train in pipeline stages, or in parts of layers.
-
-        Raises:
-            BadArgument: as :meth:`comparison`.
-        """
+    def _divided(self) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+        """The engines that divide a model as the options say, and for each scenario its variants."""
         from hvd_ckpt.bench.compare.catalog import PARTS, STAGES
-        from hvd_ckpt.bench.compare.cells import Settings, make_cells
-        from hvd_ckpt.bench.compare.comparison import Comparison
         from hvd_ckpt.bench.compare.parts import IN_PARTS, PART_ENGINES, InParts
         from hvd_ckpt.bench.compare.stage_engines import STAGE_ENGINES
         from hvd_ckpt.bench.compare.stages import SCHEDULES, STAGED
 
-        scale, size = self.scale, self.stages or self.tensor
-        assert size is not None
         if self.device != "cpu":
             option = "--stages" if self.stages else "--tensor"
             raise BadArgument(f"--device {self.device}: {option} compares on CPUs: leave it out")
@@ -186,38 +177,24 @@ class CompareSettings(BenchSettings):
         )
         names = known if self.scenarios == SCENARIOS else split_names("--scenarios", self.scenarios, known)
         engines = [engine for engine in kinds if engine.unavailable() is None]
-        paths = [f"{engine.__module__}:{engine.__name__}" for engine in engines]
-        return Comparison(
-            engines=tuple(paths),
-            cells=tuple(make_cells({f"{begin}{name}": variants for name in names}, (2,))),
-            subject=paths[0],
-            size=size,
-            controller=check_controller(self.controller),
-            threads=1,
-            passes=0,
-            settings=Settings(self.steps or PRESETS[scale].steps, self.seed),
-            timeout=self.timeout or STAGES_SECONDS,
-            folder=run.jobs,
-        )
+        paths = tuple(f"{engine.__module__}:{engine.__name__}" for engine in engines)
+        return paths, {f"{begin}{name}": variants for name in names}
 
-    def _text(self) -> str | None:
-        from hvd_ckpt.app.datasets.tokens import find_text_files
-
-        if self.text is None:
-            return None
-        try:
-            find_text_files(self.text)
-        except ValueError as error:
-            raise BadArgument(f"--text: {error}") from None
-        return str(Path(self.text).resolve())
-
-    def _trained(self, variants: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-        """What is trained, and for each the variants that mean something for it."""
+    def _whole(self) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+        """The engines that reduce gradients, what they train, and for each the variants that mean something for it."""
         from hvd_ckpt.bench.compare.catalog import CATALOG
         from hvd_ckpt.bench.compare.cells import PLAN
 
+        if self.subject not in self.engines:
+            raise BadArgument(
+                f"--subject {self.subject} is not among the engines {in_words(self.engines)}: add it, or judge another"
+            )
+        check_devices(self.device, self.size)
+        _check_precision(self.precision)
+        if self.budget is not None:
+            _check_budget(self.budget, self.engines)
         names = [
-            *split_names("--workloads", self.workloads, (*WORKLOADS.split(","), NOTHING)),
+            *self.workloads,
             *split_names("--scenarios", self.scenarios, (*SCENARIOS.split(","), NOTHING)),
         ]
         planned = () if self.budget is None else (f"{PLAN}{self.budget.strip()}",)
@@ -227,9 +204,9 @@ class CompareSettings(BenchSettings):
                 kind = CATALOG[name]
                 _check_packages(name, kind.requires)
                 if kind.precisions is None or self.precision in kind.precisions:
-                    own = tuple(variant for variant in variants if variant in kind.variants)
+                    own = tuple(variant for variant in self.variants if variant in kind.variants)
                     chosen[name] = own + planned * kind.plannable
-        return chosen
+        return self.engines, chosen
 
 
 @bench_command("compare", width=WIDTH, group="", settings=CompareSettings)
@@ -240,21 +217,15 @@ def compare(run: BenchRun, settings: CompareSettings) -> None:
     which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
     is right everywhere.
     """
-    from hvd_ckpt.bench.compare.comparison import ComparisonError
+    comparison = settings.comparison(run)
+    with run.progress(comparison.trainings) as progress:
 
-    staged = settings.stages or settings.tensor
-    comparison = settings.comparison_of_stages(run) if staged else settings.comparison(run)
-    try:
-        with run.progress(comparison.trainings) as progress:
+        def show(where: str, event: Event) -> None:
+            if event["rank"] == 0:
+                cell = f": {event['cell']}" if "cell" in event else ""
+                progress.show(f"{where}{cell}", int(event["event"] in ("trained", "measured", "timed")))
 
-            def show(where: str, event: Event) -> None:
-                if event["rank"] == 0:
-                    cell = f": {event['cell']}" if "cell" in event else ""
-                    progress.show(f"{where}{cell}", int(event["event"] in ("trained", "measured", "timed")))
-
-            report = comparison.run(show)
-    except ComparisonError as error:
-        raise BadArgument(str(error)) from None
+        report = comparison.run(show)
     run.finish(report, report.success)
 
 

@@ -9,21 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.bench.compare.catalog import CATALOG
 from hvd_ckpt.bench.compare.cells import Cell, Settings, Variant, find_variant
 from hvd_ckpt.bench.compare.launch import Event, Failure, Launcher
 from hvd_ckpt.bench.compare.report import make_report, make_stage_report
 from hvd_ckpt.bench.compare.verdict import add_ratios, judge
-from hvd_ckpt.bench.compare.worker import Job, folder_name
+from hvd_ckpt.bench.compare.worker import REFERENCE, Job, folder_name
 from hvd_ckpt.bench.harness.engines import find_engine
 from hvd_ckpt.bench.harness.report import Report, machine_facts
 from hvd_ckpt.bench.harness.stats import alternating
 
 Listener = Callable[[str, Event], object]
-
-
-class ComparisonError(Exception):
-    """A comparison is not possible; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +65,13 @@ class Comparison:
         """Makes the comparison; ``listener`` hears of every event and where it happens.
 
         Raises:
-            ComparisonError: the reference cannot be computed, a chain has fewer blocks than segments asked for, or the
+            BadArgument: the reference cannot be computed, a chain has fewer blocks than segments asked for, or the
                 subject cannot run here.
         """
         reasons = {engine: find_engine(engine).unavailable() for engine in self.engines}
         absent = {engine: reason for engine, reason in reasons.items() if reason is not None}
         if self.subject in absent:
-            raise ComparisonError(f"{self.subject} cannot run here: {absent[self.subject]}")
+            raise BadArgument(f"{self.subject} cannot run here: {absent[self.subject]}")
         present = [engine for engine in self.engines if engine not in absent]
         with Launcher(self.controller, self.size, self.timeout, self.threads) as launcher:
             workloads = self._references(launcher, listener)
@@ -121,18 +118,16 @@ class Comparison:
 
     def _references(self, launcher: Launcher, listener: Listener) -> dict[str, dict[str, Any]]:
         """Computes the references; returns what a report says of each workload."""
-        job = self._job("reference", "reference", list(self.cells))
+        job = self._job("reference", REFERENCE, list(self.cells))
         outcome = launcher.reference(job, functools.partial(listener, "reference"))
         if outcome.failures:
             failure = outcome.failures["reference"]
-            raise ComparisonError(
-                f"the reference cannot be computed: {failure.message} (log in {job.folder})"
-            )
+            raise BadArgument(f"the reference cannot be computed: {failure.message} (log in {job.folder})")
         facts = {event["workload"]: event for event in outcome.events if event["event"] == "reference"}
         for cell in self.cells:
             layers = facts[cell.workload]["layers"]
             if cell.chunks > layers and not CATALOG[cell.workload].small:
-                raise ComparisonError(
+                raise BadArgument(
                     f"{cell.chunks} chunks are too many for {cell.workload}: it has {layers} blocks"
                 )
         return {

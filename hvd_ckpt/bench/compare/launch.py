@@ -26,9 +26,10 @@ from unittest import mock
 
 import psutil
 
-from hvd_ckpt.bench.compare.worker import Job, run_forked, run_reference
+from hvd_ckpt.bench.compare.worker import Job, run_forked
 from hvd_ckpt.bench.harness import jobs
 from hvd_ckpt.bench.harness.engines import find_engine
+from hvd_ckpt.processes.commands import Process, error_line
 
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves
@@ -112,7 +113,7 @@ class Launcher:
     def reference(self, job: Job, listener: Listener) -> Outcome:
         """Computes the references of a job's workloads, in one process."""
         job.save()
-        process = self._context.Process(target=run_reference, args=(str(job.file),))
+        process = self._context.Process(target=run_forked, args=(str(job.file), {}))
         events, failure = self._follow(_Forked([process]), job, 1, listener)
         return Outcome(events, {"reference": failure} if failure else {})
 
@@ -214,7 +215,7 @@ class _Forked:
             process.join()
 
 
-class _Launched(jobs.Process):
+class _Launched(Process):
     """Ranks of a launcher."""
 
     def poll(self) -> tuple[bool, int]:
@@ -255,9 +256,9 @@ def _failure(events: Sequence[Event], job: Job, size: int, ended: bool, status: 
         if event["event"] == "error":
             return Failure("error", f"{event['kind']}: {event['message']}")
     if status:
-        return Failure("error", f"a rank ended with status {status}: {jobs.error_line(job.log_file)}")
+        return Failure("error", f"a rank ended with status {status}: {error_line(job.log_file)}")
     if ended and _ranks(events, "done") < size:
-        return Failure("error", f"the ranks ended before they were done: {jobs.error_line(job.log_file)}")
+        return Failure("error", f"the ranks ended before they were done: {error_line(job.log_file)}")
     return None
 
 

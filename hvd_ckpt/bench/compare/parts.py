@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 import hvd_ckpt as hc
 from hvd_ckpt.bench.compare.cells import Chain, Recompute
 from hvd_ckpt.bench.compare.scenarios import Scenario
-from hvd_ckpt.bench.harness.engine import Engine, launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import Engine, OnTorch, launched_rank_and_size
 from hvd_ckpt.bench.harness.engines import HvdCkpt
-from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.processes import parts
 from hvd_ckpt.utils.cuts import cut_of
@@ -179,15 +178,14 @@ def whole(parameter: Tensor) -> Tensor:
     return cut.whole(parts.gather(own, shapes))
 
 
-class TorchParts(Engine):
+class TorchParts(OnTorch):
     """PyTorch's ``parallelize_module`` over Gloo."""
 
     title = "torch"
-    rank, size = 0, 1
 
     def start(self, folder: Path) -> None:
-        self.part, self.stages = launched_rank_and_size()
-        join_torch(folder, self.part, self.stages)
+        super().start(folder)
+        self.stages, self.rank, self.size = self.size, 0, 1
 
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         from torch.distributed.device_mesh import init_device_mesh
@@ -210,9 +208,6 @@ class TorchParts(Engine):
             name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
             for name, parameter in model.named_parameters()
         }
-
-    def stop(self) -> None:
-        torch.distributed.destroy_process_group()
 
 
 PART_ENGINES: tuple[type[Engine], ...] = (HvdCkptParts, TorchParts)

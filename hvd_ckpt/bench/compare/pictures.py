@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from hvd_ckpt.bench.compare.verdict import Result, engines_of, recomputed, short_name, worst
+from hvd_ckpt.bench.compare.verdict import Result, by_variant, engines_of, recomputed, short_name, worst
 from hvd_ckpt.bench.harness.report import MIB, save_figure
 
 COLORS = {
@@ -44,19 +44,13 @@ def draw_all(
 
 def _verdicts(results: Sequence[Result], title: str) -> Figure:
     """A column for each engine, a row for each workload and variant; an entry is the worst verdict and its numbers of segments."""
-    engines = engines_of(results)
-    rows = list(dict.fromkeys((result.workload, result.variant) for result in results))
+    engines, rows = engines_of(results), by_variant(results)
     figure = Figure(figsize=(3.5 + 1.35 * len(engines), 1.3 + 0.27 * len(rows)))
     axes = figure.add_subplot()
-    for y, row in enumerate(rows):
+    for y, row in enumerate(rows.values()):
         for x, engine in enumerate(engines):
-            found = [
-                result
-                for result in results
-                if (result.workload, result.variant, result.engine) == (*row, engine)
-            ]
-            if found:
-                status, where = worst(found)
+            if engine in row:
+                status, where = worst(row[engine])
                 text = f"{status}: {', '.join(where)} segments" if where else status
                 color = "white" if status in ("hang", "error") else "black"
                 axes.add_patch(Rectangle((x + 0.02, y + 0.06), 0.96, 0.88, color=COLORS[status]))

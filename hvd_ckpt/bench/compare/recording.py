@@ -128,7 +128,8 @@ def executed(timeline: Path) -> list[str]:
     """The tensors that Horovod's timeline says were reduced or gathered, in the order in which that was done."""
     names: dict[int, str] = {}
     order: list[str] = []
-    for event in json.loads(timeline.read_text()):
+    text = timeline.read_text()  # empty where Horovod has sent nothing, as on one rank
+    for event in json.loads(text) if text else ():
         if event.get("name") == "process_name" and "name" in event["args"]:
             kind, _, name = event["args"]["name"].partition(".")
             names[event["pid"]] = f"{kind} {OPTIMIZER_NUMBER.sub('', name)}"

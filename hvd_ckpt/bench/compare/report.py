@@ -19,6 +19,7 @@ from hvd_ckpt.bench.compare.verdict import (
     BASELINE,
     SEVERITY,
     Result,
+    by_variant,
     engines_of,
     recomputed,
     short_name,
@@ -210,11 +211,7 @@ def _reasons(results: Iterable[Result], engine: str | None = None) -> Iterable[s
 
 def _verdicts(results: Sequence[Result], title: str) -> Table:
     """Who is right where: a row for each workload and variant."""
-    groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
-    for result in results:
-        row = groups.setdefault((result.workload, result.variant), {})
-        row.setdefault(result.engine, []).append(result)
-    engines = engines_of(results)
+    groups, engines = by_variant(results), engines_of(results)
     columns = ("workload", "recomputed", *map(short_name, engines))
     rows = [(*names, *(_verdict(row.get(engine, [])) for engine in engines)) for names, row in groups.items()]
     return Table(

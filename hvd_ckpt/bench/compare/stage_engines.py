@@ -33,8 +33,7 @@ from hvd_ckpt.bench.compare.stages import (
     Tied,
     Uneven,
 )
-from hvd_ckpt.bench.harness.engine import Engine, launched_rank_and_size
-from hvd_ckpt.bench.harness.jobs import join_torch
+from hvd_ckpt.bench.harness.engine import Engine, OnTorch, launched_rank_and_size
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.planning.balance import balance_costs
 
@@ -46,12 +45,13 @@ class StageEngine(Engine):
         stage: this rank's; set by :meth:`start`.
     """
 
-    rank, size = 0, 1
     schedules: ClassVar[tuple[str, ...]] = SCHEDULES
     stage: int
 
     def start(self, folder: Path) -> None:
-        self.stage, self.stages = launched_rank_and_size()
+        super().start(folder)
+        self.stage, self.stages = self.rank, self.size
+        self.rank, self.size = 0, 1
 
     @property
     def balance(self) -> list[int]:
@@ -85,15 +85,10 @@ class HvdCkptStages(StageEngine):
         )
 
 
-class TorchStages(StageEngine):
+class TorchStages(StageEngine, OnTorch):
     """``torch.distributed.pipelining`` over Gloo, with the model cut by hand; with a skip connection, by its tracer."""
 
     title = "torch"
-
-    def start(self, folder: Path) -> None:
-
-        super().start(folder)
-        join_torch(folder, self.stage, self.stages)
 
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[Any, Optimizer]:
         from torch.distributed import pipelining
@@ -123,11 +118,8 @@ class TorchStages(StageEngine):
 
         return Stage(step), made_again(optimizer, model)
 
-    def stop(self) -> None:
-        torch.distributed.destroy_process_group()
 
-
-class DeepSpeedStages(StageEngine):
+class DeepSpeedStages(StageEngine, OnTorch):
     """DeepSpeed's ``PipelineModule`` over Gloo; blocks that a skip connection joins hand on tuples."""
 
     title = "deepspeed"
@@ -138,9 +130,10 @@ class DeepSpeedStages(StageEngine):
         return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
 
     def start(self, folder: Path) -> None:
+        os.environ.update(
+            LOCAL_RANK=str(launched_rank_and_size()[0]), DS_ACCELERATOR="cpu"
+        )  # read by DeepSpeed
         super().start(folder)
-        os.environ.update(LOCAL_RANK=str(self.stage), DS_ACCELERATOR="cpu")  # read by DeepSpeed
-        join_torch(folder, self.stage, self.stages)
 
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[Any, Optimizer]:
         import deepspeed
@@ -188,9 +181,6 @@ class DeepSpeedStages(StageEngine):
             for name, value in self._staged.state_dict().items()
             if name in names
         }
-
-    def stop(self) -> None:
-        torch.distributed.destroy_process_group()
 
 
 STAGE_ENGINES: tuple[type[StageEngine], ...] = (HvdCkptStages, TorchStages, DeepSpeedStages)

@@ -110,6 +110,15 @@ def engines_of(results: Iterable[Result]) -> list[str]:
     return list(dict.fromkeys(result.engine for result in results))
 
 
+def by_variant(results: Iterable[Result]) -> dict[tuple[str, str], dict[str, list[Result]]]:
+    """The results of each workload and variant, by engine: one for each number of segments."""
+    groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for result in results:
+        group = groups.setdefault((result.workload, result.variant), {})
+        group.setdefault(result.engine, []).append(result)
+    return groups
+
+
 def worst(results: Sequence[Result]) -> tuple[str, list[str]]:
     """The worst verdict over numbers of segments, and those that it holds for; empty if it holds for all."""
     status = max((result.status for result in results), key=SEVERITY.index)

@@ -39,6 +39,8 @@ from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.utils.extras import first_line
 from hvd_ckpt.utils.memory import recording_peak
 
+REFERENCE = "reference"  # in place of an engine: one process computes the references
+
 
 @dataclass(frozen=True)
 class Job(RankJob):
@@ -46,7 +48,7 @@ class Job(RankJob):
 
     Attributes:
         references: the folder of the references, one file per workload, and of the plans.
-        engine: a name in the registry of engines, or ``module:Class``.
+        engine: a name in the registry of engines, ``module:Class``, or :data:`REFERENCE`.
         cells: keys of the cells, in the order in which they are trained.
         settings: of each training run.
         checks: each cell is trained twice, with its reductions recorded, and the second time its memory; otherwise
@@ -232,24 +234,17 @@ def _reductions(trained: Trained) -> dict[str, object]:
 
 
 def work(job: Job) -> int:
-    """Joins the job's other ranks, trains, leaves; returns an exit status. An error is an event and a traceback in the log."""
+    """One process of a job; returns an exit status. An error is an event and a traceback in the log."""
     if job.checks:
         # Horovod reads this when it starts; without it no timeline can be started later.
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
-    rank, _ = launched_rank_and_size()
+    computes = job.engine == REFERENCE
+    rank = 0 if computes else launched_rank_and_size()[0]
     with EventWriter(job.folder, rank) as events:
         events.write("born", pid=os.getpid())
         try:
             use_deterministic_kernels()
-            engine = find_engine(job.engine)()
-            engine.device = own_device(job.settings.device)
-            engine.start(job.folder)
-            if engine.size * engine.stages != job.size:
-                raise RuntimeError(f"the job has {engine.size * engine.stages} ranks instead of {job.size}")
-            worker = Worker(job, engine, events)
-            events.write("ready")
-            worker.run()
-            engine.stop()
+            (compute_references if computes else train_cells)(job, events)
             events.write("done")
         except Exception as error:
             events.write("error", kind=type(error).__name__, message=first_line(error))
@@ -259,37 +254,42 @@ def work(job: Job) -> int:
     return 0
 
 
+def train_cells(job: Job, events: EventWriter) -> None:
+    """Joins the job's other ranks, trains, leaves."""
+    engine = find_engine(job.engine)()
+    engine.device = own_device(job.settings.device)
+    engine.start(job.folder)
+    if engine.size * engine.stages != job.size:
+        raise RuntimeError(f"the job has {engine.size * engine.stages} ranks instead of {job.size}")
+    worker = Worker(job, engine, events)
+    events.write("ready")
+    worker.run()
+    engine.stop()
+
+
+def compute_references(job: Job, events: EventWriter) -> None:
+    """Computes the references of every workload in a job."""
+    workloads = {name: make_workload(name, job.settings) for name in job.workloads}
+    events.write("ready")
+    for name, workload in workloads.items():
+        size = 1 if workload.staged else job.size
+        reference = make_reference(workload, size, job.settings, lambda step: events.write("step", step=step))
+        reference.save(job.reference_file(name))
+        events.write(
+            "reference",
+            workload=name,
+            layers=reference.layers,
+            losses=mean_losses(reference.losses),
+            line=workload.model_line,
+        )
+
+
 def run_forked(job_file: str, variables: dict[str, str]) -> None:
-    """A rank in a process of the fork server, with the variables that its launcher would set."""
+    """A process of the fork server, with the variables that a launcher of ranks would set."""
     job = Job.load(Path(job_file))
     _begin(job)
     os.environ.update(variables)
     _end(work(job))
-
-
-def run_reference(job_file: str) -> None:
-    """Computes the references of every workload in a job, in a process of the fork server."""
-    job = Job.load(Path(job_file))
-    _begin(job)
-    use_deterministic_kernels()
-    with EventWriter(job.folder, rank=0) as events:
-        events.write("born", pid=os.getpid())
-        workloads = {name: make_workload(name, job.settings) for name in job.workloads}
-        events.write("ready")
-        for name, workload in workloads.items():
-            size = 1 if workload.staged else job.size
-            reference = make_reference(
-                workload, size, job.settings, lambda step: events.write("step", step=step)
-            )
-            reference.save(job.reference_file(name))
-            events.write(
-                "reference",
-                workload=name,
-                layers=reference.layers,
-                losses=mean_losses(reference.losses),
-                line=workload.model_line,
-            )
-        events.write("done")
 
 
 def _begin(job: Job) -> None:

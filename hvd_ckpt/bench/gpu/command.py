@@ -19,9 +19,10 @@ from hvd_ckpt.app.install.recipe import HOROVOD_VERSION
 from hvd_ckpt.bench.gpu import machine
 from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
 from hvd_ckpt.bench.gpu.machine import Builds
-from hvd_ckpt.bench.harness.jobs import JobError, Process, error_line, rank_environment, run_job
+from hvd_ckpt.bench.harness.jobs import JobError, rank_environment, run_job
 from hvd_ckpt.bench.harness.options import BenchRun
 from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.processes.commands import Process, error_line
 
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 STYLES = {PASSED: "green", FAILED: "red", SKIPPED: "dim"}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.processes.launchers import whole_in
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ class Engine(ABC):
         """Why it cannot train this by design, in a clause; None where it can."""
         return None
 
-    @abstractmethod
     def start(self, folder: Path) -> None:
         """Join the other ranks. ``folder`` is the same on all ranks, and free to use."""
+        self.rank, self.size = launched_rank_and_size()
 
     @abstractmethod
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
@@ -162,6 +163,18 @@ class Engine(ABC):
 
     def stop(self) -> None:  # noqa: B027  # most engines have nothing to do
         """Leave the other ranks."""
+
+
+class OnTorch(Engine):
+    """An engine on ``torch.distributed``, over Gloo, and on GPUs over NCCL."""
+
+    def start(self, folder: Path) -> None:
+        super().start(folder)
+        if not torch.distributed.is_initialized():
+            join_torch(folder, *launched_rank_and_size(), device=self.device)
+
+    def stop(self) -> None:
+        torch.distributed.destroy_process_group()
 
 
 def run_backward(loss: Callable[[], Tensor], passes: int) -> float:

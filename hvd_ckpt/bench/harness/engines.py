@@ -20,12 +20,11 @@ from hvd_ckpt.bench.harness.engine import (
     Engine,
     Functions,
     Held,
+    OnTorch,
     gradients_of,
     held_by,
-    launched_rank_and_size,
     run_backward,
 )
-from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.utils.named import import_named
 
 if TYPE_CHECKING:
@@ -54,6 +53,12 @@ class HorovodFamily(Engine):
     uses_horovod = True
     wraps_after_apex = False
     reduces_by = "horovod"
+
+    def start(self, folder: Path) -> None:
+        """What is left to do after the project's own start."""
+        import horovod.torch as hvd
+
+        self.rank, self.size = hvd.rank(), hvd.size()
 
     def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
         mean = super().accumulate(model, optimizer, losses)
@@ -88,7 +93,7 @@ class HvdCkpt(HorovodFamily):
 
     def start(self, folder: Path) -> None:
         hc.init()
-        self.rank, self.size = _horovod_rank_and_size()
+        super().start(folder)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         optimizer = hc.DistributedOptimizer(
@@ -229,7 +234,7 @@ class Horovod(HorovodFamily):
         import horovod.torch as hvd
 
         hvd.init()
-        self.rank, self.size = _horovod_rank_and_size()
+        super().start(folder)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         import horovod.torch as hvd
@@ -258,16 +263,12 @@ class HorovodGrouped(Horovod):
     defaults: ClassVar[dict[str, Any]] = {"groups": 2}
 
 
-class DDP(Engine):
-    """PyTorch's DistributedDataParallel over Gloo, or NCCL on GPUs, each rank with its own batch-norm statistics as in Horovod."""
+class DDP(OnTorch):
+    """PyTorch's DistributedDataParallel, each rank with its own batch-norm statistics as in Horovod."""
 
     title = "PyTorch DDP"
     reduces_by = "ddp"
     defaults: ClassVar[dict[str, Any]] = {"broadcast_buffers": False}
-
-    def start(self, folder: Path) -> None:
-        self.rank, self.size = launched_rank_and_size()
-        join_torch(folder, self.rank, self.size, device=self.device)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         wrapped = nn.parallel.DistributedDataParallel(model, **self.options)
@@ -285,9 +286,6 @@ class DDP(Engine):
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         with model.join():
             yield
-
-    def stop(self) -> None:
-        torch.distributed.destroy_process_group()
 
 
 class DDPFindUnused(DDP):
@@ -357,9 +355,3 @@ def find_engine(name: str) -> type[Engine]:
     if not (isinstance(engine, type) and issubclass(engine, Engine)):
         raise ValueError(f"'{name}' is not an engine: it must be a subclass of {Engine.__module__}.Engine")
     return engine
-
-
-def _horovod_rank_and_size() -> tuple[int, int]:
-    import horovod.torch as hvd
-
-    return int(hvd.rank()), int(hvd.size())

@@ -10,13 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
 from rich.progress import Progress, TaskID
 
-from hvd_ckpt.app.cli.command_line import OneLineErrors, console_for_tables, output_folder, progress_bar
+from hvd_ckpt.app.cli.command_line import (
+    BadArgument,
+    OneLineErrors,
+    console_for_tables,
+    output_folder,
+    progress_bar,
+)
 from hvd_ckpt.bench.harness import jobs
 from hvd_ckpt.bench.harness.jobs import R, RankJob
 from hvd_ckpt.bench.harness.report import Report, Table, machine_facts
@@ -28,6 +36,7 @@ from hvd_ckpt.bench.harness.settings import (
 )
 
 LONGEST = 7200.0  # seconds, of a job
+TESTS = Path(__file__).resolve().parents[3] / "tests"
 
 ONE_THREAD = {"threads per rank": 1}
 """A fact of the report, where each rank has one."""
@@ -168,6 +177,20 @@ class BenchRun:
         report.print(console_for_tables(self._width))
         click.echo(f"Report: {self.folder / 'report.md'}")
         sys.exit(0 if (not self.failures if success is None else success) else 1)
+
+
+def import_checks(name: str, folder: str) -> ModuleType:
+    """The program of a command whose runs are checks in a folder of ``tests``.
+
+    Raises:
+        BadArgument: this is not a clone of the repository.
+    """
+    if not (TESTS / folder).is_dir():
+        raise BadArgument(
+            f"bench {name} runs {TESTS / folder}, which is missing: use a clone of the repository"
+        )
+    sys.path.append(str(TESTS))
+    return import_module(f"{folder}.run")
 
 
 def bench_command(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,22 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.engine import Engine, Held, held_by, launched_rank_and_size, local_part
+from hvd_ckpt.bench.harness.engine import Engine, Held, OnTorch, held_by, local_part
 from hvd_ckpt.bench.harness.engines import DDP
-from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.bench.harness.report import MIB
 
 TORCHFT_TIMEOUT = timedelta(seconds=120)
 _kept: list[Any] = []  # of torchft, whose servers must outlive a run
-
-
-class OnTorch(Engine):
-    """The start of engines on ``torch.distributed``, beside Horovod."""
-
-    def start(self, folder: Path) -> None:
-        self.rank, self.size = launched_rank_and_size()
-        if not torch.distributed.is_initialized():
-            join_torch(folder, self.rank, self.size, device=self.device)
 
 
 class Zero(DDP):
@@ -160,9 +149,6 @@ class TorchftDiLoCo(Engine):
     """
 
     title = "DiLoCo of torchft"
-
-    def start(self, folder: Path) -> None:
-        self.rank, self.size = launched_rank_and_size()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         from torchft import Manager, ProcessGroupGloo

@@ -16,11 +16,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
+from hvd_ckpt.utils.named import import_named
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
@@ -125,14 +127,19 @@ def in_words(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def names_of(known: Iterable[str] | None = None, find: Callable[[str], object] = lambda name: None) -> Parse:
+def names_of(known: Iterable[str] | None = None, find: str = "") -> Parse:
     """Reads names, separated by commas, each once.
 
     Args:
         known: all names.
-        find: looks a name up, and raises ValueError if there is nothing of that name.
+        find: ``module:function`` of what looks a name up, and raises ValueError if there is nothing of that name; imported when
+            there is a name.
     """
-    return lambda option, text: split_names(option, text, known, find)
+
+    def look_up(name: str) -> object:
+        return import_named("function", find)(name) if find else None
+
+    return lambda option, text: split_names(option, text, known, look_up)
 
 
 def controllers_of(option: str, text: str) -> tuple[str, ...]:
@@ -172,8 +179,18 @@ def device_setting() -> Any:
 
 
 def text_setting() -> Any:
-    """A file with text to train on."""
-    return setting("Training text.", note="the source text of Python's library", metavar="FILE")
+    """Text to train on; its whole path, since ranks may run in another folder."""
+
+    def read(option: str, text: str) -> str:
+        from hvd_ckpt.app.datasets.tokens import find_text_files
+
+        try:
+            find_text_files(text)
+        except ValueError as error:
+            raise BadArgument(f"{option}: {error}") from None
+        return str(Path(text).resolve())
+
+    return setting("Training text.", note="the source text of Python's library", type=read, metavar="FILE")
 
 
 def quick_setting(help: str) -> Any:

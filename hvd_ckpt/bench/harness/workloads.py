@@ -307,7 +307,13 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def workload(name: str, sizes: str = "cpu") -> RandomBatch:
-    """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`."""
+    """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"'{name}' is not one of {', '.join(WORKLOADS)}")
     return WORKLOADS[name](**SIZES[sizes].get(name, {}))
 
 

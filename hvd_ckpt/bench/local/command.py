@@ -5,7 +5,6 @@ Exit status 0 if every job ran, 1 if not, 2 for a bad argument.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -208,8 +207,6 @@ def local(run: BenchRun, settings: Settings) -> None:
     Every method sees the same tokens. On Linux, as root, steps are also timed with the loopback network throttled, in a network
     namespace of its own, so that each rank sends at the rate of a slow link.
     """
-    if settings.text is not None:  # ranks may run in another folder
-        settings = dataclasses.replace(settings, text=str(Path(settings.text).resolve()))
     names = settings.methods or tuple(installed_methods())
     throttled = settings.link > 0 and can_throttle()
     cases = {(size, name): Case(size, name) for size in settings.sizes for name in names}

@@ -33,18 +33,13 @@ METHODS = "keep,sequential,blocks,layers,selective,torch_remat,ours"
 SHARE = 0.8  # of the free memory that a step may take
 
 
-def _find_workload(name: str) -> None:
-    from hvd_ckpt.bench.harness.workloads import WORKLOADS as known
-
-    if name not in known:
-        raise ValueError(f"'{name}' is not one of {', '.join(known)}")
-
-
 @dataclass(frozen=True)
 class Settings(BenchSettings):
     """What is measured, and how often."""
 
-    workloads: tuple[str, ...] = setting("What is trained.", WORKLOADS, type=names_of(find=_find_workload))
+    workloads: tuple[str, ...] = setting(
+        "What is trained.", WORKLOADS, type=names_of(find="hvd_ckpt.bench.harness.workloads:workload")
+    )
     methods: tuple[str, ...] = setting(
         "Beside no recomputation. 'compile' is torch.compile with its activation memory budgets, about a minute to compile each.",
         METHODS,

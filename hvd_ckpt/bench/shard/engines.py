@@ -13,12 +13,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.app.models.gpt import GPTBlock
 from hvd_ckpt.bench.harness.engine import Engine, Held
 from hvd_ckpt.bench.harness.engines import DDP, ENGINES, HvdCkpt
 from hvd_ckpt.bench.harness.peers import FSDP2, DeepSpeed, Zero
-from hvd_ckpt.bench.shard.job import Configuration, Training
+from hvd_ckpt.bench.shard.job import Configuration, Settings
 from hvd_ckpt.pipeline.chain import Chain
 
 LEARNING_RATE = 1e-3
@@ -27,10 +26,10 @@ STRIDE = 7919  # windows from one sample to the next; prime, so that all windows
 Adam = torch.optim.Adam
 
 
-def build(training: Training, seed: int = SEED) -> Chain:
+def build(settings: Settings, seed: int = SEED) -> Chain:
     """The model at the start, the same on every rank and for every configuration."""
     torch.manual_seed(seed)
-    return training.model.chain().to(training.device)
+    return settings.model.chain().to(settings.device)
 
 
 def loss(model: nn.Module, sample: Tensor) -> Tensor:
@@ -40,22 +39,13 @@ def loss(model: nn.Module, sample: Tensor) -> Tensor:
 
 
 class Samples:
-    """Windows of a text, dealt to steps, micro-batches and ranks in turn; each seed begins elsewhere.
+    """Windows of a text, dealt to steps, micro-batches and ranks in turn; each seed begins elsewhere."""
 
-    Raises:
-        ValueError: the text cannot be read, or is shorter than a sample.
-    """
-
-    def __init__(self, training: Training, rank: int, ranks: int, seed: int = SEED) -> None:
-        self._array, self._seed = Tokens(training.text).array, seed
-        self._length, self._passes, self._batch = training.model.length, training.passes, training.model.batch
-        self._device = training.device
+    def __init__(self, settings: Settings, rank: int, ranks: int, seed: int = SEED) -> None:
+        self._array, self._seed, self._device = settings.tokens(), seed, settings.device
+        self._length, self._passes, self._batch = settings.model.length, settings.passes, settings.model.batch
         self._rank, self._ranks = rank, ranks
         self._windows = (len(self._array) - 1) // self._length
-        if self._windows < 1:
-            raise ValueError(
-                f"the text has {len(self._array)} bytes, fewer than one sample of {self._length}: give more"
-            )
 
     def step(self, number: int) -> list[Tensor]:
         """This rank's micro-batches of a step."""
@@ -75,7 +65,7 @@ class Session:
 
     Args:
         configuration: how to train.
-        training: sizes of model, steps and buckets.
+        settings: sizes of model, steps and buckets.
         folder: free to use, the same on all ranks.
         seed: of the weights.
         wire: wire format of this library.
@@ -84,18 +74,18 @@ class Session:
     def __init__(
         self,
         configuration: Configuration,
-        training: Training,
+        settings: Settings,
         folder: Path,
         seed: int = SEED,
         wire: str = "fp32",
     ) -> None:
-        self.configuration, self.training = configuration, training
-        model = build(training, seed)
+        self.configuration = configuration
+        model = build(settings, seed)
         self._bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._steps = 0
-        self.engine = _engine(configuration, training, folder, wire, model)
+        self.engine = _engine(configuration, settings.scale.bucket_mb, folder, wire, model)
         # This library's optimizer is told by synchronize(), at the end of a step, that all micro-batches are there.
-        passes = 1 if configuration.ours else training.passes
+        passes = 1 if configuration.ours else settings.passes
         optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
         self.model, self.optimizer = self.engine.wrap(model, optimizer, passes)
 
@@ -128,11 +118,9 @@ class Session:
         return self._steps * whole + (self.engine.sent(self.optimizer) or 0)
 
 
-def _engine(
-    configuration: Configuration, training: Training, folder: Path, wire: str, model: Chain
-) -> Engine:
+def _engine(configuration: Configuration, bucket: float, folder: Path, wire: str, model: Chain) -> Engine:
     """The engine of a configuration; ``model`` is made to recompute as it says."""
-    name, stage, bucket = configuration.engine, configuration.stage, training.bucket_mb
+    name, stage = configuration.engine, configuration.stage
     blocks = [module for module in model.modules() if isinstance(module, GPTBlock)]
     if configuration.ours:
         model.checkpoint_interval = int(configuration.recompute)

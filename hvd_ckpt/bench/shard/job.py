@@ -1,12 +1,32 @@
-"""The configurations that are compared, the training that they do, and what a rank finds out about them."""
+"""The configurations that are compared, the settings of the command, and what a rank finds out about a configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
+
+from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.bench.harness.jobs import RankJob
-from hvd_ckpt.bench.harness.workloads import Gpt
+from hvd_ckpt.bench.harness.settings import (
+    BenchSettings,
+    check_devices,
+    controller_setting,
+    device_setting,
+    names_of,
+    quick_setting,
+    setting,
+    text_setting,
+    timeout_setting,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hvd_ckpt.bench.harness.workloads import Gpt
 
 OURS = "hvd_ckpt"
 ENGINES: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -68,23 +88,100 @@ def configurations(stages: Collection[int], peers: Collection[str]) -> list[Conf
     return chosen
 
 
-@dataclass(frozen=True)
-class Training:
-    """The training that all configurations do: micro-batches of one sample, with Adam in float32.
+PEERS = ("ddp", "zero", "fsdp2", "deepspeed")
+NOBODY = "none"
+VOCABULARY = 320  # bytes, and a separator of files; a multiple of 64
 
-    Attributes:
-        model: its sizes.
-        passes: micro-batches of a step on each rank.
-        bucket_mb: largest bucket of gradients, in MiB.
-        text: a file; None for the source text of the Python standard library.
-        device: ``cpu`` or ``cuda``.
-    """
 
-    model: Gpt
+class Scale(NamedTuple):
+    """Sizes of the model; micro-batches of a step on each rank; MiB of the largest bucket of gradients."""
+
+    sizes: dict[str, int]
     passes: int
     bucket_mb: float
-    text: str | None = None
-    device: str = "cpu"
+
+
+FULL = Scale({"width": 256, "layers": 6, "heads": 8, "length": 128}, 4, 4.0)
+QUICK = Scale({"width": 64, "layers": 2, "heads": 2, "length": 32}, 2, 0.25)
+FOR_WIRE = Scale({"width": 96, "layers": 3, "heads": 4, "length": 64, "batch": 8}, 1, 1.0)
+
+
+@dataclass(frozen=True)
+class Settings(BenchSettings):
+    """What is measured, and how often."""
+
+    ranks: int = setting("Number of ranks.", 4, quick=2, flag="np")
+    stages: tuple[str, ...] = setting(
+        "What is split: 1 optimizer state, 2 gradients, 3 parameters.", "0,1,2,3", type=names_of("0123")
+    )
+    peers: tuple[str, ...] = setting(
+        f"Other engines, or {NOBODY}.", ",".join(PEERS), type=names_of((*PEERS, NOBODY))
+    )
+    accumulate: int | None = setting(
+        "Micro-batches of a step.", note="4; with --quick 2, with --wire 1", type=click.IntRange(1)
+    )
+    rounds: int = setting("Timed steps of each.", 5, quick=2)
+    text: str | None = text_setting()
+    wire: bool = setting("Train with each wire format instead, and compare losses, errors and bytes.", False)
+    steps: int = setting("With --wire: of each run.", 300, quick=10)
+    seeds: int = setting("With --wire: runs of each format.", 5, quick=2)
+    chart: str | None = setting(
+        "For the picture, beside the report's own.",
+        type=click.Path(dir_okay=False),
+        metavar="FILE",
+    )
+    device: str = device_setting()
+    quick: bool = quick_setting(
+        "A tiny model, and everything in one job: shows that it runs, measures little."
+    )
+    controller: str = controller_setting()
+    timeout: float = timeout_setting()
+
+    def check(self) -> None:
+        check_devices(self.device, self.ranks)
+        if self.chart is not None and not Path(self.chart).parent.is_dir():
+            raise BadArgument(f"--chart: there is no folder '{Path(self.chart).parent}'")
+        try:
+            self.tokens()  # also encodes the text, once for all ranks
+        except ValueError as error:
+            raise BadArgument(f"--text: {error}") from None
+
+    @property
+    def scale(self) -> Scale:
+        """What all configurations train, with Adam in float32."""
+        return QUICK if self.quick else FOR_WIRE if self.wire else FULL
+
+    @property
+    def model(self) -> Gpt:
+        """The model's sizes, and the samples of a micro-batch: one, unless the scale says otherwise."""
+        from hvd_ckpt.bench.harness.workloads import Gpt
+
+        return Gpt(vocabulary=VOCABULARY, **{"batch": 1, **self.scale.sizes})
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of a step on each rank."""
+        return self.accumulate or self.scale.passes
+
+    def tokens(self) -> NDArray[Any]:
+        """The tokens of the text.
+
+        Raises:
+            ValueError: the text cannot be read, or is shorter than a sample.
+        """
+        from hvd_ckpt.app.datasets.tokens import Tokens
+
+        array, length = Tokens(self.text).array, self.model.length
+        if len(array) <= length:
+            raise ValueError(f"the text has {len(array)} bytes, fewer than one sample of {length}: give more")
+        return array
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of each rank."""
+        from hvd_ckpt.processes.runtime import threads_per_rank
+
+        return threads_per_rank(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -93,15 +190,14 @@ class ShardJob(RankJob):
 
     Attributes:
         configurations: in this order.
-        training: the model and its steps.
         memory: measure the memory and the messages of each configuration by itself.
         rounds: timed steps of each configuration, in turn; 0 for none.
     """
 
     worker = "hvd_ckpt.bench.shard.worker"
 
+    settings: Settings
     configurations: tuple[Configuration, ...]
-    training: Training
     memory: bool
     rounds: int
 

@@ -18,7 +18,7 @@ from hvd_ckpt.bench.harness.engine import gradients_of
 from hvd_ckpt.bench.harness.jobs import RankJob, own_device, run_rank
 from hvd_ckpt.bench.harness.report import Table
 from hvd_ckpt.bench.shard.engines import Samples, Session, build, loss
-from hvd_ckpt.bench.shard.job import OURS, Configuration, Training
+from hvd_ckpt.bench.shard.job import OURS, Configuration, Settings
 from hvd_ckpt.sharding.formats import WireFormat, wire_formats
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
@@ -28,19 +28,11 @@ LAST = 20  # steps whose mean loss is the final one
 
 @dataclass(frozen=True)
 class WireJob(RankJob):
-    """One model, trained from the same start with each format at stages 2 and 3.
-
-    Attributes:
-        training: the model and its steps.
-        steps: of each run.
-        seeds: so many runs of each format, each from other weights and on other samples.
-    """
+    """One model, trained from the same start with each format at stages 2 and 3; each seed has other weights and samples."""
 
     worker = "hvd_ckpt.bench.shard.wire"
 
-    training: Training
-    steps: int
-    seeds: int
+    settings: Settings
 
 
 @dataclass(frozen=True)
@@ -103,20 +95,20 @@ def _spread(values: Sequence[float], sign: str) -> str:
 def measure(job: WireJob) -> list[Run]:
     """The runs of one rank."""
     hc.init()
-    own_device(job.training.device)
+    own_device(job.settings.device)
     runs = []
     for stage in STAGES:
         for name in FORMATS:
             losses, sent = [], 0
-            for seed in range(job.seeds):
-                samples = Samples(job.training, hc.rank(), hc.size(), seed)
-                session = Session(Configuration(OURS, stage), job.training, job.folder, seed, wire=name)
-                for number in range(job.steps):
+            for seed in range(job.settings.seeds):
+                samples = Samples(job.settings, hc.rank(), hc.size(), seed)
+                session = Session(Configuration(OURS, stage), job.settings, job.folder, seed, wire=name)
+                for number in range(job.settings.steps):
                     before = session.sent() or 0
                     losses.append(session.step(samples.step(number)))
                     sent = (session.sent() or 0) - before
             every = torch.tensor(losses, dtype=torch.float64)
-            everyone = hc.allreduce(every, name=f"losses.{stage}.{name}").view(job.seeds, -1)
+            everyone = hc.allreduce(every, name=f"losses.{stage}.{name}").view(job.settings.seeds, -1)
             means = everyone[:, -LAST:].mean(1).tolist()
             finite = [mean if math.isfinite(mean) else None for mean in means]
             runs.append(Run(stage, name, finite, sent, *_errors(job, name)))
@@ -124,8 +116,8 @@ def measure(job: WireJob) -> list[Run]:
 
 
 def _errors(job: WireJob, name: str) -> tuple[float, float]:
-    model = build(job.training)
-    loss(model, Samples(job.training, hc.rank(), hc.size()).micro_batch(0)).backward()  # type: ignore[no-untyped-call]
+    model = build(job.settings)
+    loss(model, Samples(job.settings, hc.rank(), hc.size()).micro_batch(0)).backward()  # type: ignore[no-untyped-call]
     gradients = gradients_of(model.parameters())
     formats = wire_formats(name)
     return _error(gradients, formats[0]), _error(

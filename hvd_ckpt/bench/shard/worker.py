@@ -32,19 +32,19 @@ class Bench:
     """One rank's model, samples and findings."""
 
     def __init__(self, job: ShardJob) -> None:
-        self.job, self.device = job, own_device(job.training.device)
-        self.samples = Samples(job.training, hc.rank(), hc.size())
+        self.job, self.device = job, own_device(job.settings.device)
+        self.samples = Samples(job.settings, hc.rank(), hc.size())
         self.findings = {configuration.name: Findings() for configuration in job.configurations}
         self._activations: dict[bool, int] = {}
 
     def session(self, configuration: Configuration) -> Session:
         """The configuration, ready for its first step. Collective."""
-        return Session(configuration, self.job.training, self.job.folder / configuration.name)
+        return Session(configuration, self.job.settings, self.job.folder / configuration.name)
 
     def activations(self, recompute: bool) -> int:
         """Peak bytes of a micro-batch of the bare model, above its parameters and gradients."""
         if recompute not in self._activations:
-            model = build(self.job.training)
+            model = build(self.job.settings)
             model.checkpoint_interval = int(recompute)
             sample = self.samples.micro_batch(0)
             loss(model, sample).backward()  # type: ignore[no-untyped-call]

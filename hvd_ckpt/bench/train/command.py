@@ -38,18 +38,12 @@ NOTES = (
 )
 
 
-def _find_model(name: str) -> object:
-    from hvd_ckpt.app.models import catalog
-
-    return catalog.find(name)
-
-
 @dataclass(frozen=True)
 class Settings(BenchSettings):
     """What is measured, and how often."""
 
     models: tuple[str, ...] = setting(
-        "Models to train.", "bert-mini,gpt-tiny", type=names_of(find=_find_model)
+        "Models to train.", "bert-mini,gpt-tiny", type=names_of(find="hvd_ckpt.app.models.catalog:find")
     )
     accumulate: tuple[int, ...] = setting(
         "Numbers of micro-batches of a batch.", "1,4", type=numbers_of("micro-batches")

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from same_bits.job import tensors_of
 from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.densenet import densenet
 from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.bench.replicas.job import tensors_of
 
 STEPS = 4
 WIDTH, TOKENS = 12, 16

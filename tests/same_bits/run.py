@@ -1,36 +1,28 @@
-"""``hvd-ckpt bench replicas``: the same training runs on several numbers of ranks and over both controllers, and their hashes.
+"""What ``hvd-ckpt bench replicas`` does: the same training runs on several numbers of ranks and over both controllers, and hashes.
 
-Exit status 0 if every workload has one hash everywhere, 1 if one has several or a job failed, 2 for a bad argument.
+``job`` has the runs of one number of ranks, ``curves`` the losses of a GPT beside those of stock Horovod.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import click
+from same_bits.curves import CurveJob
+from same_bits.job import WORKLOADS, Job, RankResult
 
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.bench.harness.options import ONE_THREAD, BenchRun, bench_command
+from hvd_ckpt.bench.harness.options import ONE_THREAD, TESTS, BenchRun
 from hvd_ckpt.bench.harness.report import Report, Table, save_figure
-from hvd_ckpt.bench.harness.settings import (
-    CONTROLLERS,
-    BenchSettings,
-    check_replicas,
-    controllers_of,
-    numbers_of,
-    quick_setting,
-    ranks_setting,
-    setting,
-    timeout_setting,
-)
+from hvd_ckpt.bench.harness.settings import CONTROLLERS
+from hvd_ckpt.bench.replicas import ReplicaSettings
+from hvd_ckpt.processes.probe import probe
 
-if TYPE_CHECKING:
-    from hvd_ckpt.bench.replicas.job import RankResult
-
+# Ranks find the modules of this folder.
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(TESTS), *os.environ.get("PYTHONPATH", "").split()])}
 QUICK = ("gpt, reentrant segments, fp16 that overflows", "densenet, SGD, segments, short last batch")
 NOTES = (
     "A hash is of the weights, the buffers, the optimizer's state, the loss scale, and all logged losses and evaluations of a run.",
@@ -38,39 +30,6 @@ NOTES = (
     "controller.",
     "The runs are those of `hvd-ckpt train --replicas`, with tiny models and one CPU thread on each rank.",
 )
-
-
-@dataclass(frozen=True)
-class Settings(BenchSettings):
-    """What is measured, and how often."""
-
-    replicas: int = setting("Logical replicas of each run, a power of two.", 4)
-    sizes: tuple[int, ...] = ranks_setting(
-        "Numbers of ranks; powers of two up to --replicas.", "1,2,4", quick=None
-    )
-    controllers: tuple[str, ...] | None = setting(
-        "Controllers that start the ranks.", note="those of this Horovod", type=controllers_of
-    )
-    workloads: tuple[int, ...] | None = setting(
-        "Numbers of the workloads to train, from 1, such as 1,3.", note="all", type=numbers_of("a workload")
-    )
-    steps: int = setting("Steps of each run.", 6, quick=4)
-    curves: int = setting(
-        "Steps of further runs, of one GPT, whose losses are drawn beside those of stock Horovod; 0 for none.",
-        60,
-        quick=0,
-        type=click.IntRange(0),
-    )
-    quick: bool = quick_setting("Two of the workloads.")
-    timeout: float = timeout_setting(900)
-
-    def check(self) -> None:
-        from hvd_ckpt.bench.replicas.job import WORKLOADS
-
-        check_replicas(self.replicas, self.sizes)
-        if max(self.workloads or (0,)) > len(WORKLOADS):
-            given = ",".join(map(str, self.workloads or ()))
-            raise BadArgument(f"--workloads {given}: there are {len(WORKLOADS)}, give their numbers")
 
 
 @dataclass
@@ -106,19 +65,17 @@ class Hashes:
         return several
 
 
-@bench_command("replicas", width=170, settings=Settings)
-def replicas(run: BenchRun, settings: Settings) -> None:
-    """Train as logical replicas on several numbers of ranks, and compare what comes of it bit for bit.
+def run_replicas(run: BenchRun, settings: ReplicaSettings) -> None:
+    """Runs the jobs in turn, and ends the command.
 
-    Each workload is trained to the end on every number of ranks, and once more from the middle of the run of another number. The
-    table has one hash of all results of each run. A picture has the losses of a GPT on each number of ranks, relative to the
-    smallest, with stock Horovod and as logical replicas.
+    Raises:
+        BadArgument: there is no workload of a number.
     """
-    from hvd_ckpt.bench.replicas.curves import CurveJob
-    from hvd_ckpt.bench.replicas.job import WORKLOADS, Job, RankResult
-
     names = tuple(WORKLOADS)
     if settings.workloads is not None:
+        if max(settings.workloads) > len(names):
+            given = ",".join(map(str, settings.workloads))
+            raise BadArgument(f"--workloads {given}: there are {len(names)}, give their numbers")
         names = tuple(names[number - 1] for number in settings.workloads)
     elif settings.quick:
         names = QUICK
@@ -139,6 +96,7 @@ def replicas(run: BenchRun, settings: Settings) -> None:
                 name=title,
                 controller=controller,
                 threads=1,
+                environment=ENVIRONMENT,
             )
             if ranks and any(rank != ranks[0] for rank in ranks):
                 run.failures[title] = "the ranks end in different bits"
@@ -157,6 +115,7 @@ def replicas(run: BenchRun, settings: Settings) -> None:
                 list[float],
                 controller=places[0][1],
                 threads=1,
+                environment=ENVIRONMENT,
             )
             if losses:
                 so_far.losses[kind][size] = losses[0]
@@ -168,10 +127,8 @@ def replicas(run: BenchRun, settings: Settings) -> None:
     run.finish(report, report.success)
 
 
-def _places(settings: Settings) -> list[tuple[int, str]]:
+def _places(settings: ReplicaSettings) -> list[tuple[int, str]]:
     """Numbers of ranks and controllers, in an order in which neighbours differ most; one rank is the same over every controller."""
-    from hvd_ckpt.processes.probe import probe
-
     controllers = settings.controllers or [name for name in CONTROLLERS if probe(name).works]
     # Each job resumes the runs of the one before it: the more they differ, the more a resumption shows.
     first, *others = controllers
@@ -181,7 +138,7 @@ def _places(settings: Settings) -> list[tuple[int, str]]:
     return [(size, first) for size in sizes] + more
 
 
-def make_report(run: BenchRun, settings: Settings, so_far: Hashes) -> Report:
+def make_report(run: BenchRun, settings: ReplicaSettings, so_far: Hashes) -> Report:
     """The report of all jobs so far."""
     several = so_far.several()
     rows, results = [], []

@@ -1,7 +1,6 @@
 """The loss of the same GPT on several numbers of ranks: with logical replicas, and with stock Horovod.
 
-Both draw the same samples for each step, and divide them among however many ranks there are. Run by the launcher as
-``python -m hvd_ckpt.bench.replicas.curves JOB``.
+Both draw the same samples for each step, and divide them among however many ranks there are.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class CurveJob(RankJob):
         steps: to train.
     """
 
-    worker = "hvd_ckpt.bench.replicas.curves"
+    worker = "same_bits.curves"
 
     replicas: int
     stock: bool

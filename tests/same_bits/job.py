@@ -64,7 +64,7 @@ class Job(RankJob):
         earlier: the folder of another job, whose runs are resumed from the middle; None to resume nothing.
     """
 
-    worker = "hvd_ckpt.bench.replicas.job"
+    worker = "same_bits.job"
 
     replicas: int
     workloads: tuple[str, ...]
