@@ -6,6 +6,7 @@ its floating-point operations at a stated rate; every layer is recomputed in the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,11 @@ class Sizes:
     def _buckets(self, parts: int = 1) -> list[tuple[int, int]]:
         """Bytes of each bucket, and the block whose backward pass completes it."""
         parameters = [parameter for _, parameter in self._named]
-        buckets = lay_out(range(len(parameters) - 1, -1, -1), parameters, CAP)
+        # Within a block a parameter that another one shares is the last to be final.
+        users = Counter(id(one) for block in self._model for one in block.parameters())
+        block_of = {index: self._block_of[id(one)] for index, one in enumerate(parameters)}
+        order = sorted(block_of, key=lambda index: (-block_of[index], users[id(parameters[index])], -index))
+        buckets = lay_out(order, parameters, CAP)
         return [
             (bucket.nbytes // parts, min(self._block_of[id(entry.parameter)] for entry in bucket.entries))
             for bucket in buckets
