@@ -197,7 +197,7 @@ def predict(settings: Settings, recorded: dict[str, Recorded]) -> list[Predictio
     if recorded:  # baselines compute for as long as what was recorded
         first = next(iter(recorded.values())).trace
         sizes.take(first.computing / first.steps)
-    predictions = []
+    predictions: list[Prediction] = []
     for ranks in settings.sizes:
         split = Split(ranks, settings.stages, settings.parts, settings.micro_batches, settings.every)
         found: dict[str, Prediction] = {}

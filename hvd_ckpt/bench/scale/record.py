@@ -232,9 +232,9 @@ def measure(job: RecordJob) -> Recorded:
         elif job.mode == "replicas":
             for replica in optimizer.local_replicas():
                 with replica:
-                    loss((inputs, targets)).backward()
+                    loss((inputs, targets)).backward()  # type: ignore[no-untyped-call]
         else:
-            loss((inputs, targets)).backward()
+            loss((inputs, targets)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     count = job.every if job.mode == "local" else 1

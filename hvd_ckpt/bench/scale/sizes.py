@@ -81,11 +81,12 @@ class Sizes:
         }
 
     def _operations(self, block: nn.Module) -> float:
-        matrices = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
+        linear = [module for module in block.modules() if isinstance(module, nn.Linear)]
+        matrices = sum(module.weight.numel() for module in linear)
         attention = (
             2 * self._length * self._width if isinstance(block, GPTBlock) else 0
         )  # causal: half of all pairs
-        return 2.0 * self._tokens * (matrices + attention)
+        return float(2 * self._tokens * (matrices + attention))
 
     def take(self, seconds: float) -> None:
         """Makes the forward and backward passes take so long in all."""
@@ -147,7 +148,8 @@ class Sizes:
 
     def _reduced(self, trace: Trace, backward: Sequence[float], kind: Kind, parts: int = 1) -> None:
         """A backward pass from which whole gradients are reduced; the last bucket leaves at its end, with the flags."""
-        buckets, numbers = self._buckets(parts), []
+        buckets = self._buckets(parts)
+        numbers: list[int] = []
         flags = 4 * (len(_flags(ControlFlags, len(self._named))) + Sums.SIZE) if trace.queue else 0
         for block in reversed(range(len(backward))):
             trace.compute(backward[block])
