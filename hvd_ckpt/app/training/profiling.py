@@ -106,7 +106,10 @@ def utilization_of_a_unit(config: Config, parts: Assembly, device: torch.device)
             stack.enter_context(torch.no_grad())
             # Other kernels for attention, and fused recurrences, are not all counted.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=False))
+            # The arguments of ``mkldnn.flags`` differ between versions of PyTorch.
+            mkldnn: Any = torch.backends.mkldnn
+            stack.callback(setattr, mkldnn, "enabled", mkldnn.enabled)
+            mkldnn.enabled = False
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(alone())
             stack.enter_context(counter)
