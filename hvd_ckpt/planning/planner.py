@@ -151,8 +151,8 @@ class Planner:
         """
         budget = parse_budget(budget)
         with undisturbed(self._step.model, self._step.device), verifying("never"):
-            # Ends: a failure removes the segments or, if there are none,
-            # all recomputation. Without recomputation, an error is raised.
+            # The loop ends: the first failure removes all segments, the next
+            # one all recomputation. Without recomputation, an error is raised.
             while True:
                 self._say("solving")
                 limit, tried, refused = self._attempt(budget)

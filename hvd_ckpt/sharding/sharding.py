@@ -154,7 +154,7 @@ class Sharding:
         self._given.clear()
         for piece in self.pieces if pieces is None else pieces:
             stepped = piece.parameter
-            # A frozen one has None, as everywhere: code that asks for gradients must find that there is none.
+            # The gradient of a frozen piece is None, as in PyTorch.
             trained = self.layout.parameters[piece.index].requires_grad
             stepped.grad = ShardedGradient(stepped, piece.name, IN_PIECES) if trained else None
 

@@ -130,9 +130,8 @@ class DeepSpeedStages(StageEngine, OnTorch):
         return None if importlib.util.find_spec("deepspeed") else "DeepSpeed is not installed"
 
     def start(self, folder: Path) -> None:
-        os.environ.update(
-            LOCAL_RANK=str(launched_rank_and_size()[0]), DS_ACCELERATOR="cpu"
-        )  # read by DeepSpeed
+        # DeepSpeed reads both.
+        os.environ.update(LOCAL_RANK=str(launched_rank_and_size()[0]), DS_ACCELERATOR="cpu")
         super().start(folder)
 
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[Any, Optimizer]:

@@ -310,7 +310,7 @@ def workload(name: str, sizes: str = "cpu") -> RandomBatch:
     """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no workload has this name.
     """
     if name not in WORKLOADS:
         raise ValueError(f"'{name}' is not one of {', '.join(WORKLOADS)}")

@@ -200,7 +200,7 @@ def predict(settings: Settings, recorded: dict[str, Recorded]) -> list[Predictio
     predictions: list[Prediction] = []
     for ranks in settings.sizes:
         split = Split(ranks, settings.stages, settings.parts, settings.micro_batches, settings.every)
-        found: dict[str, Prediction] = {}
+        by_mode: dict[str, Prediction] = {}
         for mode in settings.modes:
             if settings.model == RECORDED and mode in MODES:
                 if mode not in recorded:
@@ -213,7 +213,7 @@ def predict(settings: Settings, recorded: dict[str, Recorded]) -> list[Predictio
             in_shards = (mode in ("optimizer", "gradients", "parameters"), mode == "parameters")
             saved = Saved(sizes.nbytes, STATE * sizes.nbytes, *in_shards)
             flags = [operation for operation in trace.operations if "flags" in operation.name]
-            found[mode] = Prediction(
+            by_mode[mode] = Prediction(
                 mode,
                 trace,
                 replay(trace, network, ranks),
@@ -222,10 +222,10 @@ def predict(settings: Settings, recorded: dict[str, Recorded]) -> list[Predictio
                 network.agreement(ranks).seconds if trace.queue else 0.0,
                 sum(network.cost(operation, trace, ranks).seconds for operation in flags),
             )
-        if "fsdp2" in found:
-            for prediction in found.values():
-                prediction.of_fsdp2 = prediction.step.communicating / found["fsdp2"].step.communicating
-        predictions += found.values()
+        if "fsdp2" in by_mode:
+            for prediction in by_mode.values():
+                prediction.of_fsdp2 = prediction.step.communicating / by_mode["fsdp2"].step.communicating
+        predictions += by_mode.values()
     return predictions
 
 

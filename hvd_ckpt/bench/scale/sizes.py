@@ -69,7 +69,7 @@ class Sizes:
         self._named = list(self._model.named_parameters())
         self.nbytes = sum(parameter.nbytes for _, parameter in self._named)
         self._tokens, self._length = batch * arguments["length"], arguments["length"]
-        self._width, self._vocabulary = arguments["width"], arguments["vocabulary"]
+        self._width = arguments["width"]
         blocks = list(self._model)
         self.forward = [self._operations(block) / rate for block in blocks]
         self.backward = [3 * seconds for seconds in self.forward]
@@ -83,16 +83,15 @@ class Sizes:
     def _operations(self, block: nn.Module) -> float:
         linear = [module for module in block.modules() if isinstance(module, nn.Linear)]
         matrices = sum(module.weight.numel() for module in linear)
-        attention = (
-            2 * self._length * self._width if isinstance(block, GPTBlock) else 0
-        )  # causal: half of all pairs
+        # Attention is causal: half of all pairs.
+        attention = 2 * self._length * self._width if isinstance(block, GPTBlock) else 0
         return float(2 * self._tokens * (matrices + attention))
 
     def take(self, seconds: float) -> None:
         """Makes the forward and backward passes take so long in all."""
         factor = seconds / sum(self.forward + self.backward)
         self.forward, self.backward = (
-            [factor * one for one in each] for each in (self.forward, self.backward)
+            [factor * taken for taken in blocks] for blocks in (self.forward, self.backward)
         )
 
     def trace(self, mode: str, split: Split) -> Trace:
@@ -122,9 +121,8 @@ class Sizes:
         trace = Trace("start")
         for _ in range(2):
             trace.launch("objects", 512)
-        copies = (
-            2 if mode in ("optimizer", "gradients", "local") else 1
-        )  # by the optimizer, and by the user's own call
+        # The optimizer broadcasts in some modes, and the user's own call in all.
+        copies = 2 if mode in ("optimizer", "gradients", "local") else 1
         for _, parameter in self._named * copies:
             trace.launch("broadcast", parameter.nbytes)
         return trace
@@ -137,8 +135,8 @@ class Sizes:
         """Bytes of each bucket, and the block whose backward pass completes it."""
         parameters = [parameter for _, parameter in self._named]
         # Within a block a parameter that another one shares is the last to be final.
-        users = Counter(id(one) for block in self._model for one in block.parameters())
-        block_of = {index: self._block_of[id(one)] for index, one in enumerate(parameters)}
+        users = Counter(id(parameter) for block in self._model for parameter in block.parameters())
+        block_of = {index: self._block_of[id(parameter)] for index, parameter in enumerate(parameters)}
         order = sorted(block_of, key=lambda index: (-block_of[index], users[id(parameters[index])], -index))
         buckets = lay_out(order, parameters, CAP)
         return [
@@ -201,7 +199,7 @@ class Sizes:
         """Units are gathered before they run, each while the one before runs, and gradients scattered after they have run."""
         layout = Layout(split.ranks)
         *units, root = [
-            sum(map(_padded, layout.add([(str(id(one)), one) for one in unit.parameters])))
+            sum(map(_padded, layout.add([(str(id(parameter)), parameter) for parameter in unit.parameters])))
             for unit in find_units(self._model)
         ]
         launched = _InFlight(trace, kind)

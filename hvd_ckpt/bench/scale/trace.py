@@ -32,7 +32,7 @@ class Operation:
             ``objects`` gathers a value of each rank; ``message`` goes to another stage, ``exchange`` to each other part.
         nbytes: what is reduced, scattered, broadcast, or gathered in all; of ``objects`` the value of one rank; of a message
             what one receiver gets.
-        name: for people.
+        name: as in Horovod, or what is sent. The name of a message with control flags contains ``flags``.
         after: number of the operation in the trace whose end it needs, or -1.
     """
 
