@@ -229,7 +229,7 @@ def read_weights(snapshot: Snapshot, wanted: Sequence[ShardRange]) -> list[tuple
                     (elements.name, shard.offset, shard.stop, values) for elements in by_name[shard.name]
                 ]
     for stored, parts in anew.items():
-        for elements in by_name[stored]:
+        for elements in by_name[stored] if parts else ():  # one without elements has no shards
             flat = elements.spec.flatten(slices.whole(stored, parts))
             pieces.append((elements.name, 0, elements.spec.numel, flat))
     return pieces
