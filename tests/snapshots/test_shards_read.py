@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
+from snapshot_files import opened_files
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -105,16 +104,8 @@ def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @contextmanager
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Names of weight files that are read inside, without those that rank 0 verifies for all."""
-    counts: Counter[str] = Counter()
     names: set[str] = set()
-
-    def spying(path: Any, *arguments: Any, **options: Any) -> int:
-        counts[Path(os.fspath(path)).name] += 1
-        return unspied(path, *arguments, **options)
-
-    unspied = os.open
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", spying)
+    with opened_files(monkeypatch) as counts:
         yield names
     verified = 1 if hc.rank() == 0 else 0
     names.update(name for name, count in counts.items() if "weights-" in name and count > verified)
