@@ -19,6 +19,7 @@ from hvd_ckpt.snapshots import reader, snapshots as snapshots_module
 from hvd_ckpt.snapshots.content import ShardState
 from hvd_ckpt.snapshots.files import open_snapshot
 from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.loading import load_weights
 from hvd_ckpt.snapshots.schema import RankShards, ShardMetadata, shard_file, weights_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -243,13 +244,13 @@ def test_a_shard_that_is_damaged_after_it_was_found_is_an_error_on_all_ranks(
         Run(seed, trained=True, shard=3).save(folder / name)
     file = folder / "run" / "snapshots" / STEP / weights_file(hc.size() - 1)
 
-    def read_and_damage(files: Any) -> Any:
-        snapshot = reader.read_rank(files)
+    def damage_and_load(*arguments: Any) -> None:
         if hc.rank() == 0:
             change(file)
-        return snapshot
+        hc.barrier()
+        load_weights(*arguments)
 
-    monkeypatch.setattr(snapshots_module, "read_rank", read_and_damage)
+    monkeypatch.setattr(snapshots_module, "load_weights", damage_and_load)
     run = Run(2, shard=3)
     before = run.state()
     with pytest.raises(SnapshotError, match=f"'{file.parent}' .*{says}") as error:
