@@ -138,7 +138,8 @@ class RunShards:
             stage=self.stage,
             pipeline_stages=current().stages,
             tensor=current().tensor,
-            parameters=self._tensors,
+            # Once for all ranks: rank 0 would read them of each.
+            parameters=self._tensors if current().number == 0 else {},
             optimizer=ShardMetadata.of(pieces),
             weights=None if weights is None else ShardMetadata.of(piece[:3] for piece in weights),
         )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.snapshots.files import SnapshotFiles, naming, open_snapshot
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.reader import SnapshotFiles, naming, open_snapshot
 from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST, REPLICATED, rank_file, shard_file
 from hvd_ckpt.snapshots.tensors import save_weights
 from hvd_ckpt.utils.schema import Wrong, shown

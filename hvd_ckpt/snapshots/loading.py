@@ -15,12 +15,13 @@ from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.state import load_parts, ranges_of
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.sharding.state import ShardRange, assembled, load_parts, ranges_of
 from hvd_ckpt.snapshots.content import RunShards, named_tensors
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.resume import read_shards
+from hvd_ckpt.snapshots.resume import read_shards, read_weights
 from hvd_ckpt.snapshots.schema import libraries
 from hvd_ckpt.snapshots.slices import cuts_of
 
@@ -43,20 +44,42 @@ class Target:
 
 
 def load_weights(snapshot: Snapshot, model: nn.Module, optimizer: Any, shards: RunShards) -> None:
-    """Loads weights and buffers into a model that is distributed already: sharded, say, or in pipeline stages. Collective."""
+    """Loads weights and buffers into a model that is distributed already: sharded, say, or in pipeline stages. Collective.
+
+    Raises:
+        SnapshotError: a file is damaged, or no longer there; on every rank, with the model as it was.
+    """
+    split: list[ShardRange] = []
+    whole: dict[str, ShardRange] = {}
+    tensors = named_tensors(model) if shards.sharded else {}
     if shards.splits_each:
-        pieces = [
-            (name, 0, spec.numel, spec.flatten(snapshot.weights[name]))
-            for name, spec in zip(optimizer.sharding.layout.names, optimizer.sharding.layout.specs)
+        layout = optimizer.sharding.layout
+        specs = dict(zip(layout.names, layout.specs))
+        split = [
+            ShardRange(name, start, stop, specs[name], False)
+            for name, start, stop, _ in optimizer.weight_pieces()
         ]
-        optimizer.load_weight_pieces(pieces)
+    for name, tensor in tensors.items():
+        if not (isinstance(tensor, nn.Parameter) and shards.splits_each):
+            whole[name] = ShardRange(name, 0, tensor.numel(), TensorSpec.of(tensor), True)
+    with errors_on_all("Snapshots: weights"):
+        if shards.sharded:
+            pieces = read_weights(snapshot, [*split, *whole.values()])
+        else:
+            weights = snapshot.weights
     if not shards.sharded:
-        model.load_state_dict(snapshot.weights)
+        model.load_state_dict(weights)
         return
+    if shards.splits_each:
+        optimizer.load_weight_pieces(pieces)
+    by_name: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for name, start, stop, values in pieces:
+        by_name.setdefault(name, []).append((start, stop, values))
     with torch.no_grad():
-        for name, tensor in named_tensors(model).items():
-            if not (isinstance(tensor, nn.Parameter) and shards.splits_each):
-                tensor.copy_(snapshot.weights[name])
+        for name, (_, start, stop, spec, _) in whole.items():
+            of_tensor = by_name.get(name, [])
+            flat = assembled(of_tensor, start, stop, f"weights[{name!r}]", tensors[name])
+            tensors[name].copy_(spec.unflatten(flat))
 
 
 def load_state(
@@ -95,7 +118,7 @@ def load_state(
                 part["pieces"] = [[names.get(name, name), *rest] for name, *rest in part["pieces"]]
         elif current().stages > 1:  # each of which has a part of what is whole there
             state = snapshot.replicated["optimizer"]
-            sizes = {name: tensor.numel() for name, tensor in snapshot.weights.items()}
+            sizes = {name: tensor.numel() for name, tensor in snapshot.weight_specs.items()}
             pieces = [[name, 0, sizes[name]] for name in expected]
             if len(pieces) != sum(len(group["params"]) for group in state["param_groups"]):
                 raise SnapshotError(

@@ -3,8 +3,9 @@
 Hashes show that a snapshot is what was written, not that a run wrote it, and PyTorch loads state of another model or optimizer and
 fails in the step that follows. So names and shapes are compared before anything is used.
 
-Resharding: each rank maps the files of the ranks that had elements of its own, and copies only these elements. So a job of any size
-and stage, sharded or not, resumes from any other, and no rank holds more than it will have.
+Resharding: each rank maps the files of the ranks that had elements of its own, of weights as of the optimizer's state, and copies
+only these elements. So a job of any size and stage, sharded or not, resumes from any other, and no rank holds more than it will
+have.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from torch import Tensor, nn
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange, ranges_of
-from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
+from hvd_ckpt.snapshots.files import naming
+from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import (
     DAMAGED,
     ShardingMetadata,
     ShardMetadata,
     shard_file,
 )
-from hvd_ckpt.snapshots.slices import Slices, local_spec
+from hvd_ckpt.snapshots.slices import Piece, Slices, local_spec
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.schema import Wrong, first_error, shown
 from hvd_ckpt.utils.states import OptimizerState, described, is_number
@@ -168,7 +169,70 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
     return [twin.state[parameter] for parameter in parameters]
 
 
-# ------------------------------------------------------------------------------------ sharded state
+# ------------------------------------------------------------------------------------ shards
+
+
+def read_weights(snapshot: Snapshot, wanted: Sequence[ShardRange]) -> list[tuple[str, int, int, Tensor]]:
+    """Weights that have these elements: name, first and last + 1 element, and values (1-D), mapped from files where they can be.
+
+    Of the weights in shards, only files with some of the elements are read; all that have some of a parameter, if it is cut anew
+    or its elements lie in another order.
+
+    Args:
+        snapshot: whose names and shapes are those of the elements, see :func:`check_tensors`.
+
+    Raises:
+        SnapshotError: a shard is damaged, or no longer there.
+    """
+    files, sharding = snapshot.files, snapshot.sharding
+    in_shards = {} if files is None else files.weights_in_shards
+    aliases = {} if files is None else files.manifest.aliases
+    pieces: list[tuple[str, int, int, Tensor]] = []
+    by_name: dict[str, list[ShardRange]] = {}
+    for elements in wanted:
+        stored = aliases.get(elements.name, elements.name)
+        if stored in in_shards:
+            by_name.setdefault(stored, []).append(elements)
+        else:
+            whole = snapshot.slice_of(elements.name, snapshot.first_weights[stored])
+            pieces.append((elements.name, 0, elements.spec.numel, elements.spec.flatten(whole)))
+    if not by_name:
+        return pieces
+    assert files is not None and sharding is not None and sharding.weights is not None
+    cuts = {
+        stored: snapshot.cuts[ranges[0].name]
+        for stored, ranges in by_name.items()
+        if ranges[0].name in snapshot.cuts
+    }
+    slices = Slices(sharding, cuts)
+    anew: dict[str, list[Piece]] = {
+        stored: []
+        for stored, ranges in by_name.items()
+        if slices.is_cut_anew(stored)
+        or any(elements.spec != local_spec(in_shards[stored], cuts.get(stored)) for elements in ranges)
+    }
+    for rank, shards in enumerate(sharding.weights):
+        needed = {
+            shard.name
+            for shard in shards
+            if shard.name in anew
+            or (
+                slices.is_own(shard.name, rank)
+                and any(shard.overlaps(elements) for elements in by_name.get(shard.name, ()))
+            )
+        }
+        for shard, values in files.weight_shards(rank) if needed else ():
+            if shard.name in anew:
+                anew[shard.name].append((rank % sharding.tensor, shard.offset, shard.stop, values))
+            elif shard.name in needed:
+                pieces += [
+                    (elements.name, shard.offset, shard.stop, values) for elements in by_name[shard.name]
+                ]
+    for stored, parts in anew.items():
+        for elements in by_name[stored] if parts else ():  # one without elements has no shards
+            flat = elements.spec.flatten(slices.whole(stored, parts))
+            pieces.append((elements.name, 0, elements.spec.numel, flat))
+    return pieces
 
 
 def check_sharding(
@@ -226,12 +290,8 @@ def read_shards(
     Raises:
         SnapshotError: a shard is damaged, no longer there, or not of such an optimizer.
     """
-    sharding, path = snapshot.sharding, snapshot.path
-    assert sharding is not None and path is not None
-    files = open_snapshot(path)
-    # The rank has read the weights some time ago, and a run may have put another snapshot of this step in their place.
-    if files.manifest != snapshot.manifest:
-        raise SnapshotError(f"The snapshot '{path}' has been written again while it was read: resume again.")
+    sharding, files = snapshot.sharding, snapshot.files
+    assert sharding is not None and files is not None
     by_name = {elements.name: elements for elements in wanted}
     slices = Slices(sharding, cuts or {})
     ranks = [
@@ -250,7 +310,7 @@ def read_shards(
     for rank in ranks or [0]:  # any has the parameter groups
         shards, name = sharding.optimizer[rank], shard_file(rank)
         part = files.state(name, mmap=True)
-        with naming(path, name):
+        with naming(files.path, name):
             try:
                 check_shard(part, shards, expected, groups)
             except Wrong as error:

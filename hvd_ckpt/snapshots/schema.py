@@ -21,7 +21,7 @@ import platform
 import time
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import horovod
 import numpy as np
@@ -33,12 +33,15 @@ from hvd_ckpt.reduction.buckets import is_dense
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.utils.cuts import Cut, cut_of
-from hvd_ckpt.utils.schema import MAX_BYTES, Strict, Wrong, dumps, loads, parse_json, shown
+from hvd_ckpt.utils.schema import Strict, Wrong, dumps, loads, parse_json, shown
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 REPLICATED = "replicated.pt"
 
+# A manifest lists about one shard for each rank and each group of parameters that are gathered together, twice: of weights and
+# of optimizer state. That is 3 KiB for each rank of a model of 24 blocks. Other JSON files do not grow with ranks.
+MAX_MANIFEST_BYTES = 256 << 20
 MAX_STEP = 10**18
 MAX_RANKS = 1_000_000
 DAMAGED = "use the snapshot before it, or restore it from a copy"
@@ -114,8 +117,11 @@ class TensorMetadata(Strict):
         return self
 
 
-class ShardMetadata(Strict):
-    """A shard of a parameter: ``size`` elements from ``offset`` on, in the order of memory."""
+class ShardMetadata(NamedTuple):
+    """A shard of a parameter: ``size`` elements from ``offset`` on, in the order of memory.
+
+    In a manifest it is a list of the three, or in one of an earlier version an object.
+    """
 
     name: str
     offset: Natural
@@ -204,7 +210,7 @@ class ShardingMetadata(Strict):
 
 
 class RankShards(Strict):
-    """One rank's part of :class:`ShardingMetadata`."""
+    """One rank's part of :class:`ShardingMetadata`; only rank 0's has ``parameters``, which are those of all."""
 
     stage: int
     pipeline_stages: int = 1
@@ -325,12 +331,12 @@ class Manifest(Strict):
         Raises:
             Wrong: it is not a manifest, or damaged.
         """
-        document = loads(content, _GIVE, DAMAGED)
+        document = loads(content, _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
         if not isinstance(document, dict) or document.get("format") != "hvd_ckpt snapshot":
             raise Wrong(f'it does not say "format": "hvd_ckpt snapshot": {_GIVE}')
         if document.pop("sha256", None) != _hash(document):
             raise Wrong(f"its content is not what was written (its SHA-256 differs): {DAMAGED}")
-        return parse_json(cls, json.dumps(document).encode(), _GIVE, DAMAGED)
+        return parse_json(cls, json.dumps(document).encode(), _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
 
     def encode(self) -> bytes:
         """The content of its file.
@@ -340,8 +346,10 @@ class Manifest(Strict):
         """
         document = self.model_dump(mode="json")
         text = dumps({**document, "sha256": _hash(document)}).encode()
-        if len(text) > MAX_BYTES:
-            raise Wrong(f"the manifest would be larger than {MAX_BYTES >> 20} MiB: tie fewer weights")
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise Wrong(
+                f"the manifest would be larger than {MAX_MANIFEST_BYTES >> 20} MiB: tie fewer weights"
+            )
         return text
 
 

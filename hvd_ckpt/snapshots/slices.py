@@ -39,7 +39,7 @@ def sliced(snapshot: Snapshot, model: nn.Module) -> Snapshot:
     cuts, grid = cuts_of(model), current()
     if not cuts:
         return snapshot
-    replicated, whole = dict(snapshot.replicated), snapshot.weights
+    replicated, whole = dict(snapshot.replicated), snapshot.weight_specs
 
     def own(name: str, value: Any) -> Any:
         if name not in cuts or not isinstance(value, Tensor) or value.shape != whole[name].shape:
@@ -71,8 +71,7 @@ def sliced(snapshot: Snapshot, model: nn.Module) -> Snapshot:
     if ema is not None and ema["averages"] is not None:
         averages = {name: own(name, value) for name, value in ema["averages"].items()}
         replicated["ema"] = {**ema, "averages": averages}
-    weights = {name: own(name, value) for name, value in whole.items()}
-    return dataclasses.replace(snapshot, weights=weights, replicated=replicated)
+    return dataclasses.replace(snapshot, cuts=cuts, replicated=replicated)
 
 
 def local_spec(there: TensorMetadata, cut: Cut | None) -> TensorSpec:
@@ -138,18 +137,22 @@ class Slices:
                 )
                 if is_element:
                     pieces = [(p, a, b, state["state"][n][key]) for p, a, b, n, state in shards]
-                    value = self._slice(name, pieces)
+                    value = self._flat(name, pieces)
                 kept[key] = value
             if kept:
                 made["state"][number] = kept
             for entry in ("master_weights", "averages"):
                 if there in part.get(entry, {}):
                     pieces = [(p, a, b, state[entry][n]) for p, a, b, n, state in shards]
-                    made.setdefault(entry, {})[number] = self._slice(name, pieces)
+                    made.setdefault(entry, {})[number] = self._flat(name, pieces)
         return made
 
-    def _slice(self, name: str, pieces: Sequence[Piece]) -> Tensor:
-        """The elements of this part's slice, from the elements of all slices there."""
+    def _flat(self, name: str, pieces: Sequence[Piece]) -> Tensor:
+        spec = local_spec(self._sharding.parameters[name], self._cuts.get(name))
+        return spec.flatten(self.whole(name, pieces))
+
+    def whole(self, name: str, pieces: Sequence[Piece]) -> Tensor:
+        """This part's slice of a parameter, or all of one that is not cut, from the elements of all slices there."""
         there, cut, grid = self._sharding.parameters[name], self._cuts.get(name), current()
         count = 1 if there.how is None else self._sharding.tensor
         slices = []
@@ -159,5 +162,4 @@ class Slices:
             flat = assembled(own, 0, math.prod(spec.shape), f"the state of '{name}'", own[0][2])
             slices.append(spec.unflatten(flat))
         whole = slices[0] if there.how is None else there.how.whole(slices)
-        local = whole if cut is None else cut.of(whole, grid.tensor, grid.part)
-        return local_spec(there, cut).flatten(local)
+        return whole if cut is None else cut.of(whole, grid.tensor, grid.part)

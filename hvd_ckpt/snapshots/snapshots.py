@@ -43,7 +43,7 @@ from hvd_ckpt.snapshots.loading import Target, average_state, load_state, load_w
 from hvd_ckpt.snapshots.local import load_local, local_state, whole_state
 from hvd_ckpt.snapshots.order import in_order_of, parameter_names
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
-from hvd_ckpt.snapshots.reader import Snapshot, find, read
+from hvd_ckpt.snapshots.reader import Snapshot, find_files, read_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.schema import DAMAGED
 from hvd_ckpt.snapshots.slices import sliced
@@ -175,16 +175,17 @@ class Snapshots:
         self._open()
         self._resumed = True
         with errors_on_all("Snapshots: find"):
-            newest = find(self.folder / "snapshots") if current().number == 0 else None
+            newest = find_files(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
         # One process chooses for all. Each rank by itself could find another
-        # newest one while files come and go on a network file system.
-        path = of_first_process(newest, "hvd_ckpt.snapshots.path")
-        if path is None:
+        # newest one while files come and go on a network file system. Its manifest comes along: it says how the files are that the
+        # first has verified, and n ranks do not ask the file system for n files each.
+        files = of_first_process(newest, "hvd_ckpt.snapshots.files")
+        if files is None:
             return 0
         with errors_on_all("Snapshots: read"):
-            snapshot = read(path)
+            snapshot = read_rank(files)
             try:
                 check_state(snapshot, LoopState, LoopRankState)
                 specs = {
@@ -199,7 +200,7 @@ class Snapshots:
             except Wrong as error:
                 way_out = ": give the model and optimizer that it was written with, or another folder"
                 raise SnapshotError(
-                    f"The snapshot '{path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
+                    f"The snapshot '{files.path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
                 ) from None
         # Nothing has been changed up to here, so an error leaves model and optimizer as they were.
         load_weights(snapshot, self._model, self._optimizer, self._shards)

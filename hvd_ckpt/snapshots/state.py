@@ -177,7 +177,7 @@ def check_fits(
         # A snapshot has the tensors of the whole model, and a stage those of its blocks.
         return {name: tensor for name, tensor in given.items() if name in expected or not pipeline}
 
-    check_tensors(of_model(snapshot.weights, known), known, "weights", True)
+    check_tensors(of_model(snapshot.weight_specs, known), known, "weights", True)
     ema = snapshot.replicated["ema"]
     if snapshot.sharding is not None:
         check_sharding(snapshot.sharding, specs, cuts_of(model))

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from hvd_ckpt.utils.text import one_line
 
-MAX_BYTES = 64 << 20  # largest JSON file
+MAX_BYTES = 64 << 20  # largest JSON file, unless its owner says otherwise
 
 T = TypeVar("T")
 
@@ -98,33 +98,34 @@ def _value(value: Any) -> str:
 # ------------------------------------------------------------------------------------ JSON
 
 
-def parse_json(schema: type[T], content: bytes, give: str, repair: str) -> T:
+def parse_json(schema: type[T], content: bytes, give: str, repair: str, limit: int = MAX_BYTES) -> T:
     """Parses and validates the content of a JSON file, in which tuples are lists.
 
     Args:
         schema: a :class:`Strict` model, or any other type that pydantic can validate.
         give: the way out if the content is not JSON, such as "give a file that Plan.save() wrote".
         repair: the way out if the content is damaged, such as "make the plan again".
+        limit: the most bytes that it may have.
 
     Raises:
         Wrong: the content is too large, is not JSON, has a repeated key or does not match the schema.
     """
     # Parsed twice: this refuses repeated keys and constants such as NaN, which pydantic's own parser accepts.
-    loads(content, give, repair)
+    loads(content, give, repair, limit)
     try:
         return TypeAdapter(schema).validate_json(content)
     except ValidationError as error:
         raise Wrong(f"{first_error(error)}: {repair}") from None
 
 
-def loads(content: bytes, give: str, repair: str) -> Any:
+def loads(content: bytes, give: str, repair: str, limit: int = MAX_BYTES) -> Any:
     """Parses the content of a JSON file; arguments are those of :func:`parse_json`.
 
     Raises:
         Wrong: the content is too large, not UTF-8, not valid JSON or too deep, or has a nonfinite number or a repeated key.
     """
-    if len(content) > MAX_BYTES:
-        raise Wrong(f"it is larger than {MAX_BYTES >> 20} MiB: {give}")
+    if len(content) > limit:
+        raise Wrong(f"it is larger than {limit >> 20} MiB: {give}")
     try:
         return json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:

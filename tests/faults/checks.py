@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.files import open_snapshot
 from hvd_ckpt.snapshots.folder import SnapshotError, name_of
 from hvd_ckpt.snapshots.schema import rank_file, shard_file
 
@@ -75,7 +76,7 @@ def _state(run: Path, step: int, ranks: int | None) -> dict[str, Any]:
     path = _snapshot(run, step)
     first = reader.read(path, 0)
     state = {"weights": first.weights, **{name: first.replicated.get(name) for name in REPLICATED}}
-    files = reader.open_snapshot(path)
+    files = open_snapshot(path)
     if first.sharding is not None:
         state["shards"] = [files.state(shard_file(rank)) for rank in range(first.ranks)]
     for rank in range(ranks or 0):

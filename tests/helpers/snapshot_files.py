@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.writer import SnapshotWriter
@@ -40,6 +44,21 @@ def file_size_limit(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def opened_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often this process opens files inside, by their names, to verify and read them."""
+    counts: Counter[str] = Counter()
+    unspied = os.open
+
+    def spying(path: Any, *arguments: Any, **options: Any) -> int:
+        counts[os.path.basename(os.fsdecode(path))] += 1
+        return unspied(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", spying)
+        yield counts
 
 
 def sign(path: Path, **changes: Any) -> None:

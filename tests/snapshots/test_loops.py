@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.reader import read
+from hvd_ckpt.snapshots.reader import read_rank
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
@@ -191,7 +191,7 @@ def test_a_streaming_data_set_of_each_rank_resumes_where_it_was(
     check_same(other.results(), expected)
 
     monkeypatch.setattr(
-        "hvd_ckpt.snapshots.snapshots.read", lambda path: dataclasses.replace(read(path), ranks=3)
+        "hvd_ckpt.snapshots.snapshots.read_rank", lambda files: dataclasses.replace(read_rank(files), ranks=3)
     )
     with pytest.raises(SnapshotError, match=r"on each of 3 ranks, and there are 2: resume with as many"):
         streaming().run(folder / "run")
@@ -291,7 +291,7 @@ def test_another_sharding_resumes_and_a_snapshot_of_another_model_is_refused_on_
     for name, value in whole.results().items():
         assert torch.allclose(loop.results()[name], value, atol=1e-5) or name == "next", name
 
-    for options in {}, {"shard": 2}:
+    for options in {}, {"shard": 2}, {"shard": 3}:
         with pytest.raises(ValueError, match=r"step-00000009' cannot be used: weights.*of another model"):
             Loop(width=12, **options).run(folder / "run")
     for options in {}, {"shard": 1}, {"shard": 3}:

@@ -202,6 +202,23 @@ def test_export_errors_are_one_line(
         assert result.exit_code == 2 and says in result.output and result.output.count("\n") == 1
 
 
+def as_object(name: str, offset: int, size: int) -> dict[str, Any]:
+    """A shard as in manifests of earlier versions."""
+    return {"name": name, "offset": offset, "size": size}
+
+
+def test_shards_as_objects_are_read_too(made: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
+    path = made[0]
+    sharding = json.loads((path / "manifest.json").read_bytes())["sharding"]
+    for part in ("weights", "optimizer"):
+        sharding[part] = [[as_object(*shard) for shard in of_rank] for of_rank in sharding[part]]
+    now = reader.read(path)
+    sign(path, sharding=sharding)
+    before = reader.read(path)
+    assert before.sharding == now.sharding
+    assert all(torch.equal(weight, before.weights[name]) for name, weight in now.weights.items())
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -210,7 +227,10 @@ def test_export_errors_are_one_line(
         (lambda shards: shards["parameters"]["bf16"].update(size=[12]), 'each element of "bf16" once'),
         (lambda shards: shards["weights"][0].pop(), "do not have each element of"),
         (lambda shards: shards["optimizer"].pop(), "do not have each element of"),
-        (lambda shards: shards["weights"][0][0].update(size=-1), "size is -1"),
+        (lambda shards: shards["weights"][0].__setitem__(0, as_object(*shards["weights"][0][0][:2], -1)),
+         "size is -1"),
+        (lambda shards: shards["weights"][0][0].__setitem__(2, -1), r"weights\[0\]\[0\]\[2\] is -1"),
+        (lambda shards: shards["weights"][0][0].pop(), r"weights\[0\]\[0\]\[2\] is missing"),
         (lambda shards: (shards["optimizer"].append([]), shards["weights"].append([])), "shards of 3 ranks"),
         (lambda shards: shards["parameters"]["images.weight"].update(stride=[0, 0, 1, 2]), "do not fit"),
         (lambda shards: shards["parameters"].update(more={"size": [1], "stride": [1], "dtype": "float32"}),

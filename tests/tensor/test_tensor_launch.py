@@ -87,7 +87,14 @@ def test_the_command_trains_in_parts_and_resumes_in_one(tmp_path: Path) -> None:
                 (4, "2", "2", "none"),
             ],
         ),
-        ((4, "1", "2", "parameters"), [(2, "1", "2", "optimizer")]),
+        (
+            (4, "1", "2", "parameters"),
+            [
+                (2, "1", "2", "optimizer"),
+                (4, "1", "2", "parameters"),
+                (2, "1", "1", "parameters"),
+            ],
+        ),
         ((1, "1", "1", "none"), [(4, "1", "2", "gradients")]),
         (
             (4, "2", "2", "none", "sequence"),

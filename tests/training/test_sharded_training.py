@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from same import assert_same_state
+from snapshot_files import opened_files
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.build import assemble
@@ -116,14 +117,18 @@ def test_evaluations_show_what_the_model_makes_of_a_text(shared: Path, folder: P
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
-    stage: int, shared: Path, folder: Path
+    stage: int, shared: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first rank reads the shards of the weights for all."""
     values: dict[str, Any] = {"shard": stage, "wire": "int8", "clip": 0.5}
     values["offload"] = "parameters" if stage == 3 else "optimizer"
     values.update(offload_folder=str(folder), check_weights=1, accumulate_locally=False)
     whole = train(shared, **values, output=str(folder / "run"), steps=4, snapshot_every=2)
     weights = reader.read(last(whole)).weights
-    again = train(shared, **values, resume=str(whole.folder / "snapshots" / "step-00000002"), steps=4)
+    with opened_files(monkeypatch) as counts:
+        again = train(shared, **values, resume=str(whole.folder / "snapshots" / "step-00000002"), steps=4)
+    assert counts["model.safetensors"] and counts[f"shard-0000{hc.rank()}.pt"]
+    assert (counts[f"weights-0000{1 - hc.rank()}.safetensors"] > 0) == (hc.rank() == 0)
     assert_same_state(weights, reader.read(last(again)).weights)
     assert whole.evaluation == again.evaluation
 

@@ -148,7 +148,7 @@ def prepare(config: Config, assembly: Assembly, point: ResumePoint | None = None
         with config_errors():
             tensor_parallel(assembly.model)
 
-    # Snapshot: read, validated, and its weights loaded.
+    # Snapshot: read, validated, and its weights loaded on rank 0.
     point = point or find_resume_point(config)
     folder = point.folder
     with errors_everywhere("hvd_ckpt.train.snapshot"):

@@ -27,8 +27,9 @@ from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import state
-from hvd_ckpt.snapshots.reader import Snapshot, find, read
-from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
+from hvd_ckpt.snapshots.files import SnapshotFiles, open_snapshot
+from hvd_ckpt.snapshots.reader import Snapshot, find_files, read_rank
+from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS, Manifest
 from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
 from hvd_ckpt.snapshots.stopping import forget_file
@@ -55,11 +56,13 @@ class ResumePoint:
         folder: of the run.
         snapshot: on the disk, to resume from; None for the beginning.
         commit: a snapshot in memory, to resume from instead.
+        manifest: of the snapshot on the disk.
     """
 
     folder: Path
     snapshot: Path | None = None
     commit: Snapshot | None = None
+    manifest: Manifest | None = None
 
     def read(self) -> Snapshot | None:
         """The state to resume from; None for the beginning.
@@ -71,7 +74,9 @@ class ResumePoint:
         if self.commit is not None:
             own = map_tensors(self.commit.replicated, "state", lambda tensor, _: tensor.clone())
             return dataclasses.replace(self.commit, ranks=hvd.size(), replicated=own)
-        return None if self.snapshot is None else read(self.snapshot, hvd.rank())
+        if self.snapshot is None or self.manifest is None:
+            return None
+        return read_rank(SnapshotFiles(self.snapshot, self.manifest), hvd.rank())
 
 
 def find_resume_point(config: Config) -> ResumePoint:
@@ -106,14 +111,14 @@ def _resumed(path: Path) -> ResumePoint:
             raise ValueError(
                 f"'{path}' is not in the folder 'snapshots' of a run: put it there, with the run's config.yaml"
             )
-        return ResumePoint(path.parent.parent, path)
-    newest = find(path / "snapshots")
+        return ResumePoint(path.parent.parent, path, manifest=open_snapshot(path).manifest)
+    newest = find_files(path / "snapshots")
     if newest is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
     if newest is None:
         warnings.warn(f"'{path}' has no snapshot yet: the run starts from its beginning.", stacklevel=1)
         return ResumePoint(path.resolve())
-    return ResumePoint(path.resolve(), newest.resolve())
+    return ResumePoint(path.resolve(), newest.path.resolve(), manifest=newest.manifest)
 
 
 # ------------------------------------------------------------------------------------ state of a run
@@ -278,7 +283,7 @@ def read_snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> Snapshot | None:
-    """Reads and validates the snapshot to resume from, and loads its weights; None for the beginning.
+    """Reads and validates the snapshot to resume from, and loads its weights on rank 0; None for the beginning.
 
     Args:
         samples: that there are to train on.
@@ -295,7 +300,9 @@ def read_snapshot(
             snapshot = sliced(snapshot, model)
         check_fits(snapshot, model, optimizer)
         try:
-            model.load_state_dict(snapshot.weights)
+            # On the first rank, which reads the shards of all: the others get its weights before the first step, as in every start.
+            if hvd.rank() == 0:
+                model.load_state_dict(snapshot.weights)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"resume {config.resume}: the snapshot is of another model: {reason}") from None

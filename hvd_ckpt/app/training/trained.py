@@ -19,7 +19,7 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.pipeline.chain import WrappedChain
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.export import whole_weights
-from hvd_ckpt.snapshots.reader import open_snapshot
+from hvd_ckpt.snapshots.files import open_snapshot
 from hvd_ckpt.snapshots.schema import REPLICATED
 from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.schema import Wrong

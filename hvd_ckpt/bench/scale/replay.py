@@ -171,7 +171,7 @@ class Saved:
     weights_in_shards: bool = False
 
     def of_rank(self, ranks: int) -> float:
-        """Bytes that the first rank writes."""
+        """Bytes that the first rank writes, and that each rank reads."""
         state = self.state / ranks if self.state_in_shards else self.state
         return state + (self.weights / ranks if self.weights_in_shards else self.weights)
 
@@ -191,10 +191,10 @@ def snapshot(saved: Saved, network: Network, ranks: int, storage: float) -> Snap
     files = ranks * (1 + saved.state_in_shards + saved.weights_in_shards)
     # Rank 0 writes what is not in shards, and then collects a file of each rank.
     write = max(saved.of_rank(ranks) / HASHING, total / storage) + ranks * OPENING
-    # Rank 0 verifies all files. Then every rank reads all weights, and its own part of the state. What one rank of a host has read
-    # is in the memory of that host for the others, but each of them hashes it.
+    # Rank 0 verifies all files. Then every rank reads its own part of what is in shards, and all of the rest. What one rank of a
+    # host has read is in the memory of that host for the others, but each of them hashes it.
     verify = max(total / HASHING, total / storage) + files * OPENING
-    read = hosts * saved.weights + (saved.state if saved.state_in_shards else hosts * saved.state)
-    own = saved.weights + (saved.state / ranks if saved.state_in_shards else saved.state)
-    opened = ranks * OPENING if saved.weights_in_shards else OPENING
-    return SnapshotCost(write, verify + max(own / HASHING, read / storage) + opened, total + read)
+    read = saved.weights * (1 if saved.weights_in_shards else hosts)
+    read += saved.state * (1 if saved.state_in_shards else hosts)
+    load = max(saved.of_rank(ranks) / HASHING, read / storage) + OPENING
+    return SnapshotCost(write, verify + load, total + read)
