@@ -141,6 +141,8 @@ class TotalTerms:
         if self._mean is not None:
             self._total, self._mean = self._mean() if callable(self._mean) else self._mean, None
         if self._total is None:
+            # If this fails, the call that ends the batch must not fail in another way and hide the error.
+            self._total = 0.0
             self._total = float(self._work.wait("the terms of all ranks").item())
         return self._ranks / self._total if self._total else 0.0
 
