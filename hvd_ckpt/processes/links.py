@@ -32,7 +32,8 @@ from hvd_ckpt.processes.near import Awaited, Listener, NearLink, PeerEnded
 from hvd_ckpt.processes.rendezvous import PORT, own_address, rank_variables
 
 SCOPE = "hvd_ckpt.processes.links"  # in the launcher's rendezvous server
-ASK_SECONDS = 0.02  # between two questions to it
+ASK_SECONDS = 0.02  # between two questions of a process to it
+QUESTIONS = 2000  # of all processes to it in a second
 FAILURE_BYTES = 1000
 FAILURE_SECONDS = 1.0  # in which the message of a process that ends by an error is sent
 GRACE_SECONDS = (
@@ -271,8 +272,9 @@ _starts = itertools.count()
 class _Board:
     """The launcher's rendezvous server, where each process leaves what the others need to find it."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int) -> None:
         self.address, self._port = os.environ[GLOO_ADDRESS], int(os.environ[PORT])
+        self._between = max(ASK_SECONDS, processes / QUESTIONS)
         self._scope = f"{SCOPE}.{next(_starts)}"  # a second start in this process finds nothing of the first
 
     def put(self, key: str, value: Any) -> None:
@@ -284,7 +286,7 @@ class _Board:
                 try:
                     return read_data_from_kvstore(self.address, self._port, self._scope, quote(key))
                 except RuntimeError:  # not there yet
-                    time.sleep(ASK_SECONDS)
+                    time.sleep(self._between)
 
     def own_address(self) -> str:
         """This host's address on the way to the launcher."""
@@ -300,11 +302,13 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
         whole_in("HOROVOD_LOCAL_RANK") or 0,
         whole_in("HOROVOD_LOCAL_SIZE") or 1,
     )
-    board = _Board()
+    board = _Board(processes)
     near = Listener()
-    # Every process puts its own entry before it asks for others. So no order of arrival can block them.
     board.put(f"rank {process}", (Peer.here(process), near.host, near.name))
-    everyone = [board.get(f"rank {other}") for other in range(processes)]
+    # Rank 0 asks for each entry, and the others for its list: n questions, where each for each other would be n squared.
+    if process == 0:
+        board.put("all ranks", [board.get(f"rank {other}") for other in range(processes)])
+    everyone = board.get("all ranks")
     grid.peers = [peer for peer, _, _ in everyone]
     grid.horovod = {"environment": _world_environment(grid, board)}
     group = _group(board, process, processes)  # here everyone listens
@@ -321,7 +325,7 @@ def _world_environment(grid: Grid, board: _Board) -> dict[str, str]:
         server = RendezvousServer()  # a daemon thread, which ends with the process
         board.put(key, (board.own_address(), server.start()))
     hosts = [_machine(grid.peers[grid.process(grid.stage, replica)]) for replica in range(grid.replicas)]
-    return rank_variables(grid.replica, hosts, *board.get(key))
+    return rank_variables(hosts, *board.get(key))[grid.replica]
 
 
 def _machine(peer: Peer) -> tuple[str, tuple[str, ...]]:

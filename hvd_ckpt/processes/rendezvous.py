@@ -6,9 +6,11 @@ Under ``torchrun`` and ``srun`` the first rank runs that server, as in Horovod's
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
 
@@ -23,11 +25,10 @@ FIRST_PORT, PORTS = 20000, 10000  # for a job of Slurm, by its number
 SECONDS, LONGEST = 300.0, 1e6  # in which all ranks of a job must have started
 
 
-def rank_variables(rank: int, hosts: Sequence[Hashable], address: str, port: int) -> dict[str, str]:
-    """What ``horovodrun --gloo`` would tell a rank.
+def rank_variables(hosts: Sequence[Hashable], address: str, port: int) -> list[dict[str, str]]:
+    """What ``horovodrun --gloo`` would tell each rank.
 
     Args:
-        rank: its number.
         hosts: of all ranks, in their order.
         address, port: of the rendezvous server.
     """
@@ -37,19 +38,31 @@ def rank_variables(rank: int, hosts: Sequence[Hashable], address: str, port: int
     #     local rank     0   1   0
     #     cross rank     0   0   1
     #     cross size     2   1   2        host b has no rank with local number 1
-    own = hosts[rank]
-    local = hosts[:rank].count(own)
-    across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local]
-    return {
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(len(hosts)),
-        "HOROVOD_LOCAL_RANK": str(local),
-        "HOROVOD_LOCAL_SIZE": str(hosts.count(own)),
-        "HOROVOD_CROSS_RANK": str(across.index(own)),
-        "HOROVOD_CROSS_SIZE": str(len(across)),
-        GLOO_ADDRESS: address,
-        PORT: str(port),
-    }
+    sizes = Counter(hosts)  # in the order of their first ranks
+    cross_ranks: dict[tuple[Hashable, int], int] = {}
+    cross_sizes: Counter[int] = Counter()
+    for host, size in sizes.items():
+        for local in range(size):
+            cross_ranks[host, local] = cross_sizes[local]
+            cross_sizes[local] += 1
+    variables = []
+    earlier: Counter[Hashable] = Counter()
+    for rank, host in enumerate(hosts):
+        local = earlier[host]
+        earlier[host] += 1
+        variables.append(
+            {
+                "HOROVOD_RANK": str(rank),
+                "HOROVOD_SIZE": str(len(hosts)),
+                "HOROVOD_LOCAL_RANK": str(local),
+                "HOROVOD_LOCAL_SIZE": str(sizes[host]),
+                "HOROVOD_CROSS_RANK": str(cross_ranks[host, local]),
+                "HOROVOD_CROSS_SIZE": str(cross_sizes[local]),
+                GLOO_ADDRESS: address,
+                PORT: str(port),
+            }
+        )
+    return variables
 
 
 def join_job(launcher: str, seconds: float | None = None) -> None:
@@ -73,16 +86,17 @@ def join_job(launcher: str, seconds: float | None = None) -> None:
         # Another job may have a store at this place, and torchrun's outlives a restart.
         told = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
         name = ".".join(("hvd_ckpt", *(os.environ.get(variable, "") for variable in told)))
+        # get() waits until a key is there. Rank 0 answers when all ranks have come, so that each asks one question.
+        store.set(f"{name}.host.{rank}", here)
         if rank == 0:
+            hosts = [store.get(f"{name}.host.{other}").decode() for other in range(size)]
             server = RendezvousServer()  # a daemon thread, which ends with the process
             own = own_address(address, port)
             # A loopback address means that the meeting point is on this host, at an address that all ranks know.
-            own = "" if own.startswith("127.") or own == "::1" else own
-            store.set(f"{name}.server", f"{server.start()} {own}")
-        store.set(f"{name}.host.{rank}", here)
-        # get() waits until a key is there. So all ranks have come when this returns, and rank 0's server runs.
-        hosts = [store.get(f"{name}.host.{other}").decode() for other in range(size)]
-        server_port, _, server_address = store.get(f"{name}.server").decode().partition(" ")
+            own = address if own.startswith("127.") or own == "::1" else own
+            for other, variables in enumerate(rank_variables(hosts, own, server.start())):
+                store.set(f"{name}.variables.{other}", json.dumps(variables))
+        own_variables = json.loads(store.get(f"{name}.variables.{rank}"))
     except (RuntimeError, OSError) as error:  # of PyTorch's store, in several lines
         reason = str(error).split("\n", 1)[0]
         raise ValueError(
@@ -90,7 +104,7 @@ def join_job(launcher: str, seconds: float | None = None) -> None:
             f"{MASTER_ADDRESS} to the host of rank 0 and {MASTER_PORT} to a free port of it, the same on all ranks"
         ) from None
     _keep.append(store)  # which rank 0 may hold for the others
-    os.environ.update(rank_variables(rank, hosts, server_address or address, int(server_port)))
+    os.environ.update(own_variables)
 
 
 _keep: list[TCPStore] = []

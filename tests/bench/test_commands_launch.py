@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 from hvd_ckpt.bench.command import bench
@@ -17,6 +18,9 @@ from hvd_ckpt.bench.compare.command import compare
 from hvd_ckpt.bench.local.command import can_throttle
 
 pytestmark = pytest.mark.launch
+with_torch_1f1b = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="PyTorch 2.6's own 1F1B does not end over Gloo"
+)
 
 Run = Callable[..., tuple[str, dict[str, Any]]]
 
@@ -58,6 +62,7 @@ def test_replicas_have_one_hash_on_any_number_of_ranks(run: Run) -> None:
     assert found[0]["skipped_steps"][0] > 0  # where the loss scale found an overflow
 
 
+@with_torch_1f1b
 def test_engines_of_pipeline_take_the_same_steps(run: Run, tmp_path: Path) -> None:
     options = ("--workloads", "gpt", "--schedules", "1f1b,interleaved", "--engines", "gloo,torch")
     found = run(bench, "pipeline", "--quick", *options)[1]["results"][1:]
@@ -78,6 +83,7 @@ def test_engines_of_pipeline_take_the_same_steps(run: Run, tmp_path: Path) -> No
     assert list((tmp_path / "report").glob("timeline-*.png"))
 
 
+@with_torch_1f1b
 def test_stages_are_right_where_micro_batches_have_unevenly_many_tokens(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

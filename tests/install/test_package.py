@@ -119,6 +119,8 @@ def test_the_wheel_trains_without_the_clone(wheel: Path, tmp_path: Path) -> None
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     requirements = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (packages / "requirements.pth").write_text("\n".join(requirements))  # not what .pth files there name
+    # What setuptools puts there: Horovod's launcher imports distutils, which Python 3.12 has no longer.
+    (packages / "setuptools.pth").write_text("import _distutils_hack; _distutils_hack.add_shim()")
     environment = {
         name: value
         for name, value in os.environ.items()
