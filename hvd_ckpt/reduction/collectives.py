@@ -172,7 +172,7 @@ class Collectives:
     """The collectives of the ranks of a process set.
 
     All ranks must launch the same ones. A name (``what``) is the same on every rank, and free again once its work has been waited
-    for. Tensors are untouched until then.
+    for. Until then nobody may change the tensors that are sent.
 
     Args:
         process_set: Horovod's, the ranks that take part.

@@ -19,7 +19,7 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Communicator(Collectives):
-    """The operation and the ranks of all reductions of one optimizer, which gives them their names.
+    """The reductions of one optimizer: their operation and ranks, and the prefix of their names, which the reducer sets.
 
     Args:
         process_set, op, prescale_factor, postscale_factor, compression: as in Horovod.
