@@ -54,6 +54,7 @@ def test_a_rank_that_is_lost_and_comes_back_changes_nothing(tmp_path: Path) -> N
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     command = [PROGRAM, "train", *SETTINGS, f"--text={text}"]
     launcher = ["horovodrun", "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
+    launcher += ["--gloo-timeout-seconds", "120"]  # in which a new rank must start on a busy machine
     launcher += ["--host-discovery-script", str(script), "--blacklist-cooldown-range", "1", "2"]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(
