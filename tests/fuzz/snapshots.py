@@ -219,7 +219,11 @@ def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
             and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
         ):
             return "no snapshot"  # reading never gives such weights
-        changed = {"per_stage": (value,)} if part == "per_rank" else {part: value}
+        changed: dict[str, Any] = {part: value}
+        if part == "per_rank":
+            changed = {"per_stage": (value,)}
+        elif part == "weights":
+            changed = {"first_weights": value, "files": None}
         resume(dataclasses.replace(good, ranks=ranks, **changed))
         return None
 
