@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.collectives import Collectives, Work
-from hvd_ckpt.sharding.exchange import Kind, Traffic
+from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.sharding.exchange import Traffic, exchange_rows
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 
 
@@ -15,19 +16,20 @@ class PeerExchange:
     """Exchanges flat runs of equal rows, a row for each peer. All ranks of the process set launch the same ones.
 
     Args:
-        collectives: of the process set, which carry the messages.
-        peers: positions in the set of the ranks that exchange with this one, in rank order, with its own.
+        process_set: Horovod's; it carries the messages.
+        peers: positions in it of the ranks that exchange with this one, in rank order, with its own.
+        prefix: of all tensor names, the same on every rank.
         traffic: counts what this rank sends.
 
     Attributes:
-        collectives: as given.
         ranks: number of peers.
         rank: this rank's place among them.
     """
 
-    def __init__(self, collectives: Collectives, peers: Sequence[int], traffic: Traffic) -> None:
-        self.ranks, self.rank = len(peers), list(peers).index(collectives.process_set.rank())
-        self.collectives, self._peers, self._traffic = collectives, list(peers), traffic
+    def __init__(self, process_set: Any, peers: Sequence[int], prefix: str, traffic: Traffic) -> None:
+        self.prefix = prefix
+        self.ranks, self.rank = len(peers), list(peers).index(process_set.rank())
+        self.process_set, self._peers, self._traffic = process_set, list(peers), traffic
 
     def scatter(self, flat: torch.Tensor, what: str, format: WireFormat) -> Work:
         """Sends each peer its row of ``flat`` [ranks * m], encoded.
@@ -39,7 +41,7 @@ class PeerExchange:
             return Work((), lambda _: flat.view(1, -1))
         wire = format.encode(flat, self.ranks)
         self._count("reduce_scatter", flat, format)
-        return self.collectives.exchange_rows(wire, f"{what}.scatter", self._peers)
+        return exchange_rows(wire, f"{self.prefix}.{what}.scatter", self.process_set, self._peers)
 
     def gather(self, row: torch.Tensor, what: str, format: WireFormat) -> Work:
         """Sends ``row`` [m] to all peers.
@@ -57,9 +59,10 @@ class PeerExchange:
             format.decode(rows, flat)
             return flat
 
-        return self.collectives.exchange_rows(wire, f"{what}.gather", self._peers).then(decoded)
+        name = f"{self.prefix}.{what}.gather"
+        return exchange_rows(wire, name, self.process_set, self._peers).then(decoded)
 
-    def _count(self, kind: Kind, flat: torch.Tensor, format: WireFormat) -> None:
+    def _count(self, kind: Any, flat: torch.Tensor, format: WireFormat) -> None:
         row = format.row_bytes(flat.numel() // self.ranks, flat.dtype)
         self._traffic.count(kind, (self.ranks - 1) * row)
 
