@@ -27,6 +27,7 @@ AT_STEP = (
 SHARDED = CASE in ("alone", "unit", "gone")
 
 hc.init(stall_timeout=300)
+torch.manual_seed(0)  # other weights on each rank would be an error of their own
 model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
 optimizer = hc.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1),
