@@ -206,8 +206,8 @@ def test_another_number_of_ranks_and_other_periods_begin_at_the_end_of_one(
     assert again.optimizer.averaging.step == 2
 
     def of_three(point: resuming.ResumePoint) -> Snapshot | None:
-        assert point.snapshot is not None
-        return dataclasses.replace(reader.read(point.snapshot, hc.rank()), ranks=3)
+        assert point.files is not None
+        return dataclasses.replace(reader.read(point.files.path, hc.rank()), ranks=3)
 
     monkeypatch.setattr(resuming.ResumePoint, "read", of_three)
     with pytest.raises(ConfigError, match="on 2 ranks: the snapshot of step 3 .* start 3 ranks"):

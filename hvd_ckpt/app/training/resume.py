@@ -29,7 +29,7 @@ from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import state
 from hvd_ckpt.snapshots.files import SnapshotFiles, open_snapshot
 from hvd_ckpt.snapshots.reader import Snapshot, find_files, read_rank
-from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS, Manifest
+from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
 from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
 from hvd_ckpt.snapshots.stopping import forget_file
@@ -54,15 +54,13 @@ class ResumePoint:
 
     Attributes:
         folder: of the run.
-        snapshot: on the disk, to resume from; None for the beginning.
+        files: of the snapshot to resume from; None for the beginning.
         commit: a snapshot in memory, to resume from instead.
-        manifest: of the snapshot on the disk.
     """
 
     folder: Path
-    snapshot: Path | None = None
+    files: SnapshotFiles | None = None
     commit: Snapshot | None = None
-    manifest: Manifest | None = None
 
     def read(self) -> Snapshot | None:
         """The state to resume from; None for the beginning.
@@ -74,9 +72,7 @@ class ResumePoint:
         if self.commit is not None:
             own = map_tensors(self.commit.replicated, "state", lambda tensor, _: tensor.clone())
             return dataclasses.replace(self.commit, ranks=hvd.size(), replicated=own)
-        if self.snapshot is None or self.manifest is None:
-            return None
-        return read_rank(SnapshotFiles(self.snapshot, self.manifest), hvd.rank())
+        return None if self.files is None else read_rank(self.files, hvd.rank())
 
 
 def find_resume_point(config: Config) -> ResumePoint:
@@ -111,14 +107,14 @@ def _resumed(path: Path) -> ResumePoint:
             raise ValueError(
                 f"'{path}' is not in the folder 'snapshots' of a run: put it there, with the run's config.yaml"
             )
-        return ResumePoint(path.parent.parent, path, manifest=open_snapshot(path).manifest)
+        return ResumePoint(path.parent.parent, open_snapshot(path))
     newest = find_files(path / "snapshots")
     if newest is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
     if newest is None:
         warnings.warn(f"'{path}' has no snapshot yet: the run starts from its beginning.", stacklevel=1)
         return ResumePoint(path.resolve())
-    return ResumePoint(path.resolve(), newest.path.resolve(), manifest=newest.manifest)
+    return ResumePoint(path.resolve(), dataclasses.replace(newest, path=newest.path.resolve()))
 
 
 # ------------------------------------------------------------------------------------ state of a run
