@@ -216,10 +216,7 @@ def read_weights(snapshot: Snapshot, wanted: Sequence[ShardRange]) -> list[tuple
             shard.name
             for shard in shards
             if shard.name in anew
-            or (
-                slices.is_own(shard.name, rank)
-                and any(shard.overlaps(elements) for elements in by_name.get(shard.name, ()))
-            )
+            or any(slices.takes(shard, rank, elements) for elements in by_name.get(shard.name, ()))
         }
         for shard, values in files.weight_shards(rank) if needed else ():
             if shard.name in anew:
@@ -297,14 +294,7 @@ def read_shards(
     ranks = [
         rank
         for rank, shards in enumerate(sharding.optimizer)
-        if any(
-            shard.name in by_name
-            and (
-                slices.is_cut_anew(shard.name)
-                or (slices.is_own(shard.name, rank) and shard.overlaps(by_name[shard.name]))
-            )
-            for shard in shards
-        )
+        if any(shard.name in by_name and slices.takes(shard, rank, by_name[shard.name]) for shard in shards)
     ]
     parts = []
     for rank in ranks or [0]:  # any has the parameter groups

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.sharding.state import COUNTERS, assembled
+from hvd_ckpt.sharding.state import COUNTERS, ShardRange, assembled
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import ShardingMetadata, TensorMetadata
+from hvd_ckpt.snapshots.schema import ShardingMetadata, ShardMetadata, TensorMetadata
 from hvd_ckpt.utils.cuts import Cut, cut_of
 from hvd_ckpt.utils.schema import Wrong, shown
 
@@ -108,6 +108,10 @@ class Slices:
         if self.is_cut_anew(name):
             return False
         return self._sharding.parameters[name].how is None or rank % self._sharding.tensor == current().part
+
+    def takes(self, shard: ShardMetadata, rank: int, elements: ShardRange) -> bool:
+        """Whether these elements of this part come from a rank's shard: all shards of a parameter that is cut anew do."""
+        return self.is_cut_anew(shard.name) or (self.is_own(shard.name, rank) and shard.overlaps(elements))
 
     def note(self, rank: int, part: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[list[Any]]:
         """The pieces of a rank's state: names, first and last + 1 elements. Those of other parts have no name; what is cut anew
