@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from hvd_ckpt.recompute.keeper import in_layout
-from hvd_ckpt.utils.backward_errors import hand_over
+from hvd_ckpt.utils.backward_errors import begin_forward, hand_over
 from hvd_ckpt.utils.fingerprint import distinct, fingerprints
 from hvd_ckpt.utils.frames import aside
 from hvd_ckpt.utils.text import read_when
@@ -257,13 +257,18 @@ def running_module() -> nn.Module | None:
 
 @dataclass(eq=False)
 class Verification:
-    """Comparison of the recomputations of one pass with its first pass."""
+    """Comparison of the recomputations of one pass with its first pass.
+
+    Attributes:
+        forward: number of the first pass, for :func:`hand_over`.
+    """
 
     _title: Callable[[], str]
     _counts: _Counts
     # Whether the first pass is over: a recomputation in the middle of it proves nothing about the rest.
     is_over: bool = True
     _pairs: list[tuple[Observation, Observation, str]] = field(default_factory=list)
+    forward: int = field(default_factory=begin_forward)
 
     def compare(self, tensors: Iterable[tuple[Observation, Tensor]], what: str) -> None:
         """Notes tensors for the comparison with their observations, which is read at the end of the backward pass that is running.
@@ -381,5 +386,5 @@ def _finish(verifications: list[Verification]) -> None:
         differences = verification.differences()
         if differences:
             error = verification.error(differences)
-            if not hand_over(error):
+            if not hand_over(error, verification.forward):
                 raise error

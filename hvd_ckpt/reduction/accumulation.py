@@ -141,6 +141,7 @@ class OwningReducer(ABC):
 
     Attributes:
         active: a gradient has arrived since the last synchronization.
+        last_forward: see :class:`~hvd_ckpt.utils.backward_errors.RaisesOnAll`.
         stats: what has left when.
         notice: the next synchronization tells all ranks that one of them has something to say.
         noticed: whether any rank had a notice in the last synchronization.
@@ -161,6 +162,7 @@ class OwningReducer(ABC):
         self._unhooked: list[int] = []  # parameters owned here that have no hooks yet
         self._owners: dict[int, Any] = {}  # by index: the other optimizer that owns the parameter
         self._mismatch: Exception | None = None
+        self.last_forward = 0
         backward_errors.register(self)
 
     @property
@@ -377,6 +379,7 @@ def _hooks(
     def after(parameter: torch.Tensor) -> None:
         reducer = reference()
         if reducer is not None:
+            reducer.last_forward = backward_errors.last_forward()
             reducer.after_accumulation(index)
 
     return before, after

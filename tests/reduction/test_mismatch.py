@@ -1,4 +1,4 @@
-"""Tests of a wrong recomputation on one rank: an error on every rank that names the module."""
+"""Tests of a wrong recomputation on one rank: an error that names the module, on every rank where gradients are reduced."""
 
 from __future__ import annotations
 
@@ -67,3 +67,44 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(way: str, reentrant: bool) -> N
         optimizer.zero_grad()
         backward()
         optimizer.step()
+
+
+def distributed(model: nn.Module) -> Any:
+    return hc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
+    )
+
+
+def recomputed(model: nn.Sequential) -> torch.Tensor:
+    out: torch.Tensor = hc.checkpoint(model[1], model[0](torch.randn(3, 4)))
+    return out
+
+
+def test_a_mismatch_in_a_pass_of_two_optimizers_is_raised_by_both() -> None:
+    """Whichever steps first must not take the step."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == 0)), nn.Linear(4, 1)
+    optimizers = [distributed(generator), distributed(discriminator)]
+    discriminator(recomputed(generator)).sum().backward()
+    for optimizer in optimizers:
+        with pytest.raises(hc.RecomputationMismatch, match="rank 0: .*Forgetful"):
+            optimizer.step()
+    generator[1].broken = False
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        discriminator(recomputed(generator)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_mismatch_in_a_pass_without_a_distributed_optimizer_is_raised_at_once() -> None:
+    """Another optimizer has begun a step, and may never end it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = distributed(model)
+    model(torch.randn(3, 4)).sum().backward()
+    plain = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == 0))
+    with pytest.raises(hc.RecomputationMismatch) if hc.rank() == 0 else nullcontext():
+        recomputed(plain).sum().backward()
+    optimizer.step()
