@@ -1,6 +1,6 @@
 """Uncaught errors of a script that runs as ranks: one traceback per error and host, and one line from each other rank.
 
-:func:`install` replaces Python's own ``sys.excepthook``, never another one. Ranks that end with an error that a rank on this host
+:func:`install` replaces Python's own ``sys.excepthook``, never one of a user. Ranks that end with an error that a rank on this host
 is showing already, and those that only notice that another rank has gone, say so in one line; so does a Ctrl-C that names what
 it interrupted. Everything else is shown in full.
 Ranks find each other without waiting: the first one binds a socket whose name is made of the job and the text of the traceback,
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import re
@@ -19,7 +20,9 @@ import sys
 import textwrap
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import horovod.torch as hvd
 
@@ -38,13 +41,19 @@ _held: list[socket.socket] = []
 def install() -> None:
     """Shows uncaught errors by :func:`show` from now on, unless something else than Python shows them."""
     interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
-    if sys.excepthook == sys.__excepthook__ and not interactive:
-        sys.excepthook = _show
+    hook = sys.excepthook
+    # On Python 3.10, the backport of exception groups has replaced Python's own where anything has imported it: anyio, say, and
+    # with it transformers. It adds groups to the module traceback as well, which show() uses.
+    is_pythons = hook == sys.__excepthook__ or getattr(hook, "__module__", "") == "exceptiongroup._formatting"
+    if is_pythons and not interactive:
+        sys.excepthook = functools.partial(_show, hook)
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show(
+    pythons: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     if launched_rank() is None and not _says_what_it_interrupted(error):
-        sys.__excepthook__(kind, error, trace)
+        pythons(kind, error, trace)
     else:
         show(error)
 

@@ -24,7 +24,7 @@ from hvd_ckpt.reduction.agreement import (
     raise_first_failure,
 )
 from hvd_ckpt.reduction.collectives import Collectives, Work
-from hvd_ckpt.reduction.leveling import common_state, level, level_after, level_all, live_states
+from hvd_ckpt.reduction.leveling import Live, common_state, level, level_after
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.utils.fingerprint import distinct
 from hvd_ckpt.utils.torch_private import pytree
@@ -150,8 +150,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         error = exception
     facts = [_facts(*pair) for pair in tensors]
     failure = None if error is None else Failure.of(error)
+    live = Live()
     gathered = allgather_objects(
-        (described(root_rank=root_rank), failure, digest(facts), live_states()), global_process_set, call
+        (described(root_rank=root_rank), failure, digest(facts), live.states), global_process_set, call
     )
     options, failures, digests, states = zip(*gathered)
     check_described(dict(enumerate(options)), call)
@@ -159,7 +160,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     if len(set(digests)) > 1:
         raise _difference(allgather_objects(facts, global_process_set, f"{call}: tensors"))
     broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
-    level_all(states, root_rank)
+    live.level(states, root_rank)
 
 
 def broadcast_optimizer_state(

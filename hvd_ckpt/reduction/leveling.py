@@ -68,25 +68,35 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     reducer.rename(optimizer.identity, 1 + max(state.naming[1] for state in known))
 
 
-def live_states() -> dict[int, CommonState | None]:
-    """Those of the optimizers of this process, by their identities, which ranks have agreed on."""
-    return {optimizer.identity: common_state(optimizer) for optimizer in live_optimizers()}
+class Live:
+    """All optimizers of this process, to be leveled.
 
+    They are held: Python may collect an optimizer at any time, on one rank before another, and a rank that had told the others of
+    one and then had it no more would leave them waiting.
 
-def level_all(states: Sequence[Mapping[int, CommonState | None]], root_rank: int) -> None:
-    """Levels all optimizers of this process. Collective.
-
-    Args:
-        states: what :func:`live_states` returns, by rank. A rank may have collected an optimizer that others still have.
+    Attributes:
+        states: of each, by its identity, which ranks have agreed on; to be gathered.
     """
-    for optimizer in sorted(live_optimizers(), key=lambda optimizer: optimizer.identity):
-        by_rank = {rank: own.get(optimizer.identity) for rank, own in enumerate(states)}
-        level(optimizer, by_rank, root_rank)
+
+    def __init__(self) -> None:
+        self._optimizers = sorted(live_optimizers(), key=lambda optimizer: optimizer.identity)
+        self.states = {optimizer.identity: common_state(optimizer) for optimizer in self._optimizers}
+
+    def level(self, states: Sequence[Mapping[int, CommonState | None]], root_rank: int) -> None:
+        """:func:`level` for each of them. Collective.
+
+        Args:
+            states: those of all ranks, by rank. A rank may have collected an optimizer that others still have.
+        """
+        for optimizer in self._optimizers:
+            by_rank = {rank: own.get(optimizer.identity) for rank, own in enumerate(states)}
+            level(optimizer, by_rank, root_rank)
 
 
 def level_after(call: str, root_rank: int) -> None:
-    """:func:`level_all` after a call in which ranks were apart. Collective."""
-    level_all(allgather_objects(live_states(), global_process_set, call), root_rank)
+    """Levels all optimizers after a call in which ranks were apart. Collective."""
+    live = Live()
+    live.level(allgather_objects(live.states, global_process_set, call), root_rank)
 
 
 def agree_on_naming(optimizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from horovod.torch import mpi_ops
 from one_process import WIDTH, chain, difference, loss, same_everywhere, train, train_for_all, wrap
 from torch import nn
 
@@ -127,6 +129,34 @@ def test_order_that_one_rank_has_learned_becomes_everybodys() -> None:
     train(model, again, range(2))
     same_everywhere(model)
     assert again.reduction_stats.last.control_messages == 0
+
+
+def test_an_optimizer_that_one_rank_collects_while_all_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has it any more, and Python collects it when it likes: on rank 0 as soon as ranks have told what they have."""
+    model, forgotten = chain(), chain()
+    optimizer, cycle = wrap(model, adam(model)), [wrap(forgotten, adam(forgotten))]
+    train(forgotten, cycle[0], range(2))
+    if hc.rank() == 0:
+        cycle[0].reset_reduction()
+    gathering, gather = [], mpi_ops.allgather
+
+    def gather_and_collect(*args: Any, **options: Any) -> Any:
+        gathered = gather(*args, **options)
+        if hc.rank() == 0:
+            gathering.append(gc.collect())
+        return gathered
+
+    gc.disable()
+    try:
+        cycle.append(cycle)
+        del forgotten, cycle
+        monkeypatch.setattr(mpi_ops, "allgather", gather_and_collect)
+        hc.broadcast_parameters(model.state_dict(), root_rank=0)
+    finally:
+        gc.enable()
+    assert bool(gathering) == (hc.rank() == 0)
+    train(model, optimizer, range(2))
+    same_everywhere(model)
 
 
 @pytest.mark.ranks(gloo=(2, 4), mpi=(2, 4))

@@ -69,6 +69,7 @@ def test_an_error_of_several_ranks_is_shown_once_and_another_one_too(scripts) ->
     said = said_by_ranks(scripts["differ"])
     assert said.count("Traceback (most recent call last)") == 2, said
     assert said.count("KeyError: 'planted on the last rank'") == 1
+    assert len(re.findall(r"(?m)^rank 2 on host .+: ended by this error:$", said)) == 1, said
     assert said.count("ValueError: planted on ranks") == 2
     others = re.findall(r"(?m)^rank [01] on host .+: ended by the same error: ValueError: planted", said)
     assert len(others) == 1
