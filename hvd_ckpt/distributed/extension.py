@@ -5,27 +5,30 @@ Loaded by :func:`hvd_ckpt.distributed.optimizer.extension_of`, where an option a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, global_process_set
+from horovod.torch.mpi_ops import Average, Sum, global_process_set
 
+from hvd_ckpt.distributed.options import Options
 from hvd_ckpt.distributed.replicas import Replicas, check_replicas
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.assignment import BucketAssignment
-from hvd_ckpt.reduction.construction import check_not_split
+from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.reduction.construction import check_not_split, is_elastic
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.reduction.process_sets import check_within
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
-from hvd_ckpt.sharding.construction import ShardOptions, shard_optimizer, shard_options
+from hvd_ckpt.sharding.construction import ShardOptions, check_stage, shard_optimizer
+from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import FP32
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.options import Options
 from hvd_ckpt.sharding.replicas import ShardedTreeCommunicator, ShardReplicaReducer
-from hvd_ckpt.sharding.units import check_memory
+from hvd_ckpt.sharding.units import check_memory, find_units
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -42,7 +45,7 @@ class Extension:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._shards = shard_options(options)
+        self._shards = _shard_options(options)
         if options.replicas is not None:
             check_replicas(options.replicas, options.process_set.size(), options.model)
             _check_replica_options(options, self._shards)
@@ -89,17 +92,71 @@ class Extension:
         number, model = self._options.replicas, self._options.model
         assert number is not None and model is not None
         identity, process_set = optimizer.identity, optimizer.process_set
-        tree = TreeCommunicator.of(number, process_set)
         if optimizer.shard_stage > 1:
             layout, exchange = optimizer.sharding.layout, optimizer.sharding.exchange
-            parts = ShardedTreeCommunicator(**vars(tree), layout=layout, exchange=exchange)
+            parts = ShardedTreeCommunicator(number, layout, exchange)
             optimizer.reducer = ShardReplicaReducer(parts, identity)
         else:
-            optimizer.reducer = ReplicaReducer(assign(), tree, identity)
+            optimizer.reducer = ReplicaReducer(assign(), TreeCommunicator(number, process_set), identity)
         # Under names of its own: a mean of losses may be on its way beside the gradients.
-        means = dataclasses.replace(tree, name=f"hvd_ckpt.{identity}.replicas")
+        means = TreeCommunicator(number, process_set)
+        means.rename(f"hvd_ckpt.{identity}.replicas")
         seed = broadcast_from(torch.initial_seed(), 0, process_set, f"hvd_ckpt.{identity}.seed")
         optimizer.replicas = Replicas(number, model, optimizer.reducer, means, seed)
+
+
+def _shard_options(given: Options) -> ShardOptions | None:
+    """The options of a sharded optimizer, or None for stage 0.
+
+    Raises:
+        ValueError, TypeError: for the first argument that is wrong.
+    """
+    stage, gradients, parameters = check_stage(given.shard, given.offload, given.wire)
+    if stage == 0:
+        for name in ("units", "master_weights", "within"):
+            value = getattr(given, name)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
+        return None
+    if is_elastic():
+        raise ValueError(
+            "shard cannot be used in an elastic job: a worker that dies takes its shard along; start again from snapshots instead "
+            "(hvd-ckpt train --max-restarts)"
+        )
+    if given.op not in (Average, Sum):
+        raise ValueError("shard works with op=Average and op=Sum only")
+    if stage > 1 and given.compression is not Compression.none:
+        raise ValueError("compression is for gradients that are not split; with this shard, pass wire='fp16'")
+    if stage > 1 and given.groups not in (None, 0):
+        raise ValueError(
+            "groups is for gradients that are not split; leave it out, or set bucket_cap_mb or units"
+        )
+    if stage < 3 and given.units is not None:
+        raise ValueError("units needs shard='parameters'")
+    if given.within is not None and (stage < 3 or given.process_set != global_process_set):
+        raise ValueError(f"within={given.within!r} needs shard='parameters' over all ranks")
+    check_elementwise(given.optimizer, given.elementwise)
+    model = given.model
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if stage == 3 and model is None:
+        raise ValueError(
+            "shard='parameters' must know the module whose parameters it splits; pass model=model"
+        )
+    return ShardOptions(
+        stage=stage,
+        model=model,
+        units=find_units(model, given.units) if stage == 3 and model is not None else (),
+        offload=given.offload,
+        offload_folder=None if given.offload_folder is None else Path(given.offload_folder),
+        gradients=gradients,
+        parameters=parameters,
+        master_weights=given.master_weights is not False,
+        within=check_within(given.within),
+        bucket_bytes=given.bucket_cap_mb * MEBIBYTE,
+        op=given.op,
+        prescale=given.prescale,
+    )
 
 
 def _check_replica_options(options: Options, sharding: ShardOptions | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from horovod.torch.mpi_ops import Average, global_process_set
 
+from hvd_ckpt.distributed.options import Options
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.assignment import BucketAssignment
@@ -25,7 +26,6 @@ from hvd_ckpt.reduction.construction import (
 from hvd_ckpt.reduction.optimizer import DEFAULT_BUCKET_CAP_MB, ReducedOptimizer
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.wrapping import register, wrapping
-from hvd_ckpt.sharding.options import Options
 
 if TYPE_CHECKING:
     from hvd_ckpt.distributed.extension import Extension

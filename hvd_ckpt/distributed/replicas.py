@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
-from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.utils.states import Count, Positive, State
 from hvd_ckpt.utils.torch_private import foreach_copy_
@@ -165,8 +164,7 @@ class Replicas:
         """
         buffers = self._named_buffers()
         own = list(self._buffers.values())
-        process_set, name = self._communicator.process_set, f"{self._communicator.name}.buffers"
-        changed = allgather_objects([list(values) for values in own], process_set, name)
+        changed = self._communicator.objects([list(values) for values in own], "buffers")
         names = sorted({name for rank in changed for values in rank for name in values})
         with torch.no_grad():
             for name in names:
@@ -213,9 +211,7 @@ class Replicas:
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, step, and the buffers of all replicas: plain data, the same on every rank. Collective."""
-        of_ranks = allgather_objects(
-            self._buffers, self._communicator.process_set, f"{self._communicator.name}.state"
-        )
+        of_ranks = self._communicator.objects(self._buffers, "state")
         buffers = {index: values for each in of_ranks for index, values in each.items()}
         return {"number": self.number, "seed": self.seed, "step": self.step, "buffers": buffers}
 

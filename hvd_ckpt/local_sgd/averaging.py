@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange
 from hvd_ckpt.local_sgd.options import LocalOptions
@@ -27,8 +26,8 @@ from hvd_ckpt.local_sgd.runs import (
 from hvd_ckpt.local_sgd.schedule import assign_fragments, block_of
 from hvd_ckpt.local_sgd.state import AveragesState
 from hvd_ckpt.local_sgd.weights import WeightRun
-from hvd_ckpt.reduction.agreement import allgather_objects, errors_on_all
-from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.reduction.agreement import errors_on_all
+from hvd_ckpt.reduction.collectives import Collectives, Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
 from hvd_ckpt.sharding.state import COUNTERS
 
@@ -66,6 +65,7 @@ class Averaging:
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
         self._optimizer: Any = weakref.proxy(optimizer)
+        self._collectives = Collectives(members, prefix)
         self._members, self._groups, self._prefix = members, groups, prefix
         self._moments, self._outer = moments, options.outer
         self._wire, self._offload = options.format, options.make_offload
@@ -75,8 +75,8 @@ class Averaging:
         everyone = range(members.size())
         shared = len(own) > 1 and not optimizer.shard_stage  # the group's ranks have the same values
         self._group = Exchange(optimizer.process_set, "") if shared else None
-        self._place = Place(PeerExchange(members, column, "", self.traffic), self._group)
-        self._everyone = Place(PeerExchange(members, everyone, "", self.traffic))
+        self._place = Place(PeerExchange(self._collectives, column, self.traffic), self._group)
+        self._everyone = Place(PeerExchange(self._collectives, everyone, self.traffic))
         self._rename()
         self.fragments = [Fragment(number) for number in range(schedule.fragments)]
         self._moment_names: list[str] = [] if isinstance(moments, str) else list(moments)
@@ -121,7 +121,7 @@ class Averaging:
             make = functools.partial(WeightRun, outer=self._outer, wire=self._wire, offload=self._offload)
             room: AbstractContextManager[None] = nullcontext()
             if self._offload is not None:
-                room = errors_on_all(f"{self._place.exchange.prefix}.room", self._members)
+                room = errors_on_all(f"{self._collectives.prefix}.room", self._members)
             with room:
                 self._add("weights", placed, make, self._place)
         for name in self._moment_names:
@@ -191,7 +191,7 @@ class Averaging:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in COUNTERS
             if value.shape == segment.like.shape
         }
-        everywhere = allgather_objects(sorted(names), self._members, f"{self._place.exchange.prefix}.moments")
+        everywhere = self._collectives.objects(sorted(names), "moments")
         self._set_moment_names(sorted(set().union(*everywhere)))
 
     def _set_moment_names(self, names: Sequence[str]) -> None:
@@ -292,9 +292,7 @@ class Averaging:
         if ranks == 1:
             return Work((), lambda _: value)
         self.traffic.count("control", (ranks - 1) * value.nbytes)
-        name = f"{self._place.exchange.prefix}.{what}"
-        handle = mpi_ops.allgather_async(value, name, self._members)
-        return Work([(name, handle)], lambda results: results[0])
+        return self._collectives.allgather(value, what)
 
     def _shares(self, fragment: Fragment, run: Run) -> list[float]:
         assert fragment.weights is not None
@@ -407,7 +405,7 @@ class Averaging:
 
     def _rename(self) -> None:
         prefix = f"{self._prefix}.{self._generation}"
-        self._place.exchange.prefix = self._everyone.exchange.prefix = prefix
+        self._collectives.rename(prefix)
         if self._group is not None:
             self._group.rename(f"{prefix}.group")
 

@@ -16,8 +16,9 @@ from hvd_ckpt.local_sgd.optimizer import LocalOptimizer, add_averages
 from hvd_ckpt.local_sgd.options import LocalOptions
 from hvd_ckpt.local_sgd.schedule import Moments, assign_fragments
 from hvd_ckpt.local_sgd.weights import Outer
+from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.construction import agree_at_construction, name_parameters
-from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups, ranks_of, release
+from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups, release
 from hvd_ckpt.sharding.construction import start_alike
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.communicator import Work
-from hvd_ckpt.sharding.exchange import Traffic, exchange_rows
+from hvd_ckpt.reduction.collectives import Collectives, Work
+from hvd_ckpt.sharding.exchange import Kind, Traffic
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 
 
@@ -16,20 +15,19 @@ class PeerExchange:
     """Exchanges flat runs of equal rows, a row for each peer. All ranks of the process set launch the same ones.
 
     Args:
-        process_set: Horovod's; it carries the messages.
-        peers: positions in it of the ranks that exchange with this one, in rank order, with its own.
-        prefix: of all tensor names, the same on every rank.
+        collectives: of the process set, which carry the messages.
+        peers: positions in the set of the ranks that exchange with this one, in rank order, with its own.
         traffic: counts what this rank sends.
 
     Attributes:
+        collectives: as given.
         ranks: number of peers.
         rank: this rank's place among them.
     """
 
-    def __init__(self, process_set: Any, peers: Sequence[int], prefix: str, traffic: Traffic) -> None:
-        self.prefix = prefix
-        self.ranks, self.rank = len(peers), list(peers).index(process_set.rank())
-        self.process_set, self._peers, self._traffic = process_set, list(peers), traffic
+    def __init__(self, collectives: Collectives, peers: Sequence[int], traffic: Traffic) -> None:
+        self.ranks, self.rank = len(peers), list(peers).index(collectives.process_set.rank())
+        self.collectives, self._peers, self._traffic = collectives, list(peers), traffic
 
     def scatter(self, flat: torch.Tensor, what: str, format: WireFormat) -> Work:
         """Sends each peer its row of ``flat`` [ranks * m], encoded.
@@ -41,7 +39,7 @@ class PeerExchange:
             return Work((), lambda _: flat.view(1, -1))
         wire = format.encode(flat, self.ranks)
         self._count("reduce_scatter", flat, format)
-        return exchange_rows(wire, f"{self.prefix}.{what}.scatter", self.process_set, self._peers)
+        return self.collectives.exchange_rows(wire, f"{what}.scatter", self._peers)
 
     def gather(self, row: torch.Tensor, what: str, format: WireFormat) -> Work:
         """Sends ``row`` [m] to all peers.
@@ -59,10 +57,9 @@ class PeerExchange:
             format.decode(rows, flat)
             return flat
 
-        name = f"{self.prefix}.{what}.gather"
-        return exchange_rows(wire, name, self.process_set, self._peers).then(decoded)
+        return self.collectives.exchange_rows(wire, f"{what}.gather", self._peers).then(decoded)
 
-    def _count(self, kind: Any, flat: torch.Tensor, format: WireFormat) -> None:
+    def _count(self, kind: Kind, flat: torch.Tensor, format: WireFormat) -> None:
         row = format.row_bytes(flat.numel() // self.ranks, flat.dtype)
         self._traffic.count(kind, (self.ranks - 1) * row)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.runs import Segment
 from hvd_ckpt.reduction.agreement import errors_on_all, in_order
-from hvd_ckpt.reduction.collectives import broadcast_tensors
+from hvd_ckpt.reduction.broadcast import broadcast_tensors
+from hvd_ckpt.reduction.collectives import Collectives, ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import StepReduces
-from hvd_ckpt.reduction.process_sets import ranks_of, release
+from hvd_ckpt.reduction.process_sets import release
 from hvd_ckpt.sharding.exchange import Traffic
 
 STATE = "local_sgd"
@@ -83,14 +82,9 @@ class LocalOptimizer(_Base):
         """Begins the mean of a number that each rank of this rank's group has, and returns a function that waits for it. To be
         called before the next one begins."""
         members = self.process_set
-        if members.size() == 1:
-            return lambda: number
         numbers = torch.tensor([number], dtype=torch.float64)
-        handle = mpi_ops.allreduce_async_(
-            numbers, name="hvd_ckpt.local.mean", op=mpi_ops.Sum, process_set=members
-        )
-        # Cached, since Horovod forgets a handle once it was waited for.
-        return functools.cache(lambda: float(mpi_ops.synchronize(handle).item()) / members.size())
+        work = Collectives(members, "hvd_ckpt.local").allreduce(numbers, "mean")
+        return lambda: float(work.wait().item()) / members.size()
 
     @property
     def settled(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_ckpt.distributed.options import check_optimizer, model_of
 from hvd_ckpt.local_sgd.schedule import Moments, Schedule, check_moments
 from hvd_ckpt.local_sgd.weights import Outer
 from hvd_ckpt.processes.grid import current
@@ -22,7 +23,6 @@ from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import INT4, WireFormat, wire_format
 from hvd_ckpt.sharding.offload import Offload
-from hvd_ckpt.sharding.options import check_optimizer, model_of
 
 
 @dataclass(frozen=True)

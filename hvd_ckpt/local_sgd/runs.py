@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange, weighted_mean
 from hvd_ckpt.reduction.assignment import pack
-from hvd_ckpt.reduction.communicator import Work
-from hvd_ckpt.reduction.process_sets import ranks_of
+from hvd_ckpt.reduction.collectives import Work, ranks_of
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, sum_dtype
 from hvd_ckpt.sharding.layout import ALIGNMENT, RUN_BYTES
@@ -252,9 +250,9 @@ class IntegerRun(Run):
     def resend(self) -> None:
         if self.sent is None:
             return
-        members, name = self.place.exchange.process_set, f"{self.place.exchange.prefix}.{self.name}"
-        handle = mpi_ops.broadcast_async(self.sent, ranks_of(members)[0], name, members)
-        self._work = Work([(name, handle)], lambda results: results[0])
+        collectives = self.place.exchange.collectives
+        first = ranks_of(collectives.process_set)[0]
+        self._work = collectives.broadcast(self.sent.clone(), first, self.name)
 
     def combine(self, shares: Sequence[float]) -> None:
         """The message goes to all ranks by itself."""

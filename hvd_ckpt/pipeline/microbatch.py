@@ -17,6 +17,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from hvd_ckpt.distributed.replicas import computing_replica
+from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.utils.frames import without_recomputation
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.text import CHECKPOINTS
@@ -132,17 +133,17 @@ class TotalTerms:
         if mean is None and across_ranks and mpi_ops.size() > 1:
             self._total, self._ranks = None, mpi_ops.size()
             # The name is the same in each step, and Horovod refuses a name that is in flight. So each call must be waited for.
-            self._handle = mpi_ops.allreduce_async_(
-                torch.tensor([own], dtype=torch.float64), name="hvd_ckpt.accumulate.terms", op=mpi_ops.Sum
-            )
+            everyone = Collectives(mpi_ops.global_process_set, "hvd_ckpt.accumulate")
+            self._work = everyone.allreduce(torch.tensor([own], dtype=torch.float64), "terms")
 
     def factor(self) -> float:
         """The factor of the loss of one term."""
         if self._mean is not None:
             self._total, self._mean = self._mean() if callable(self._mean) else self._mean, None
         if self._total is None:
-            with span("wait", "wait for the terms of all ranks"):
-                self._total = float(mpi_ops.synchronize(self._handle).item())
+            # If this fails, the call that ends the batch must not fail in another way and hide the error.
+            self._total = 0.0
+            self._total = float(self._work.wait("the terms of all ranks").item())
         return self._ranks / self._total if self._total else 0.0
 
 

@@ -1,6 +1,6 @@
 """Gradient reduction: each gradient is allreduced once, in a fixed order; and collectives of objects and states."""
 
-from hvd_ckpt.reduction.collectives import (
+from hvd_ckpt.reduction.broadcast import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,

@@ -1,365 +1,299 @@
-"""Collectives for parameters, optimizer state and objects, where Horovod's own fail or hang."""
+"""Asynchronous collectives of a process set, over Horovod: each has a name and returns the work that is under way.
+
+A message that is too large for Horovod goes in several, and a dtype that Horovod does not carry goes as another one.
+"""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import global_process_set
+from horovod.torch.mpi_ops import Max, Sum
 
-from hvd_ckpt.processes.devices import check_devices
-from hvd_ckpt.reduction.agreement import (
-    MESSAGE,
-    Failure,
-    allgather_objects,
-    broadcast_from,
-    check_described,
-    described,
-    digest,
-    meet_after_join,
-    raise_first_failure,
-)
-from hvd_ckpt.reduction.communicator import most_columns
-from hvd_ckpt.reduction.leveling import Live, common_state, level, level_after
-from hvd_ckpt.reduction.wrapping import live_optimizers
-from hvd_ckpt.utils.fingerprint import distinct
+from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import pytree
-from hvd_ckpt.utils.unmaterialized import is_absent
+from hvd_ckpt.utils.waits import waiting_for
 
-# Starting equal: rank 0's parameters and optimizer state on every rank.
-#
-# Unlike Horovod's, these take any dtype (tensors travel as bytes; Horovod cannot send bfloat16 or bool) and compare names and
-# shapes first; and the optimizer's state is sent as it is, without a step on zero gradients to make room for it, which would
-# change AdamW's weights before training has begun.
+POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
+POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
+LONG_SECONDS = 10.0
+# Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits.
+LARGEST = 2**31 - 1
+long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
+"""Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
+GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
-
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = global_process_set
-) -> Any:
-    """Broadcasts a Python object from one rank to all. Collective.
-
-    Horovod's own names the message by the type of ``obj``, and so waits forever where ranks give different types, as in
-    ``broadcast_object(state if rank() == 0 else None)``.
-
-    Args:
-        obj: what ``cloudpickle`` can store; only the root's counts.
-        root_rank: the rank whose object everyone gets, among all ranks.
-        name: of the message; to be given where several threads broadcast objects at the same time.
-        process_set: the ranks that take part.
-
-    Returns:
-        The object itself on the root, a copy on the other ranks; tensors of a GPU arrive on the CPU.
-
-    Raises:
-        Exception: the object cannot be stored; on every rank.
-    """
-    return broadcast_from(obj, root_rank, process_set, name or "hvd_ckpt.broadcast_object")
+# Dtypes that Horovod carries; all others are carried as one of these, bit for bit.
+_CARRIED = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Gathers one Python object of each rank, of any type, on all ranks. Collective.
+def wait(handle: int, name: str = "", awaited: str = "") -> Any:
+    """The result of an asynchronous operation, like Horovod's ``synchronize``; but asleep between two looks.
+
+    Horovod's looks without a pause, on a core that the thread which does the work may need.
 
     Args:
-        obj: what ``cloudpickle`` can store.
-        name: of the message; to be given where several threads gather objects at the same time, with the same one on all ranks.
-
-    Returns:
-        Copies of the objects, by rank; tensors of a GPU arrive on the CPU.
-
-    Raises:
-        Exception: a rank's object cannot be stored; on every rank.
+        name: of the tensor; the watchdog reads it from the stack.
+        awaited: in words what is waited for, which it says in place of that.
     """
-    return allgather_objects(obj, global_process_set, "allgather_object()", name or MESSAGE)
+    with span("wait", lambda: f"wait for {name}"), waiting_for(awaited):
+        begun = time.monotonic()
+        for _ in pauses():
+            if mpi_ops.poll(handle):
+                break
+            if long_waits and time.monotonic() - begun > LONG_SECONDS:
+                for check in [reference() for reference in long_waits]:
+                    if check is not None:
+                        check(begun)
+        # Returns at once now, with the result, or raises the error of the operation.
+        result = mpi_ops.synchronize(handle)
+        for tensor in pytree.tree_leaves(result):
+            if tensor.is_cuda:  # Horovod's thread may have allocated it, on the default stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return result
 
 
-def join(device: int = -1) -> int:
-    """Horovod's ``join``: this rank has no more data; it takes part in the others' allreduces with zeros until all have joined.
+def pauses() -> Iterator[None]:
+    """Pauses of a loop that waits, longer and longer: first none, then 50 us, at last 5 ms."""
+    seconds = POLL_SECONDS
+    while True:
+        yield
+        time.sleep(seconds)
+        seconds = min(seconds * POLL_GROWTH, LONGEST_POLL_SECONDS)
 
-    Averages still divide by the number of all ranks. Afterwards every optimizer takes over the order and layout of the rank
-    that joined last, which has seen every step. Collective.
+
+class Work:
+    """A collective in flight, as in torch.distributed; holds all tensors that it needs.
 
     Args:
-        device: where Horovod makes its zeros (-1: CPU, else a CUDA device index).
-
-    Returns:
-        The rank that joined last: its weights are the ones to broadcast.
-
-    Raises:
-        ValueError: an optimizer is sharded, has logical replicas, or is one of ``LocalSGD`` or of a process set. Or a rank that has
-            not joined needs the others for more than an allreduce: for sparse gradients (pass ``sparse_as_dense=True``), say; on
-            every rank.
-        RuntimeError: gradients are being reduced that neither ``step()`` nor ``synchronize()`` has waited for.
+        named_handles: name and Horovod's handle of each message.
+        finish: makes the result of theirs.
     """
-    gc.collect()  # an optimizer that nobody has any more is no reason to refuse
-    for optimizer in live_optimizers():
-        members = optimizer.process_set
-        for wrong, reason in (
-            (
-                not optimizer.can_join,
-                "is one of LocalSGD: a rank without data goes on to call its step(), without gradients",
-            ),
-            (
-                optimizer.shard_stage,
-                "is sharded, and each rank holds a part that the others need in every step",
-            ),
-            (optimizer.replicas, "has logical replicas, all of which take part in every step"),
-            (
-                members != global_process_set and members.included() and members.size() > 1,
-                "is one of a process set, which join() knows nothing of",
-            ),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"join() cannot be used while an optimizer {reason}; give every rank as many batches"
-                )
-        # Gradients of this rank are in the others' sums already, and what arrived after them never would be.
-        if optimizer.reducer is not None and optimizer.reducer.has_in_flight:
-            raise RuntimeError(
-                f"join() was called while gradients of {type(optimizer).__name__} are being reduced that no step has used; call "
-                f"its step() or synchronize() on every rank first"
-            )
-    last = meet_after_join(device, None)
-    level_after("join()", last)
-    return last
+
+    def __init__(self, named_handles: Sequence[tuple[str, int]], finish: Callable[[list[Any]], Any]) -> None:
+        self._pending = named_handles
+        self._finish: Callable[[list[Any]], torch.Tensor] | None = finish
+        self._result: torch.Tensor | None = None
+
+    def done(self) -> bool:
+        """True once all messages are here: :meth:`wait` will not sleep, but may still have to decode and add."""
+        return all(mpi_ops.poll(handle) for _, handle in self._pending)
+
+    def wait(self, awaited: str = "") -> torch.Tensor:
+        """The result; asleep until all messages are here. A second call returns the same tensor.
+
+        Args:
+            awaited: in words what is waited for, for the line that says so when it does not come.
+
+        Raises:
+            horovod.common.exceptions.HorovodInternalError: another rank is gone.
+        """
+        if self._finish is not None:
+            # Given up first: if this fails, Horovod has dropped the handle, and a second call must
+            # raise instead of going without a result.
+            pending, self._pending = self._pending, ()
+            finish, self._finish = self._finish, None
+            with torch.no_grad():
+                self._result = finish([wait(handle, name, awaited) for name, handle in pending])
+        if self._result is None:
+            raise RuntimeError("this collective has failed before; start the step again")
+        return self._result
+
+    def advance(self, block: bool, awaited: str = "") -> None:
+        """Sends what follows on messages that are here; for work of several messages, one after the other.
+
+        Args:
+            block: waits for those messages.
+            awaited: as in :meth:`wait`.
+        """
+
+    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
+        """This work, with another result; wait for the new one instead."""
+        finish = self._finish
+        assert finish is not None
+        return Work(self._pending, lambda results: change(finish(results)))
+
+    def followed_by(self, follow: Callable[[torch.Tensor], Work]) -> Work:
+        """This work and then another one, which ``follow`` begins with its result; wait for the new one instead."""
+        return _TwoSteps(self, follow)
+
+    def forget(self) -> None:
+        """Drops what is not waited for; it completes by itself."""
+        for _, handle in self._pending:
+            mpi_ops._handle_map.pop(handle, None)  # what Horovod keeps until somebody waits
+        self._pending, self._finish = (), None
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Broadcasts tensors in place from one rank to all, matched by their names. Collective.
+class _TwoSteps(Work):
+    """A collective and then another one, whose result this one has."""
 
-    Afterwards distributed optimizers that a rank has loaded or reset by itself reduce in the same order on all ranks again.
+    def __init__(self, first: Work, follow: Callable[[torch.Tensor], Work]) -> None:
+        self._work = first
+        self._follow: Callable[[torch.Tensor], Work] | None = follow
+
+    def done(self) -> bool:
+        self.advance(block=False)
+        return self._follow is None and self._work.done()
+
+    def advance(self, block: bool, awaited: str = "") -> None:
+        follow = self._follow
+        if follow is not None and (block or self._work.done()):
+            self._follow = None
+            self._work = follow(self._work.wait(awaited))
+
+    def wait(self, awaited: str = "") -> torch.Tensor:
+        self.advance(True, awaited)
+        return self._work.wait(awaited)
+
+    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
+        follow = self._follow
+        assert follow is not None
+        return _TwoSteps(self._work, lambda result: follow(result).then(change))
+
+    def forget(self) -> None:
+        self._work.forget()
+
+
+class Collectives:
+    """The collectives of the ranks of a process set.
+
+    All ranks must launch the same ones. A name (``what``) is the same on every rank, and free again once its work has been waited
+    for. Until then nobody may change the tensors that are sent.
 
     Args:
-        params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or lists of either.
-        root_rank: the rank whose values everyone gets.
-
-    Raises:
-        ValueError: ``params`` is of another type, or names, shapes, dtypes or ``root_rank`` differ between ranks, or a tensor is
-            not dense, or is on a GPU and Horovod has no operations there, or a parameter is split over the ranks
-            (``shard="parameters"``); on every rank.
+        process_set: Horovod's, the ranks that take part.
+        prefix: of all names, unique to the owner of these collectives and the same on every rank.
     """
-    call = "broadcast_parameters()"
-    error: Exception | None = None
-    tensors: list[tuple[str, torch.Tensor]] = []
-    try:
-        tensors = _named_tensors(params)
-    except ValueError as exception:
-        error = exception
-    facts = [_facts(*pair) for pair in tensors]
-    failure = None if error is None else Failure.of(error)
-    live = Live()
-    gathered = allgather_objects(
-        (described(root_rank=root_rank), failure, digest(facts), live.states), global_process_set, call
-    )
-    options, failures, digests, states = zip(*gathered)
-    check_described(dict(enumerate(options)), call)
-    raise_first_failure(error, failures)
-    if len(set(digests)) > 1:
-        raise _difference(allgather_objects(facts, global_process_set, f"{call}: tensors"))
-    broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
-    live.level(states, root_rank)
+
+    def __init__(self, process_set: Any, prefix: str) -> None:
+        self.process_set, self.prefix = process_set, prefix
+
+    def rename(self, prefix: str) -> None:
+        """Begins new names: after an abandoned step, tensors of the old ones may still be on their way."""
+        self.prefix = prefix
+
+    def allreduce(self, values: torch.Tensor, what: str, op: int = Sum) -> Work:
+        """Starts to reduce some ``values`` (a small tensor), which stay as they are."""
+        if self.process_set.size() == 1 or not values.numel():
+            return Work((), lambda _: values)
+        name = f"{self.prefix}.{what}.{values.numel()}"
+        handle = mpi_ops.allreduce_async(values, name=name, op=op, process_set=self.process_set)
+        return Work([(name, handle)], lambda results: results[0])
+
+    def sum(self, values: torch.Tensor, what: str) -> Any:
+        """The sum of each of some ``values`` (a small tensor) over the ranks, as (nested) lists."""
+        return self.allreduce(values, what).wait().tolist()
+
+    def maximum(self, values: torch.Tensor, what: str) -> Any:
+        """The greatest of each of some ``values`` (a small tensor, no nan) over the ranks, as (nested) lists."""
+        return self.allreduce(values, what, Max).wait().tolist()
+
+    def objects(self, value: Any, what: str) -> list[Any]:
+        """One picklable value of each rank, in rank order."""
+        return allgather_objects(value, self.process_set, f"{self.prefix}.{what}")
+
+    def allgather(self, rows: torch.Tensor, what: str) -> Work:
+        """Starts to gather the ``rows`` [any, ...] of all ranks, in rank order; ranks may have different numbers of them."""
+        name = f"{self.prefix}.{what}"
+        handle = mpi_ops.allgather_async(rows, name, self.process_set)
+        return Work([(name, handle)], lambda results: results[0])
+
+    def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Work:
+        """Starts to give all ranks the values of one rank in a contiguous ``tensor``, in place; its result is ``tensor``.
+
+        Args:
+            root: among all ranks of the job.
+        """
+
+        def begin(part: torch.Tensor, name: str) -> Any:
+            return mpi_ops.broadcast_async_(part, root, name, self.process_set)
+
+        return Work(self._in_parts(tensor.view(1, -1), 1, what, begin), lambda _: tensor)
+
+    def exchange_rows(
+        self, wire: torch.Tensor, what: str, peers: Sequence[int] | slice = slice(None)
+    ) -> Work:
+        """Starts to send each peer its row of ``wire`` [peers, any].
+
+        Args:
+            peers: positions in the process set of the ranks that exchange with this one, in order; by default all. All ranks of
+                the set take part.
+
+        Returns:
+            Its result is of the same shape: the row that each peer has for this rank.
+        """
+
+        def begin(part: torch.Tensor, name: str) -> Any:
+            splits = torch.zeros(self.process_set.size(), dtype=torch.int32)
+            # Ranks that are no peers get nothing from this one, and still take part: an alltoall is of all ranks of the set.
+            splits[peers] = part.shape[1]
+            return mpi_ops.alltoall_async(part.reshape(-1), splits, name=name, process_set=self.process_set)
+
+        def finish(results: list[Any]) -> torch.Tensor:
+            rows = _joined([received for received, _ in results], len(wire))
+            return rows.view(wire.dtype).view(wire.shape)
+
+        return Work(self._in_parts(carried(wire.view(len(wire), -1)), len(wire), what, begin), finish)
+
+    def gather_rows(self, row: torch.Tensor, what: str) -> Work:
+        """Starts to gather the ``row`` [m] of each rank.
+
+        Returns:
+            Its result is [ranks, m].
+        """
+        ranks = self.process_set.size()
+
+        def begin(part: torch.Tensor, name: str) -> Any:
+            return mpi_ops.allgather_async(part.reshape(-1), name, self.process_set)
+
+        def finish(results: list[Any]) -> torch.Tensor:
+            return _joined(results, ranks).view(row.dtype).view(ranks, -1)
+
+        return Work(self._in_parts(carried(row).view(1, -1), ranks, what, begin), finish)
+
+    def _in_parts(
+        self, message: torch.Tensor, rows: int, what: str, begin: Callable[[torch.Tensor, str], Any]
+    ) -> list[tuple[str, int]]:
+        """Begins a collective of a message [any, m] that becomes ``rows`` rows; by columns where that is too much for one call."""
+        # By columns, so that each message has the same part of every rank's row and equal splits.
+        parts = torch.split(message, most_columns(rows, message.itemsize), dim=1)
+        name = f"{self.prefix}.{what}"
+        names = [name] if len(parts) == 1 else [f"{name}.{number}" for number in range(len(parts))]
+        return [(own, begin(part, own)) for own, part in zip(names, parts)]
 
 
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
-) -> None:
-    """Gives every rank the optimizer state and options of one rank. Collective.
-
-    Weights, gradients and step counts are left untouched; a fresh optimizer stays fresh. Any state that is made of
-    tensors, numbers, lists, tuples and dicts is sent, LBFGS's too. Of a sharded optimizer only the options are: each rank's
-    state is its own part of the whole. Parameters of a ``DistributedOptimizer`` are matched by their names, others by their
-    places. The order in which gradients are reduced becomes that of the root, too, if ranks have loaded or reset it apart; then
-    gradients are dropped.
-
-    Args:
-        optimizer: a bare optimizer or a ``DistributedOptimizer``.
-        root_rank: the rank whose state everyone gets.
-        model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
-
-    Raises:
-        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks, or a parameter is
-            on a GPU with a Horovod that has no operations on GPUs; on every rank.
-    """
-    call = "broadcast_optimizer_state()"
-    stage, replicas = getattr(optimizer, "shard_stage", 0), getattr(optimizer, "replicas", None)
-    names = [] if stage else [_names_in(optimizer, group) for group in optimizer.param_groups]
-    options = described(
-        root_rank=root_rank,
-        optimizer=getattr(optimizer, "wrapped_class", type(optimizer)),
-        shard=stage,
-        replicas=None
-        if replicas is None
-        else f"{replicas.number} of seed {replicas.seed} at step {replicas.step}",
-        param_groups=len(optimizer.param_groups),
-    )
-    options |= {f"the number of parameters in group {number}": len(own) for number, own in enumerate(names)}
-    options |= {f"the set of parameters in group {number}": sorted(own) for number, own in enumerate(names)}
-    error: Exception | None = None
-    try:
-        for number, group in enumerate(optimizer.param_groups):
-            check_devices((f"a parameter of group {number}", parameter) for parameter in group["params"])
-    except ValueError as exception:
-        error = exception
-    failure = None if error is None else Failure.of(error)
-    gathered = allgather_objects((options, common_state(optimizer), failure), global_process_set, call)
-    options_of, replicated, failures = zip(*gathered)
-    check_described(dict(enumerate(options_of)), call)
-    raise_first_failure(error, failures)
-    tensors: list[torch.Tensor] = []
-    outline = None
-    if mpi_ops.rank() == root_rank:
-        outline = [_outline_group(optimizer, group, tensors, bool(stage)) for group in optimizer.param_groups]
-    outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
-    if mpi_ops.rank() != root_rank:
-        # In the order of _outline_group(), options before states: tensors are matched by their place in the list alone.
-        for group, (values, states) in zip(optimizer.param_groups, outline):
-            group.update(_rebuild(values, tensors, group["params"][0] if group["params"] else None))
-            own = {} if stage else dict(zip(_names_in(optimizer, group), group["params"]))
-            for name, state in states:
-                if state:
-                    optimizer.state[own[name]] = _rebuild(state, tensors, own[name])
-                else:
-                    optimizer.state.pop(own[name], None)
-    broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
-    level(optimizer, dict(enumerate(replicated)), root_rank)
+def _joined(parts: list[torch.Tensor], rows: int) -> torch.Tensor:
+    """The columns of ``rows`` rows that have arrived in these parts."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.view(rows, -1) for part in parts], dim=1)
 
 
-def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:
-    """The names of a group's parameters; their places where they have none."""
-    named = getattr(optimizer, "parameter_names", {})
-    given = group.get("param_names") or map(str, range(len(group["params"])))
-    return [named.get(parameter, name) for parameter, name in zip(group["params"], given)]
+def most_columns(rows: int, itemsize: int) -> int:
+    """The most columns of a message [rows, any] that Horovod can carry."""
+    return max(min(LARGEST // rows, LARGEST // itemsize), 1)
 
 
-@dataclass(frozen=True)
-class _TensorOutline:
-    """Stands for a tensor of the state while its structure is sent: tensors follow, in this order."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    beside_parameter: bool
-
-
-def _outline_group(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[torch.Tensor], sharded: bool
-) -> tuple[Any, list[tuple[str, Any]]]:
-    """A group's options, and the state of each of its parameters by name; none where it is sharded."""
-    first = group["params"][0] if group["params"] else None
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    options = _outline(own, tensors, first)
-    pairs = [] if sharded else list(zip(_names_in(optimizer, group), group["params"]))
-    states = [
-        (name, _outline(dict(optimizer.state.get(parameter, {})), tensors, parameter))
-        for name, parameter in pairs
-    ]
-    return options, states
+def carried(message: torch.Tensor) -> torch.Tensor:
+    """The same storage in a type that Horovod carries."""
+    message = message.detach()
+    if message.dtype in _CARRIED:
+        return message
+    return message.view(torch.int16 if message.itemsize == 2 else torch.uint8)
 
 
-def _outline(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    def outline_of(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf)
-        beside = parameter is not None and leaf.device == parameter.device
-        return _TensorOutline(tuple(leaf.shape), leaf.dtype, beside)
-
-    return pytree.tree_map(outline_of, value)
-
-
-def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    def tensor_of(leaf: Any) -> Any:
-        if not isinstance(leaf, _TensorOutline):
-            return leaf
-        device = parameter.device if parameter is not None and leaf.beside_parameter else "cpu"
-        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
-        return tensors[-1]
-
-    return pytree.tree_map(tensor_of, outline)
-
-
-def broadcast_tensors(
-    tensors: Iterable[torch.Tensor], root_rank: int, name: str, process_set: Any = global_process_set
-) -> None:
-    """One rank's values of tensors that are known to be alike on the ranks of the set, which all call this; in place.
-
-    Args:
-        root_rank: among all ranks.
-    """
-    pending = []
-    with torch.no_grad():
-        for number, given in enumerate(tensors):
-            if given.numel():
-                tensor = distinct(given.detach())
-                contiguous = tensor.contiguous()
-                parts = torch.split(contiguous.view(-1).view(torch.uint8), most_columns(1, 1))
-                names = [f"{name}.{number}", *(f"{name}.{number}.{part}" for part in range(1, len(parts)))]
-                handles = [
-                    mpi_ops.broadcast_async_(part, root_rank, own, process_set)
-                    for part, own in zip(parts, names)
-                ]
-                pending.append((tensor, contiguous, handles))
-        for tensor, contiguous, handles in pending:
-            for handle in handles:
-                mpi_ops.synchronize(handle)
-            if contiguous.data_ptr() != tensor.data_ptr():
-                tensor.copy_(contiguous)
-
-
-def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
-    if isinstance(params, Mapping):
-        items = list(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
-        items = [
-            pair if isinstance(pair, tuple) else (f"{number:09}", pair) for number, pair in enumerate(params)
-        ]
-    else:
-        raise ValueError(f"invalid params of type: {type(params)}")
-    for name, tensor in items:
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(
-                f"broadcast_parameters: '{name}' is a {type(tensor).__name__}, not a tensor; "
-                f"use broadcast_object for it"
-            )
-        if is_absent(tensor):
-            raise ValueError(
-                f"broadcast_parameters: parameter '{name}' is split over the ranks, which all began with rank 0's values already; "
-                f"leave this call out, or make it inside optimizer.gathered_parameters()"
-            )
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            kind = (
-                "quantized"
-                if tensor.is_quantized
-                else "on the meta device"
-                if tensor.is_meta
-                else tensor.layout
-            )
-            raise ValueError(
-                f"broadcast_parameters: '{name}' is {kind}, and only dense tensors can be broadcast in place; leave it out, "
-                f"and use broadcast_object for it"
-            )
-    check_devices(items)
-    return sorted(items, key=lambda pair: pair[0])
-
-
-def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...], torch.dtype]:
-    return name, tuple(tensor.shape), tensor.dtype
-
-
-def _difference(tables: Sequence[Sequence[tuple[str, tuple[int, ...], torch.dtype]]]) -> ValueError:
-    """The error for the first difference between the ranks' tensors."""
-    known = [{name: (shape, dtype) for name, shape, dtype in table} for table in tables]
-    for rank, table in enumerate(known[1:], start=1):
-        for name in sorted({*known[0], *table}):
-            if known[0].get(name) != table.get(name):
-                (first, second) = (
-                    "missing" if name not in facts else f"of shape {facts[name][0]} and {facts[name][1]}"
-                    for facts in (known[0], table)
-                )
-                return ValueError(
-                    f"broadcast_parameters: '{name}' is {first} on rank 0 and {second} on rank {rank}; build the same model on "
-                    f"every rank"
-                )
-    return ValueError("broadcast_parameters: a name is given more often on some ranks than on others")
+def ranks_of(process_set: Any) -> list[int]:
+    """The ranks of a process set, in order."""
+    return list(process_set.ranks or range(process_set.size()))

@@ -3,166 +3,39 @@
 from __future__ import annotations
 
 import numbers
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compression, Compressor, NoneCompressor
-from horovod.torch.mpi_ops import Adasum, Average, Sum
+from horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set
 
-from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.reduction.buckets import Bucket
+from hvd_ckpt.reduction.collectives import GRADIENTS, Collectives, Work
 from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
-from hvd_ckpt.utils.spans import span
-from hvd_ckpt.utils.torch_private import pytree
-from hvd_ckpt.utils.waits import waiting_for
 
 __all__ = ["Compression", "Compressor"]
 
-POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
-POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
-LONG_SECONDS = 10.0
-# Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits.
-LARGEST = 2**31 - 1
-long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
-"""Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
-GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
-
-def wait(handle: int, name: str = "", awaited: str = "") -> Any:
-    """The result of an asynchronous operation, like Horovod's ``synchronize``; but asleep between two looks.
-
-    Horovod's looks without a pause, on a core that the thread which does the work may need.
+class Communicator(Collectives):
+    """The reductions of one optimizer: their operation and ranks, and the prefix of their names, which the reducer sets.
 
     Args:
-        name: of the tensor; the watchdog reads it from the stack.
-        awaited: in words what is waited for, which it says in place of that.
+        process_set, op, prescale_factor, postscale_factor, compression: as in Horovod.
     """
-    with span("wait", lambda: f"wait for {name}"), waiting_for(awaited):
-        begun = time.monotonic()
-        for _ in pauses():
-            if mpi_ops.poll(handle):
-                break
-            if long_waits and time.monotonic() - begun > LONG_SECONDS:
-                for check in [reference() for reference in long_waits]:
-                    if check is not None:
-                        check(begun)
-        # Returns at once now, with the result, or raises the error of the operation.
-        result = mpi_ops.synchronize(handle)
-        for tensor in pytree.tree_leaves(result):
-            if tensor.is_cuda:  # Horovod's thread may have allocated it, on the default stream
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return result
-
-
-def forget_handle(handle: int) -> None:
-    """Drops what Horovod keeps for an asynchronous operation that nobody waits for."""
-    mpi_ops._handle_map.pop(handle, None)
-
-
-def pauses() -> Iterator[None]:
-    """Pauses of a loop that waits, longer and longer: first none, then 50 us, at last 5 ms."""
-    seconds = POLL_SECONDS
-    while True:
-        yield
-        time.sleep(seconds)
-        seconds = min(seconds * POLL_GROWTH, LONGEST_POLL_SECONDS)
-
-
-class Work:
-    """A collective in flight, as in torch.distributed; holds all tensors that it needs."""
 
     def __init__(
-        self, named_handles: Sequence[tuple[str, int]], finish: Callable[[list[Any]], torch.Tensor]
+        self,
+        process_set: Any,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: Any = Compression.none,
     ) -> None:
-        self._pending = named_handles
-        self._finish: Callable[[list[Any]], torch.Tensor] | None = finish
-        self._result: torch.Tensor | None = None
-
-    def done(self) -> bool:
-        """True once all messages are here: :meth:`wait` will not sleep, but may still have to decode and add."""
-        return all(mpi_ops.poll(handle) for _, handle in self._pending)
-
-    def wait(self, awaited: str = "") -> torch.Tensor:
-        """The result; asleep until all messages are here. A second call returns the same tensor.
-
-        Args:
-            awaited: in words what is waited for, for the line that says so when it does not come.
-
-        Raises:
-            horovod.common.exceptions.HorovodInternalError: another rank is gone.
-        """
-        if self._finish is not None:
-            # Given up first: if this fails, Horovod has dropped the handle, and a second call must
-            # raise instead of going without a result.
-            pending, self._pending = self._pending, ()
-            finish, self._finish = self._finish, None
-            with torch.no_grad():
-                self._result = finish([wait(handle, name, awaited) for name, handle in pending])
-        if self._result is None:
-            raise RuntimeError("this collective has failed before; start the step again")
-        return self._result
-
-    def advance(self, block: bool, awaited: str = "") -> None:
-        """Sends what follows on messages that are here; for work of several messages, one after the other.
-
-        Args:
-            block: waits for those messages.
-            awaited: as in :meth:`wait`.
-        """
-
-    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
-        """This work, with another result; wait for the new one instead."""
-        finish = self._finish
-        assert finish is not None
-        return Work(self._pending, lambda results: change(finish(results)))
-
-    @classmethod
-    def joined(cls, works: Sequence[Work], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Work:
-        """One work of several, whose result ``join`` makes of theirs; wait for it instead of them."""
-
-        def finish(results: list[Any]) -> torch.Tensor:
-            parts = []
-            for work in works:
-                assert work._finish is not None
-                own, results = results[: len(work._pending)], results[len(work._pending) :]
-                parts.append(work._finish(own))
-            return join(parts)
-
-        return cls([pair for work in works for pair in work._pending], finish)
-
-    def forget(self) -> None:
-        """Drops what is not waited for; it completes by itself."""
-        for _, handle in self._pending:
-            forget_handle(handle)
-        self._pending, self._finish = (), None
-
-
-def most_columns(rows: int, itemsize: int) -> int:
-    """The most columns of a message [rows, any] that Horovod can carry."""
-    return max(min(LARGEST // rows, LARGEST // itemsize), 1)
-
-
-@dataclass(frozen=True)
-class Communicator:
-    """The operation and the ranks of all reductions of one optimizer.
-
-    Attributes:
-        name: prefix of all tensor names, unique to the optimizer and the same on every rank. It changes when a step is
-            abandoned, since its tensors may still be on their way.
-        op, prescale_factor, postscale_factor, compression, process_set: as in Horovod.
-    """
-
-    name: str
-    op: int
-    prescale_factor: float
-    postscale_factor: float
-    compression: Any
-    process_set: Any
+        super().__init__(process_set, "")
+        self.op, self.compression = op, compression
+        self.prescale_factor, self.postscale_factor = prescale_factor, postscale_factor
 
     @property
     def linear(self) -> bool:
@@ -211,14 +84,7 @@ class Communicator:
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
         """Launches a bucket's allreduce; its result is ``flat``."""
-        wire, context = encode(flat, self.compression)
-        what = f"bucket.{bucket.position}"
-
-        def finish(_: list[Any]) -> torch.Tensor:
-            decode(wire, context, self.compression, flat)
-            return flat
-
-        return Work([(f"{self.name}.{what}", self._allreduce(wire, what))], finish)
+        return self._reduce(flat, f"bucket.{bucket.position}")
 
     def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Reduces one gradient by itself; returns a dense tensor of its own."""
@@ -226,10 +92,26 @@ class Communicator:
             dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient.detach()
             result = dense.clone(memory_format=torch.preserve_format)
             flat = result.contiguous().view(-1)
-            wire, context = encode(flat, self.compression)
-            wait(self._allreduce(wire, f"single.{index}"), f"{self.name}.single.{index}")
-            decode(wire, context, self.compression, flat)
+            self._reduce(flat, f"single.{index}").wait()
             return result.copy_(flat.view(result.shape))
+
+    def _reduce(self, flat: torch.Tensor, what: str) -> Work:
+        wire, context = encode(flat, self.compression)
+        name = f"{self.prefix}.{what}"
+        handle = mpi_ops.allreduce_async_(
+            wire,
+            name=name,
+            op=self.op,
+            prescale_factor=self.prescale_factor,
+            postscale_factor=self.postscale_factor,
+            process_set=self.process_set,
+        )
+
+        def finish(_: list[Any]) -> torch.Tensor:
+            decode(wire, context, self.compression, flat)
+            return flat
+
+        return Work([(name, handle)], finish)
 
     def reduce_sparse(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """The sum (or mean, for ``Average``) of a sparse COO gradient over the ranks, coalesced.
@@ -240,38 +122,15 @@ class Communicator:
         values = gradient.values()
         # Horovod gathers no bfloat16; an empty tensor and a longer one are joined along the first dimension.
         wire = values if values.dtype in (torch.float16, torch.float32, torch.float64) else values.float()
-        prefix = f"{self.name}.sparse.{index}"
-        parts = {f"{prefix}.indices": gradient.indices().t(), f"{prefix}.values": wire}
-        handles = {
-            name: mpi_ops.allgather_async(tensor.contiguous(), name, self.process_set)
-            for name, tensor in parts.items()
-        }
-        indices, gathered = (wait(handle, name, GRADIENTS) for name, handle in handles.items())
+        works = [
+            self.allgather(tensor.contiguous(), f"sparse.{index}.{part}")
+            for part, tensor in (("indices", gradient.indices().t()), ("values", wire))
+        ]
+        indices, gathered = (work.wait(GRADIENTS) for work in works)
         if self.op == Average:
             gathered = gathered / self.process_set.size()
         summed = torch.sparse_coo_tensor(indices.t(), gathered, gradient.shape, check_invariants=False)
         return summed.coalesce().to(gradient.dtype)
-
-    def sum(self, values: torch.Tensor, what: str) -> Any:
-        """The sum of a small tensor over the ranks, as (nested) lists of floats."""
-        name = f"{self.name}.{what}.{values.numel()}"
-        handle = mpi_ops.allreduce_async_(values, name=name, op=Sum, process_set=self.process_set)
-        return wait(handle, name).tolist()
-
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """One picklable value of each rank."""
-        return allgather_objects(value, self.process_set, f"{self.name}.{what}")
-
-    def _allreduce(self, tensor: torch.Tensor, what: str) -> int:
-        handle: int = mpi_ops.allreduce_async_(
-            tensor,
-            name=f"{self.name}.{what}",
-            op=self.op,
-            prescale_factor=self.prescale_factor,
-            postscale_factor=self.postscale_factor,
-            process_set=self.process_set,
-        )
-        return handle
 
 
 def mean_over_ranks(value: Any, name: str, process_set: Any) -> Any:
@@ -285,9 +144,7 @@ def mean_over_ranks(value: Any, name: str, process_set: Any) -> Any:
         dtype=torch.float64,
         device=value.device if is_tensor and real else None,
     )
-    mean, others = wait(
-        mpi_ops.allreduce_async_(own, name=name, op=Average, process_set=process_set), name
-    ).unbind()
+    mean, others = Collectives(process_set, name).allreduce(own, "mean", Average).wait().unbind()
     if others > 0:
         return value
     return mean.reshape(value.shape).to(value.dtype) if is_tensor else mean.item()
@@ -367,9 +224,7 @@ def adasum_step(
     flags = torch.tensor(
         [parameter.grad is not None for _, parameter in named_parameters], dtype=torch.float32
     )
-    used = mpi_ops.synchronize(
-        mpi_ops.allreduce_async_(flags, name=f"hvd_ckpt.{identity}.adasum.flags", op=Sum)
-    ).tolist()
+    used = Collectives(global_process_set, f"hvd_ckpt.{identity}.adasum").sum(flags, "flags")
     moving = [(name, parameter) for (name, parameter), ranks in zip(named_parameters, used) if ranks]
     with torch.no_grad():
         starts = [parameter.detach().clone() for _, parameter in moving]

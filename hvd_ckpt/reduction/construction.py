@@ -25,7 +25,7 @@ from hvd_ckpt.reduction.agreement import (
     digest,
     raise_first_failure,
 )
-from hvd_ckpt.reduction.collectives import broadcast_optimizer_state
+from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.unmaterialized import is_split
 

@@ -12,6 +12,7 @@ from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_ckpt.processes.hosts import Peer
 from hvd_ckpt.reduction.agreement import allgather_objects
+from hvd_ckpt.reduction.collectives import ranks_of
 
 _users: Counter[tuple[int, ...]] = Counter()  # of each process set that this module has added
 
@@ -92,11 +93,6 @@ def process_sets_of(
     if len(groups[0]) == 1:
         return {tuple(group): Alone(group[0]) for group in groups}, []
     return acquire(groups)
-
-
-def ranks_of(process_set: Any) -> list[int]:
-    """The ranks of a process set, in order."""
-    return list(process_set.ranks or range(process_set.size()))
 
 
 def acquire(groups: Iterable[Sequence[int]]) -> tuple[dict[tuple[int, ...], Any], list[tuple[int, ...]]]:

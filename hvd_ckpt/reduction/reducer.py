@@ -32,7 +32,8 @@ from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
 from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
-from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work
+from hvd_ckpt.reduction.collectives import GRADIENTS, Work
+from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, sent_in_buckets
 from hvd_ckpt.reduction.modified import ModifiedGradients
 from hvd_ckpt.reduction.results import Change, Results
@@ -411,7 +412,7 @@ class Reducer(OwningReducer):
             for index, parameter in enumerate(parameters)
         ]
         report.sent = sent_in_buckets(self.assignment)
-        reports = self._communicator.gather(report, "resynchronization")
+        reports = self._communicator.objects(report, "resynchronization")
         check_reports(reports)
         # Only now is it certain that all ranks have the same new parameters. The next flags have places for them.
         self._known = len(parameters)
@@ -464,7 +465,7 @@ class Reducer(OwningReducer):
         self._end_step(learn=False)
 
     def _name_tensors(self, prefix: str) -> None:
-        self._communicator = dataclasses.replace(self._communicator, name=prefix)
+        self._communicator.rename(prefix)
 
     def reset(self) -> None:
         """Forgets order, layout and counts: the next step learns them anew. To be called on every rank."""

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 Change = tuple[int, torch.Tensor | None]
@@ -108,10 +107,7 @@ def changed_apart(changes: Sequence[Change] | None, name: str, process_set: Any)
     digits = hashlib.blake2b(repr(facts).encode(), digest_size=DIGITS).digest() if facts else bytes(DIGITS)
     # Added up in float64, where these whole numbers are exact. A rank that has joined brings zeros, and counts as no rank.
     own = [1, changes is None, *digits, *(digit * digit for digit in digits)]
-    handle = mpi_ops.allreduce_async_(
-        torch.tensor(own, dtype=torch.float64), name=name, op=Sum, process_set=process_set
-    )
-    ranks, new, *sums = mpi_ops.synchronize(handle).tolist()
+    ranks, new, *sums = Collectives(process_set, name).sum(torch.tensor(own, dtype=torch.float64), "changes")
     # The digits of n ranks are equal if and only if n times the sum of their squares is the square of their sum.
     pairs = zip(sums[:DIGITS], sums[DIGITS:])
     return bool(new > 0 or any(ranks * squares != digit * digit for digit, squares in pairs))

@@ -13,17 +13,17 @@ A replica without a gradient counts as zeros where another one has some. Half-pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Average, Sum
+from horovod.torch.mpi_ops import Sum
 
-from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket, view_of
-from hvd_ckpt.reduction.communicator import GRADIENTS, Communicator, Work, forget_handle, sum_dtype, wait
+from hvd_ckpt.reduction.collectives import GRADIENTS, Work
+from hvd_ckpt.reduction.communicator import Communicator, sum_dtype
 from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
 from hvd_ckpt.reduction.reducer import Reducer
 
@@ -75,85 +75,6 @@ class Leaves:
         self._sums.clear()
 
 
-class TreeSum(Work):
-    """The sum of all ranks' ``total`` in the upper part of the tree, times ``scale``; begun at once.
-
-    Args:
-        total: of this rank's subtree, 1-D and contiguous; over one rank or two it becomes the result.
-        name: the same on every rank.
-        process_set: a power of two ranks.
-        keep: leave ``total`` as it is.
-    """
-
-    def __init__(
-        self, total: torch.Tensor, name: str, process_set: Any, scale: float, keep: bool = False
-    ) -> None:
-        self._complex, self._name, self._scale = total.is_complex(), name, scale
-        self._result: torch.Tensor | None = None
-        self._process_set, self._ranks = process_set, process_set.size()
-        carried = torch.view_as_real(total).view(-1) if self._complex else total
-        # What travels, by the number of ranks, and what self._arriving is meanwhile:
-        #
-        #   1                none
-        #   2                an allreduce, in which a + b = b + a            "result"
-        #   more, if small   an allgather; each rank adds up all sums        "sums"
-        #   more             an alltoall, and an allgather of what each      "parts of sums", then "result"
-        #                    rank has added up
-        self._handle: int | None = None
-        self._arriving: Literal["parts of sums", "sums", "result"] = "result"
-        if self._ranks == 1 or not total.numel():
-            self._result = total * scale if keep else total.mul_(scale)
-        elif self._ranks == 2:
-            allreduce = mpi_ops.allreduce_async if keep else mpi_ops.allreduce_async_
-            self._handle = allreduce(
-                carried, name=name, op=Sum, postscale_factor=scale, process_set=process_set
-            )
-        elif carried.nbytes * self._ranks <= SMALL_BYTES or carried.numel() < self._ranks:
-            self._arriving = "sums"
-            self._handle = mpi_ops.allgather_async(carried.view(1, -1), name, process_set)
-        else:
-            self._arriving = "parts of sums"
-            # Rank r gets part r of every rank's sum. Of 10 elements, 4 ranks get 3, 3, 3 and 1.
-            part = -(-carried.numel() // self._ranks)
-            splits = [max(0, min(part, carried.numel() - part * rank)) for rank in range(self._ranks)]
-            self._handle = mpi_ops.alltoall_async(
-                carried, torch.tensor(splits, dtype=torch.int32), name=name, process_set=process_set
-            )
-
-    def done(self) -> bool:
-        """True once nothing is under way."""
-        self.advance(block=False)
-        return self._handle is None or (
-            self._arriving != "parts of sums" and bool(mpi_ops.poll(self._handle))
-        )
-
-    def advance(self, block: bool, awaited: str = "") -> None:
-        """Adds the parts that have arrived and sends their sum to all ranks; with ``block`` it waits for them."""
-        if self._arriving != "parts of sums" or self._handle is None:
-            return
-        if not (block or mpi_ops.poll(self._handle)):
-            return
-        rows, _ = wait(self._handle, self._name, awaited)
-        self._arriving = "result"
-        name = f"{self._name}.sums"
-        total = add_rows(rows.view(self._ranks, rows.numel() // self._ranks)).mul_(self._scale)
-        self._handle = mpi_ops.allgather_async(total, name, self._process_set)
-
-    def wait(self, awaited: str = "") -> torch.Tensor:
-        self.advance(True, awaited)
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            result = wait(handle, self._name, awaited)
-            result = add_rows(result).mul_(self._scale) if self._arriving == "sums" else result.view(-1)
-            self._result = torch.view_as_complex(result.view(-1, 2)) if self._complex else result
-        assert self._result is not None
-        return self._result
-
-    def forget(self) -> None:
-        if self._handle is not None:
-            forget_handle(self._handle)
-
-
 def add_rows(rows: torch.Tensor) -> torch.Tensor:
     """The sum [m] of a power of two ``rows`` [n, m], neighbours first; ``rows`` are changed."""
     while len(rows) > 1:
@@ -161,29 +82,17 @@ def add_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
-@dataclass(frozen=True)
 class TreeCommunicator(Communicator):
     """Reduces what the last replica of each rank has, with the :class:`Leaves` of the earlier ones, to the mean over replicas.
 
-    Attributes:
+    Args:
         replicas: of all ranks.
+        process_set: a power of two ranks.
     """
 
-    replicas: int = 1
-    leaves: Leaves = field(default_factory=Leaves)
-
-    @classmethod
-    def of(cls, replicas: int, process_set: Any) -> TreeCommunicator:
-        """The communicator of ``replicas`` leaves over the ranks of a process set."""
-        return cls(
-            name="",
-            op=Average,
-            prescale_factor=1.0,
-            postscale_factor=1.0,
-            compression=Compression.none,
-            process_set=process_set,
-            replicas=replicas,
-        )
+    def __init__(self, replicas: int, process_set: Any) -> None:
+        super().__init__(process_set)
+        self.replicas, self.leaves = replicas, Leaves()
 
     @property
     def flag_scale(self) -> float:
@@ -212,16 +121,53 @@ class TreeCommunicator(Communicator):
         """The mean over all replicas of a 1-D float tensor that each of them has; ``values`` are this rank's, in order."""
         return self.begin_mean(values, what).wait(what)
 
-    def begin_mean(self, values: Sequence[torch.Tensor], what: str) -> TreeSum:
+    def begin_mean(self, values: Sequence[torch.Tensor], what: str) -> Work:
         """Begins a :meth:`mean`."""
         leaves = Leaves()
         for value in values:
             leaves.add({0: value.detach().clone()})
         return self._tree_sum(leaves.sum()[0], what)
 
-    def _tree_sum(self, total: torch.Tensor, what: str, keep: bool = False) -> TreeSum:
-        name = f"{self.name}.{what}.{total.numel()}"
-        return TreeSum(total, name, self.process_set, 1.0 / self.replicas, keep)
+    def _tree_sum(self, total: torch.Tensor, what: str, keep: bool = False) -> Work:
+        """Starts to add up all ranks' ``total`` in the upper part of the tree, divided by the number of replicas.
+
+        Args:
+            total: of this rank's subtree, 1-D and contiguous; over one rank or two it becomes the result.
+            keep: leave ``total`` as it is.
+        """
+        if total.is_complex():
+            real = self._tree_sum(torch.view_as_real(total).view(-1), what, keep)
+            return real.then(lambda result: torch.view_as_complex(result.view(-1, 2)))
+        ranks, numel, scale = self.process_set.size(), total.numel(), 1.0 / self.replicas
+        what = f"{what}.{numel}"
+        name = f"{self.prefix}.{what}"
+        # What travels, by the number of ranks:
+        #
+        #   1                none
+        #   2                an allreduce, in which a + b = b + a
+        #   more, if small   an allgather; each rank adds up all sums
+        #   more             an alltoall, and an allgather of what each rank has added up
+        if ranks == 1 or not numel:
+            result = total * scale if keep else total.mul_(scale)
+            return Work((), lambda _: result)
+        if ranks == 2:
+            allreduce = mpi_ops.allreduce_async if keep else mpi_ops.allreduce_async_
+            handle = allreduce(total, name=name, op=Sum, postscale_factor=scale, process_set=self.process_set)
+            return Work([(name, handle)], lambda results: results[0])
+        if total.nbytes * ranks <= SMALL_BYTES or numel < ranks:
+            return self.allgather(total.view(1, -1), what).then(lambda rows: add_rows(rows).mul_(scale))
+        # Rank r gets part r of every rank's sum. Of 10 elements, 4 ranks get 3, 3, 3 and 1.
+        part = -(-numel // ranks)
+        splits = [max(0, min(part, numel - part * rank)) for rank in range(ranks)]
+
+        def gather(rows: torch.Tensor) -> Work:
+            own = add_rows(rows.view(ranks, rows.numel() // ranks)).mul_(scale)
+            return self.allgather(own, f"{what}.sums")
+
+        handle = mpi_ops.alltoall_async(
+            total, torch.tensor(splits, dtype=torch.int32), name=name, process_set=self.process_set
+        )
+        return Work([(name, handle)], lambda results: results[0][0]).followed_by(gather)
 
 
 class ReplicaReducer(Reducer):

@@ -30,8 +30,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.processes.hosts import host_name
 from hvd_ckpt.reduction.buckets import is_dense
+from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.consistency import TableEntry, WeightsDiffer, difference
-from hvd_ckpt.reduction.process_sets import ranks_of
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 # A part is small enough that its cost is not noticed, whatever the model: a step reads all weights several times.

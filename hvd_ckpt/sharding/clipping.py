@@ -194,7 +194,7 @@ class SplitGradients:
         for piece in self.pieces:
             values = _gradient(piece).abs().to(torch.float64)
             sums[place[piece.index]] += ((values != 0) if order == 0 else values**order).sum().item()
-        sums = torch.tensor(self._exchange.total(sums, "norm"), dtype=torch.float64)
+        sums = torch.tensor(self._exchange.sum(sums, "norm"), dtype=torch.float64)
         # Sums of powers of the slices add up to those of the whole.
         sums = whole_norms(sums, [self.sharding.layout.parameters[index] for index in self._used], 1.0)
         return float(sums.count_nonzero() if order == 0 else sums.sum() ** (1.0 / order))

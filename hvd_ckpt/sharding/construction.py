@@ -8,23 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, Sum, global_process_set, local_size, rank, size
+from horovod.torch.mpi_ops import local_size, rank, size
 
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.buckets import MEBIBYTE
-from hvd_ckpt.reduction.collectives import broadcast_tensors
-from hvd_ckpt.reduction.construction import is_elastic
+from hvd_ckpt.reduction.broadcast import broadcast_tensors
+from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.process_sets import (
-    check_within,
     process_sets_of,
     rank_groups,
-    ranks_of,
     ranks_of_hosts,
     release,
 )
 from hvd_ckpt.sharding import stage_of, state
-from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.exchange import Exchange, levels
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.formats import FP32, INT4, INT8, WireFormat, wire_formats
@@ -32,11 +27,10 @@ from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import Offload, raised_everywhere
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.options import Options
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
-from hvd_ckpt.sharding.units import UnitModules, find_units
+from hvd_ckpt.sharding.units import UnitModules
 from hvd_ckpt.sharding.unshard import Gathering
 
 OFFLOADS = ("optimizer", "parameters")
@@ -140,60 +134,6 @@ def check_stage(
             f"shard='gradients'"
         )
     return stage, gradients, parameters
-
-
-def shard_options(given: Options) -> ShardOptions | None:
-    """The options of a sharded optimizer, or None for stage 0.
-
-    Raises:
-        ValueError, TypeError: for the first argument that is wrong.
-    """
-    stage, gradients, parameters = check_stage(given.shard, given.offload, given.wire)
-    if stage == 0:
-        for name in ("units", "master_weights", "within"):
-            value = getattr(given, name)
-            if value is not None and value is not False:
-                raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
-        return None
-    if is_elastic():
-        raise ValueError(
-            "shard cannot be used in an elastic job: a worker that dies takes its shard along; start again from snapshots instead "
-            "(hvd-ckpt train --max-restarts)"
-        )
-    if given.op not in (Average, Sum):
-        raise ValueError("shard works with op=Average and op=Sum only")
-    if stage > 1 and given.compression is not Compression.none:
-        raise ValueError("compression is for gradients that are not split; with this shard, pass wire='fp16'")
-    if stage > 1 and given.groups not in (None, 0):
-        raise ValueError(
-            "groups is for gradients that are not split; leave it out, or set bucket_cap_mb or units"
-        )
-    if stage < 3 and given.units is not None:
-        raise ValueError("units needs shard='parameters'")
-    if given.within is not None and (stage < 3 or given.process_set != global_process_set):
-        raise ValueError(f"within={given.within!r} needs shard='parameters' over all ranks")
-    check_elementwise(given.optimizer, given.elementwise)
-    model = given.model
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if stage == 3 and model is None:
-        raise ValueError(
-            "shard='parameters' must know the module whose parameters it splits; pass model=model"
-        )
-    return ShardOptions(
-        stage=stage,
-        model=model,
-        units=find_units(model, given.units) if stage == 3 and model is not None else (),
-        offload=given.offload,
-        offload_folder=None if given.offload_folder is None else Path(given.offload_folder),
-        gradients=gradients,
-        parameters=parameters,
-        master_weights=given.master_weights is not False,
-        within=check_within(given.within),
-        bucket_bytes=given.bucket_cap_mb * MEBIBYTE,
-        op=given.op,
-        prescale=given.prescale,
-    )
 
 
 def shard_optimizer(

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
-from hvd_ckpt.reduction import communicator
+from hvd_ckpt.reduction.collectives import Work, long_waits
 from hvd_ckpt.sharding.exchange import Exchange
 
 ELSEWHERE = -1
@@ -34,12 +33,12 @@ class Divergence:
         self._exchange, self._titles = exchange, titles
         self._unit = ELSEWHERE
         self._round = 0
-        self._told: int | None = None  # Horovod's handle
+        self._told: Work | None = None
         self._last: list[list[int]] = []
         if exchange.ranks > 1:
             check: Any = weakref.WeakMethod(self._check)
-            weakref.finalize(self, communicator.long_waits.discard, check)
-            communicator.long_waits.add(check)
+            weakref.finalize(self, long_waits.discard, check)
+            long_waits.add(check)
 
     @contextlib.contextmanager
     def awaiting(self, title: str) -> Iterator[None]:
@@ -57,11 +56,10 @@ class Divergence:
             RuntimeError: the ranks wait for different units; on every rank.
         """
         if self._told is None:
-            own = torch.tensor([[int(since * 1e6), self._unit]], dtype=torch.int64)
-            name = f"{self._exchange.prefix}.divergence.{self._round}"
-            self._told = mpi_ops.allgather_async(own, name=name, process_set=self._exchange.process_set)
-        elif mpi_ops.poll(self._told):
-            told, self._told = mpi_ops.synchronize(self._told).tolist(), None
+            own = torch.tensor([int(since * 1e6), self._unit], dtype=torch.int64)
+            self._told = self._exchange.gather_rows(own, f"divergence.{self._round}")
+        elif self._told.done():
+            told, self._told = self._told.wait().tolist(), None
             self._round += 1
             # The time since when each waits is part of it, so the same answer twice means the
             # same wait, not a second one for that unit.

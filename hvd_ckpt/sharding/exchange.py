@@ -9,16 +9,16 @@ that matter, and cannot overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Max, Sum
+from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.processes.runtime import controller
-from hvd_ckpt.reduction.communicator import Work, most_columns, wait
+from hvd_ckpt.reduction.collectives import Collectives, Work, carried, most_columns
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 
 Kind = Literal["reduce_scatter", "all_gather", "gather_within", "control"]
@@ -28,18 +28,6 @@ BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every oth
 TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES = 1 << 20, 2 << 10
 """From this much on, in all and for each rank, a reduce-scatter first adds up within hosts: two alltoalls in place of one, whose
 messages take longer than the bytes that they save where there are few (``hvd-ckpt bench scale``)."""
-
-# Dtypes that Horovod carries; all others are carried as one of these, bit for bit.
-_CARRIED = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-}
 
 
 def _zeros() -> dict[Kind, int]:
@@ -68,35 +56,32 @@ class Traffic:
         self.sent[kind] += sent
 
 
-class Exchange:
-    """The collectives of one optimizer.
-
-    All ranks must launch the same ones in the same order. A name (``what``) is free again once its work has been waited for.
+class Exchange(Collectives):
+    """The collectives of one sharded optimizer, with what they send.
 
     Args:
         process_set: Horovod's, the ranks that take part.
-        prefix: of all tensor names, unique to the optimizer and the same on every rank.
+        prefix: of all names.
 
     Attributes:
+        ranks, rank: of the process set.
         within: the exchange of this rank's group of ranks, where such groups keep a second copy; it shares the traffic.
         hosts: positions in the process set of the ranks of each host, as :func:`levels` takes them; None for one level.
     """
 
     def __init__(self, process_set: Any, prefix: str, gathers: Kind = "all_gather") -> None:
-        self.prefix = prefix
+        super().__init__(process_set, prefix)
         self.within: Exchange | None = None
         self.hosts: Sequence[Sequence[int]] | None = None
         self._gathers: Kind = gathers
         self.ranks: int = process_set.size()
         self.rank: int = process_set.rank()
         self.traffic = Traffic()
-        self.process_set = process_set
 
     def rename(self, prefix: str) -> None:
-        """Begins new names: after an abandoned step, tensors of the old ones may still be on their way."""
-        self.prefix = prefix
+        super().rename(prefix)
         if self.within is not None:
-            self.within.prefix = f"{prefix}.within"
+            self.within.rename(f"{prefix}.within")
 
     def divide(self, process_set: Any) -> None:
         """Makes the exchange of this rank's group, whose process set this is."""
@@ -140,17 +125,17 @@ class Exchange:
 
         if self.ranks == 1:
             return Work((), lambda _: add(flat.view(1, -1)))
-        name = self._name("reduce_scatter", what, flat.numel())
+        what = f"reduce_scatter.{what}.{flat.numel()}"
         if len(hosts) == 1:
-            return exchange_rows(format.encode(flat, self.ranks), name, self.process_set).then(add)
+            return self.exchange_rows(format.encode(flat, self.ranks), what).then(add)
         # A sum of many may be too large for a narrow format where their mean is not.
         mean = 1.0 / len(hosts[0]) if format.changes(flat.dtype) else 1.0
-        return self._exchange_in_levels(hosts, flat, name, format, mean).then(
+        return self._exchange_in_levels(hosts, flat, what, format, mean).then(
             lambda rows: add(rows, scale / mean)
         )
 
     def _exchange_in_levels(
-        self, hosts: Sequence[Sequence[int]], flat: torch.Tensor, name: str, format: WireFormat, scale: float
+        self, hosts: Sequence[Sequence[int]], flat: torch.Tensor, what: str, format: WireFormat, scale: float
     ) -> Work:
         """Starts to bring this rank each host's sum of its row, times ``scale``; the result is [hosts, any], encoded."""
         # In one alltoall each rank of a host sends nearly all its rows to other hosts, so that a link carries the gradients as
@@ -166,10 +151,10 @@ class Exchange:
         def across(arrived: torch.Tensor) -> Work:
             format.sum(arrived, total, scale)
             peers = [host[place] for host in hosts]
-            return exchange_rows(format.encode(total, len(hosts)), f"{name}.across", self.process_set, peers)
+            return self.exchange_rows(format.encode(total, len(hosts)), f"{what}.across", peers)
 
-        within = exchange_rows(format.encode(rows.view(-1), local), f"{name}.within", self.process_set, own)
-        return _TwoSteps(within, across)
+        within = self.exchange_rows(format.encode(rows.view(-1), local), f"{what}.within", own)
+        return within.followed_by(across)
 
     def all_gather(
         self, shard: torch.Tensor, flat: torch.Tensor, what: str, format: WireFormat = FP32
@@ -201,15 +186,15 @@ class Exchange:
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
             return Work((), lambda _: flat)
-        name = self._name("all_gather", what, flat.numel())
+        what = f"all_gather.{what}.{flat.numel()}"
         if not format.changes(flat.dtype) and numel <= most_columns(self.ranks, flat.itemsize):
-            return Work(self._gather(shard.detach(), own, whole, name), lambda _: flat)
+            return Work(self._gather(shard.detach(), own, whole, f"{self.prefix}.{what}"), lambda _: flat)
 
         def place(rows: torch.Tensor) -> torch.Tensor:
             format.decode(rows, whole)
             return flat
 
-        return gather_rows(format.encode(shard.detach()).view(-1), name, self.process_set).then(place)
+        return self.gather_rows(format.encode(shard.detach()).view(-1), what).then(place)
 
     def _gather(
         self, shard: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, name: str
@@ -218,7 +203,7 @@ class Exchange:
 
         An output that has its final size already is what Horovod fills. MPI alone wants no input inside the output.
         """
-        whole, process_set = _carried(whole), self.process_set
+        whole, process_set = carried(whole), self.process_set
         over_mpi = controller() == "mpi" and not (whole.is_cuda and mpi_ops.nccl_built())
         if own.data_ptr() == shard.data_ptr() and over_mpi:
             if self.ranks <= BROADCAST_RANKS and process_set.ranks:
@@ -229,62 +214,17 @@ class Exchange:
                     for each, part, root in zip(names, parts, process_set.ranks)
                 ]
             shard = shard.clone()
-        return [(name, mpi_ops._allgather_async(_carried(shard), whole, name, process_set))]
+        return [(name, mpi_ops._allgather_async(carried(shard), whole, name, process_set))]
 
-    def maximum(self, values: torch.Tensor, what: str) -> list[float]:
-        """The greatest of each of some ``values`` (a small vector, no nan) over the ranks."""
-        return self._reduce(values, what, Max)
-
-    def total(self, values: torch.Tensor, what: str) -> list[float]:
-        """The sum of each of some ``values`` (a small vector) over the ranks."""
-        return self._reduce(values, what, Sum)
-
-    def _reduce(self, values: torch.Tensor, what: str, op: int) -> list[float]:
+    def allreduce(self, values: torch.Tensor, what: str, op: int = Sum) -> Work:
         self.traffic.count("control", 2 * (self.ranks - 1) * values.nbytes // self.ranks)
-        if self.ranks == 1 or values.numel() == 0:
-            return list(values.tolist())
-        name = self._name("control", what, values.numel())
-        handle = mpi_ops.allreduce_async(values, name=name, op=op, process_set=self.process_set)
-        return list(wait(handle, name).tolist())
-
-    def _name(self, kind: Kind, what: str, numel: int) -> str:
-        return f"{self.prefix}.{kind}.{what}.{numel}"
+        return super().allreduce(values, what, op)
 
     def _shard_numel(self, flat: torch.Tensor) -> int:
         numel, rest = divmod(flat.numel(), self.ranks)
         if rest:
             raise ValueError(f"{flat.numel()} elements do not divide by {self.ranks} ranks; pad them")
         return numel
-
-
-class _TwoSteps(Work):
-    """A collective and then another one, which ``follow`` begins with the result of the first and whose result this one has."""
-
-    def __init__(self, first: Work, follow: Callable[[torch.Tensor], Work]) -> None:
-        self._work = first
-        self._follow: Callable[[torch.Tensor], Work] | None = follow
-
-    def done(self) -> bool:
-        self.advance(block=False)
-        return self._follow is None and self._work.done()
-
-    def advance(self, block: bool, awaited: str = "") -> None:
-        follow = self._follow
-        if follow is not None and (block or self._work.done()):
-            self._follow = None
-            self._work = follow(self._work.wait(awaited))
-
-    def wait(self, awaited: str = "") -> torch.Tensor:
-        self.advance(True, awaited)
-        return self._work.wait(awaited)
-
-    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Work:
-        follow = self._follow
-        assert follow is not None
-        return _TwoSteps(self._work, lambda result: follow(result).then(change))
-
-    def forget(self) -> None:
-        self._work.forget()
 
 
 def levels(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
@@ -297,64 +237,3 @@ def levels(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
     ranks = [rank for group in groups for rank in group]
     alike = len({len(group) for group in groups}) == 1 and ranks == sorted(ranks)
     return groups if alike and 1 < len(groups) < len(ranks) else None
-
-
-def exchange_rows(
-    wire: torch.Tensor, name: str, process_set: Any, peers: Sequence[int] | slice = slice(None)
-) -> Work:
-    """Starts to send each peer its row of ``wire`` [peers, any].
-
-    Args:
-        peers: positions in the process set of the ranks that exchange with this one, in order; by default all. All ranks of the
-            set take part.
-
-    Returns:
-        Its result is of the same shape: the row that each peer has for this rank.
-    """
-
-    def begin(part: torch.Tensor, name: str) -> Work:
-        splits = torch.zeros(process_set.size(), dtype=torch.int32)
-        # Ranks that are no peers get nothing from this one, and still take part: an alltoall is of all ranks of the set.
-        splits[peers] = part.shape[1]
-        handle = mpi_ops.alltoall_async(part.reshape(-1), splits, name=name, process_set=process_set)
-        return Work([(name, handle)], lambda results: results[0][0].view(part.shape))
-
-    message = _carried(wire.view(len(wire), -1))
-    return _in_parts(message, len(wire), name, begin).then(
-        lambda rows: rows.view(wire.dtype).view(wire.shape)
-    )
-
-
-def gather_rows(row: torch.Tensor, name: str, process_set: Any) -> Work:
-    """Starts to gather the ``row`` [m] of each rank.
-
-    Returns:
-        Its result is [ranks, m].
-    """
-    ranks = process_set.size()
-
-    def begin(part: torch.Tensor, name: str) -> Work:
-        handle = mpi_ops.allgather_async(part.reshape(-1), name=name, process_set=process_set)
-        return Work([(name, handle)], lambda results: results[0].view(ranks, -1))
-
-    return _in_parts(_carried(row).view(1, -1), ranks, name, begin).then(lambda rows: rows.view(row.dtype))
-
-
-def _in_parts(
-    message: torch.Tensor, rows: int, name: str, begin: Callable[[torch.Tensor, str], Work]
-) -> Work:
-    """A collective of a message [any, m] that becomes ``rows`` rows: in one call, or by columns where that is too much for one."""
-    # By columns, so that each message has the same part of every rank's row and equal splits.
-    parts = torch.split(message, most_columns(rows, message.itemsize), dim=1)
-    if len(parts) == 1:
-        return begin(message, name)
-    works = [begin(part, f"{name}.{number}") for number, part in enumerate(parts)]
-    return Work.joined(works, lambda columns: torch.cat(columns, dim=1))
-
-
-def _carried(message: torch.Tensor) -> torch.Tensor:
-    """The same storage in a type that Horovod carries."""
-    message = message.detach()
-    if message.dtype in _CARRIED:
-        return message
-    return message.view(torch.int16 if message.itemsize == 2 else torch.uint8)

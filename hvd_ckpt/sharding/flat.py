@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.communicator import GRADIENTS, Work, pauses
+from hvd_ckpt.reduction.collectives import GRADIENTS, Work, pauses
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
 from hvd_ckpt.sharding.gradients import ShardedGradient

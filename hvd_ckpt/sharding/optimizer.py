@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 
 from hvd_ckpt.reduction.agreement import broadcast_from, in_order
+from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import Phase, StepReduces
-from hvd_ckpt.reduction.process_sets import ranks_of, release
+from hvd_ckpt.reduction.process_sets import release
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.host_memory import OffloadError

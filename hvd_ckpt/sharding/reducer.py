@@ -275,7 +275,7 @@ class ShardReducer(OwningReducer):
         self._step.late_gradients = late
         # Ranks may wait in the next backward pass only for rounds that each of them makes there: those of this step.
         whole_rounds = max(1, schedule.position // max(1, len(schedule.order)))
-        self.weights.check(values, 1.0, self._exchange.total)
+        self.weights.check(values, 1.0, self._exchange.sum)
         self._end_step(learn=True)
         schedule.arrange(used, flags.last_arrivals)
         self._agreed = whole_rounds * len(schedule.order)

@@ -7,13 +7,12 @@ parameters whose gradients came late or for the first time. So the sums are thos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket, view_of
-from hvd_ckpt.reduction.communicator import GRADIENTS, Work, sum_dtype
+from hvd_ckpt.reduction.collectives import GRADIENTS, Work
+from hvd_ckpt.reduction.communicator import sum_dtype
 from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
@@ -29,16 +28,21 @@ class _TreeFormat(WireFormat):
         torch.mul(add_rows(wire), scale, out=out)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShardedTreeCommunicator(TreeCommunicator):
     """Reduces buckets, each of one group's parameters, to this rank's shards.
 
-    Attributes:
+    Args:
+        replicas: of all ranks.
         layout, exchange: of the sharded optimizer.
     """
 
-    layout: Layout
-    exchange: Exchange
+    def __init__(self, replicas: int, layout: Layout, exchange: Exchange) -> None:
+        super().__init__(replicas, exchange.process_set)
+        self.layout, self.exchange = layout, exchange
+
+    def rename(self, prefix: str) -> None:
+        super().rename(prefix)
+        self.exchange.rename(prefix)
 
     def carries_flags(self, bucket: Bucket) -> bool:
         """False: no rank gets the end of a bucket of all ranks."""
@@ -122,10 +126,6 @@ class ShardReplicaReducer(ReplicaReducer):
     def abandon(self) -> None:
         super().abandon()
         self.consume()
-
-    def _name_tensors(self, prefix: str) -> None:
-        super()._name_tensors(prefix)
-        self._communicator.exchange.rename(prefix)
 
     def _launch(self, with_flags: bool = False) -> None:
         super()._launch(with_flags)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hvd_ckpt.reduction.communicator import Work
+from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, WireFormat

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.hosts import host_name
-from hvd_ckpt.reduction.process_sets import ranks_of
+from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import COUNTERS, ShardRange, ranges_of
 from hvd_ckpt.snapshots.barrier import RankManifest, not_shared

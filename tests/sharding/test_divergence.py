@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.reduction import communicator
+from hvd_ckpt.reduction import collectives
 
 pytestmark = pytest.mark.ranks(gloo=(2, 3))
 
@@ -64,7 +64,7 @@ def evaluate(model: nn.Module, optimizer: Any, chosen: Any) -> None:
 @pytest.mark.parametrize("case", CHOSEN)
 @pytest.mark.parametrize("kind", ["trained", "recomputed", "evaluated", "frozen"])
 def test_the_error_names_ranks_and_units(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "LONG_SECONDS", 1.0)
+    monkeypatch.setattr(collectives, "LONG_SECONDS", 1.0)
     model = Experts(kind == "recomputed")
     if kind == "frozen":
         model.experts[1].requires_grad_(False)
@@ -86,7 +86,7 @@ def test_ranks_that_run_the_whole_model_as_one_unit_may_run_what_they_like() -> 
 
 def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where waits last long again and again, on different ranks."""
-    monkeypatch.setattr(communicator, "LONG_SECONDS", 0.05)
+    monkeypatch.setattr(collectives, "LONG_SECONDS", 0.05)
     model = Experts()
     optimizer = wrapped(model)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.reduction import communicator
+from hvd_ckpt.reduction import collectives
 from hvd_ckpt.reduction.tree import add_rows
 from hvd_ckpt.sharding import exchange as module
 from hvd_ckpt.sharding.exchange import Exchange, levels
@@ -108,7 +108,7 @@ def test_traffic_counts_what_an_exchange_must_send(exchange: Exchange) -> None:
 def test_small_vectors_meet(exchange: Exchange) -> None:
     values = torch.tensor([float(exchange.rank), 3.0])
     assert exchange.maximum(values, "words") == [exchange.ranks - 1, 3]
-    assert exchange.total(values, "words") == [sum(range(exchange.ranks)), 3 * exchange.ranks]
+    assert exchange.sum(values, "words") == [sum(range(exchange.ranks)), 3 * exchange.ranks]
     assert values.tolist() == [exchange.rank, 3]
 
 
@@ -169,7 +169,7 @@ def test_large_objects_are_sent_in_several_messages(
         return [*found, weights]
 
     expected = moved()
-    monkeypatch.setattr(communicator, "LARGEST", 500)
+    monkeypatch.setattr(collectives, "LARGEST", 500)
     for one, other in zip(moved(), expected, strict=True):
         assert torch.equal(one, other)
     assert bool((expected[-1] == 1).all())

@@ -8,7 +8,7 @@ from alike_ranks import AlikeRanks
 from horovod.torch import mpi_ops
 from streams import DEVICE, Scenario, Simulation, own_stream, run, simulated
 
-from hvd_ckpt.reduction.communicator import wait
+from hvd_ckpt.reduction.collectives import wait
 from hvd_ckpt.sharding.host_memory import PinnedMemory
 
 

@@ -15,6 +15,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.local_sgd.exchange import PeerExchange
 from hvd_ckpt.local_sgd.runs import Place, Segment
 from hvd_ckpt.local_sgd.weights import WeightRun
+from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.sharding.exchange import Traffic
 from hvd_ckpt.sharding.formats import WIRE_FORMATS
 from hvd_ckpt.sharding.offload import Offload
@@ -25,7 +26,7 @@ def average(simulation: Simulation, offload: bool, wire: str) -> None:
     with AlikeRanks(simulation).running() as ranks:
         parameter = nn.Parameter(torch.ones(500, device=DEVICE))
         segment = Segment("weight", parameter, parameter, lambda: parameter)
-        place = Place(PeerExchange(ranks.process_set, [0, 1], "local", Traffic()))
+        place = Place(PeerExchange(Collectives(ranks.process_set, "local"), [0, 1], Traffic()))
         make = (lambda device: Offload(None, device, parameters=True)) if offload else None
         outer: Any = hc.Nesterov(lr=0.7)
         averaged = WeightRun("weights", [segment], place, outer, WIRE_FORMATS[wire], make)

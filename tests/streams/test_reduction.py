@@ -28,7 +28,7 @@ def train(
     with AlikeRanks(simulation).running() as ranks:
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).to(DEVICE, dtype)
         named = list(model.named_parameters())
-        communicator = Communicator("streams", op, 1.0, 1.0, compression, ranks.process_set)
+        communicator = Communicator(ranks.process_set, op, 1.0, 1.0, compression)
         assignment = BucketAssignment(named, 1 << 13, None)
         reducer = Reducer(assignment, communicator, next(_number), False, True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,7 +1,6 @@
 """The arguments of a ``DistributedOptimizer`` as one object, checked and described before the ranks compare them.
 
-It lies here since most arguments are about shards. This file knows nothing else of them, so that an optimizer that is not
-sharded loads no more than this.
+This file knows nothing else of shards, so that an optimizer that is not sharded loads none of them.
 """
 
 from __future__ import annotations
@@ -91,12 +90,11 @@ class Options:
         """How buckets are allreduced."""
         postscale = self.gradient_predivide_factor if self.op == Average else 1.0
         return Communicator(
-            name="",
+            self.process_set,
             op=self.op,
             prescale_factor=self.prescale,
             postscale_factor=postscale,
             compression=self.compression,
-            process_set=self.process_set,
         )
 
     def described(self) -> dict[str, Any]:

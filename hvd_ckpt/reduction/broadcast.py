@@ -1,0 +1,360 @@
+"""Collectives for parameters, optimizer state and objects, where Horovod's own fail or hang."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import global_process_set
+
+from hvd_ckpt.processes.devices import check_devices
+from hvd_ckpt.reduction.agreement import (
+    MESSAGE,
+    Failure,
+    allgather_objects,
+    broadcast_from,
+    check_described,
+    described,
+    digest,
+    meet_after_join,
+    raise_first_failure,
+)
+from hvd_ckpt.reduction.collectives import Collectives, Work
+from hvd_ckpt.reduction.leveling import Live, common_state, level, level_after
+from hvd_ckpt.reduction.wrapping import live_optimizers
+from hvd_ckpt.utils.fingerprint import distinct
+from hvd_ckpt.utils.torch_private import pytree
+from hvd_ckpt.utils.unmaterialized import is_absent
+
+# Starting equal: rank 0's parameters and optimizer state on every rank.
+#
+# Unlike Horovod's, these take any dtype (tensors travel as bytes; Horovod cannot send bfloat16 or bool) and compare names and
+# shapes first; and the optimizer's state is sent as it is, without a step on zero gradients to make room for it, which would
+# change AdamW's weights before training has begun.
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = global_process_set
+) -> Any:
+    """Broadcasts a Python object from one rank to all. Collective.
+
+    Horovod's own names the message by the type of ``obj``, and so waits forever where ranks give different types, as in
+    ``broadcast_object(state if rank() == 0 else None)``.
+
+    Args:
+        obj: what ``cloudpickle`` can store; only the root's counts.
+        root_rank: the rank whose object everyone gets, among all ranks.
+        name: of the message; to be given where several threads broadcast objects at the same time.
+        process_set: the ranks that take part.
+
+    Returns:
+        The object itself on the root, a copy on the other ranks; tensors of a GPU arrive on the CPU.
+
+    Raises:
+        Exception: the object cannot be stored; on every rank.
+    """
+    return broadcast_from(obj, root_rank, process_set, name or "hvd_ckpt.broadcast_object")
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Gathers one Python object of each rank, of any type, on all ranks. Collective.
+
+    Args:
+        obj: what ``cloudpickle`` can store.
+        name: of the message; to be given where several threads gather objects at the same time, with the same one on all ranks.
+
+    Returns:
+        Copies of the objects, by rank; tensors of a GPU arrive on the CPU.
+
+    Raises:
+        Exception: a rank's object cannot be stored; on every rank.
+    """
+    return allgather_objects(obj, global_process_set, "allgather_object()", name or MESSAGE)
+
+
+def join(device: int = -1) -> int:
+    """Horovod's ``join``: this rank has no more data; it takes part in the others' allreduces with zeros until all have joined.
+
+    Averages still divide by the number of all ranks. Afterwards every optimizer takes over the order and layout of the rank
+    that joined last, which has seen every step. Collective.
+
+    Args:
+        device: where Horovod makes its zeros (-1: CPU, else a CUDA device index).
+
+    Returns:
+        The rank that joined last: its weights are the ones to broadcast.
+
+    Raises:
+        ValueError: an optimizer is sharded, has logical replicas, or is one of ``LocalSGD`` or of a process set. Or a rank that has
+            not joined needs the others for more than an allreduce: for sparse gradients (pass ``sparse_as_dense=True``), say; on
+            every rank.
+        RuntimeError: gradients are being reduced that neither ``step()`` nor ``synchronize()`` has waited for.
+    """
+    gc.collect()  # an optimizer that nobody has any more is no reason to refuse
+    for optimizer in live_optimizers():
+        members = optimizer.process_set
+        for wrong, reason in (
+            (
+                not optimizer.can_join,
+                "is one of LocalSGD: a rank without data goes on to call its step(), without gradients",
+            ),
+            (
+                optimizer.shard_stage,
+                "is sharded, and each rank holds a part that the others need in every step",
+            ),
+            (optimizer.replicas, "has logical replicas, all of which take part in every step"),
+            (
+                members != global_process_set and members.included() and members.size() > 1,
+                "is one of a process set, which join() knows nothing of",
+            ),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"join() cannot be used while an optimizer {reason}; give every rank as many batches"
+                )
+        # Gradients of this rank are in the others' sums already, and what arrived after them never would be.
+        if optimizer.reducer is not None and optimizer.reducer.has_in_flight:
+            raise RuntimeError(
+                f"join() was called while gradients of {type(optimizer).__name__} are being reduced that no step has used; call "
+                f"its step() or synchronize() on every rank first"
+            )
+    last = meet_after_join(device, None)
+    level_after("join()", last)
+    return last
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Broadcasts tensors in place from one rank to all, matched by their names. Collective.
+
+    Afterwards distributed optimizers that a rank has loaded or reset by itself reduce in the same order on all ranks again.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or lists of either.
+        root_rank: the rank whose values everyone gets.
+
+    Raises:
+        ValueError: ``params`` is of another type, or names, shapes, dtypes or ``root_rank`` differ between ranks, or a tensor is
+            not dense, or is on a GPU and Horovod has no operations there, or a parameter is split over the ranks
+            (``shard="parameters"``); on every rank.
+    """
+    call = "broadcast_parameters()"
+    error: Exception | None = None
+    tensors: list[tuple[str, torch.Tensor]] = []
+    try:
+        tensors = _named_tensors(params)
+    except ValueError as exception:
+        error = exception
+    facts = [_facts(*pair) for pair in tensors]
+    failure = None if error is None else Failure.of(error)
+    live = Live()
+    gathered = allgather_objects(
+        (described(root_rank=root_rank), failure, digest(facts), live.states), global_process_set, call
+    )
+    options, failures, digests, states = zip(*gathered)
+    check_described(dict(enumerate(options)), call)
+    raise_first_failure(error, failures)
+    if len(set(digests)) > 1:
+        raise _difference(allgather_objects(facts, global_process_set, f"{call}: tensors"))
+    broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
+    live.level(states, root_rank)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Gives every rank the optimizer state and options of one rank. Collective.
+
+    Weights, gradients and step counts are left untouched; a fresh optimizer stays fresh. Any state that is made of
+    tensors, numbers, lists, tuples and dicts is sent, LBFGS's too. Of a sharded optimizer only the options are: each rank's
+    state is its own part of the whole. Parameters of a ``DistributedOptimizer`` are matched by their names, others by their
+    places. The order in which gradients are reduced becomes that of the root, too, if ranks have loaded or reset it apart; then
+    gradients are dropped.
+
+    Args:
+        optimizer: a bare optimizer or a ``DistributedOptimizer``.
+        root_rank: the rank whose state everyone gets.
+        model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
+
+    Raises:
+        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks, or a parameter is
+            on a GPU with a Horovod that has no operations on GPUs; on every rank.
+    """
+    call = "broadcast_optimizer_state()"
+    stage, replicas = getattr(optimizer, "shard_stage", 0), getattr(optimizer, "replicas", None)
+    names = [] if stage else [_names_in(optimizer, group) for group in optimizer.param_groups]
+    options = described(
+        root_rank=root_rank,
+        optimizer=getattr(optimizer, "wrapped_class", type(optimizer)),
+        shard=stage,
+        replicas=None
+        if replicas is None
+        else f"{replicas.number} of seed {replicas.seed} at step {replicas.step}",
+        param_groups=len(optimizer.param_groups),
+    )
+    options |= {f"the number of parameters in group {number}": len(own) for number, own in enumerate(names)}
+    options |= {f"the set of parameters in group {number}": sorted(own) for number, own in enumerate(names)}
+    error: Exception | None = None
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            check_devices((f"a parameter of group {number}", parameter) for parameter in group["params"])
+    except ValueError as exception:
+        error = exception
+    failure = None if error is None else Failure.of(error)
+    gathered = allgather_objects((options, common_state(optimizer), failure), global_process_set, call)
+    options_of, replicated, failures = zip(*gathered)
+    check_described(dict(enumerate(options_of)), call)
+    raise_first_failure(error, failures)
+    tensors: list[torch.Tensor] = []
+    outline = None
+    if mpi_ops.rank() == root_rank:
+        outline = [_outline_group(optimizer, group, tensors, bool(stage)) for group in optimizer.param_groups]
+    outline = broadcast_from(outline, root_rank, global_process_set, "hvd_ckpt.optimizer")
+    if mpi_ops.rank() != root_rank:
+        # In the order of _outline_group(), options before states: tensors are matched by their place in the list alone.
+        for group, (values, states) in zip(optimizer.param_groups, outline):
+            group.update(_rebuild(values, tensors, group["params"][0] if group["params"] else None))
+            own = {} if stage else dict(zip(_names_in(optimizer, group), group["params"]))
+            for name, state in states:
+                if state:
+                    optimizer.state[own[name]] = _rebuild(state, tensors, own[name])
+                else:
+                    optimizer.state.pop(own[name], None)
+    broadcast_tensors(tensors, root_rank, "hvd_ckpt.optimizer.state")
+    level(optimizer, dict(enumerate(replicated)), root_rank)
+
+
+def _names_in(optimizer: Any, group: Mapping[str, Any]) -> list[str]:
+    """The names of a group's parameters; their places where they have none."""
+    named = getattr(optimizer, "parameter_names", {})
+    given = group.get("param_names") or map(str, range(len(group["params"])))
+    return [named.get(parameter, name) for parameter, name in zip(group["params"], given)]
+
+
+@dataclass(frozen=True)
+class _TensorOutline:
+    """Stands for a tensor of the state while its structure is sent: tensors follow, in this order."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    beside_parameter: bool
+
+
+def _outline_group(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[torch.Tensor], sharded: bool
+) -> tuple[Any, list[tuple[str, Any]]]:
+    """A group's options, and the state of each of its parameters by name; none where it is sharded."""
+    first = group["params"][0] if group["params"] else None
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options = _outline(own, tensors, first)
+    pairs = [] if sharded else list(zip(_names_in(optimizer, group), group["params"]))
+    states = [
+        (name, _outline(dict(optimizer.state.get(parameter, {})), tensors, parameter))
+        for name, parameter in pairs
+    ]
+    return options, states
+
+
+def _outline(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
+    def outline_of(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        beside = parameter is not None and leaf.device == parameter.device
+        return _TensorOutline(tuple(leaf.shape), leaf.dtype, beside)
+
+    return pytree.tree_map(outline_of, value)
+
+
+def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
+    def tensor_of(leaf: Any) -> Any:
+        if not isinstance(leaf, _TensorOutline):
+            return leaf
+        device = parameter.device if parameter is not None and leaf.beside_parameter else "cpu"
+        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
+        return tensors[-1]
+
+    return pytree.tree_map(tensor_of, outline)
+
+
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], root_rank: int, name: str, process_set: Any = global_process_set
+) -> None:
+    """One rank's values of tensors that are known to be alike on the ranks of the set, which all call this; in place.
+
+    Args:
+        root_rank: among all ranks.
+    """
+    collectives = Collectives(process_set, name)
+    pending: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
+    with torch.no_grad():
+        for number, given in enumerate(tensors):
+            if given.numel():
+                tensor = distinct(given.detach())
+                contiguous = tensor.contiguous()
+                content = contiguous.view(-1).view(torch.uint8)
+                pending.append((tensor, contiguous, collectives.broadcast(content, root_rank, str(number))))
+        for tensor, contiguous, work in pending:
+            work.wait()
+            if contiguous.data_ptr() != tensor.data_ptr():
+                tensor.copy_(contiguous)
+
+
+def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        items = list(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
+        items = [
+            pair if isinstance(pair, tuple) else (f"{number:09}", pair) for number, pair in enumerate(params)
+        ]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    for name, tensor in items:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"broadcast_parameters: '{name}' is a {type(tensor).__name__}, not a tensor; "
+                f"use broadcast_object for it"
+            )
+        if is_absent(tensor):
+            raise ValueError(
+                f"broadcast_parameters: parameter '{name}' is split over the ranks, which all began with rank 0's values already; "
+                f"leave this call out, or make it inside optimizer.gathered_parameters()"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = (
+                "quantized"
+                if tensor.is_quantized
+                else "on the meta device"
+                if tensor.is_meta
+                else tensor.layout
+            )
+            raise ValueError(
+                f"broadcast_parameters: '{name}' is {kind}, and only dense tensors can be broadcast in place; leave it out, "
+                f"and use broadcast_object for it"
+            )
+    check_devices(items)
+    return sorted(items, key=lambda pair: pair[0])
+
+
+def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...], torch.dtype]:
+    return name, tuple(tensor.shape), tensor.dtype
+
+
+def _difference(tables: Sequence[Sequence[tuple[str, tuple[int, ...], torch.dtype]]]) -> ValueError:
+    """The error for the first difference between the ranks' tensors."""
+    known = [{name: (shape, dtype) for name, shape, dtype in table} for table in tables]
+    for rank, table in enumerate(known[1:], start=1):
+        for name in sorted({*known[0], *table}):
+            if known[0].get(name) != table.get(name):
+                (first, second) = (
+                    "missing" if name not in facts else f"of shape {facts[name][0]} and {facts[name][1]}"
+                    for facts in (known[0], table)
+                )
+                return ValueError(
+                    f"broadcast_parameters: '{name}' is {first} on rank 0 and {second} on rank {rank}; build the same model on "
+                    f"every rank"
+                )
+    return ValueError("broadcast_parameters: a name is given more often on some ranks than on others")
