@@ -29,10 +29,12 @@ COPY hvd_ckpt/utils/__init__.py hvd_ckpt/utils/extras.py hvd_ckpt/utils/folders.
     hvd_ckpt/utils/
 # The package is installed in place: one that builds Horovod and is empty otherwise is enough to record where it will be.
 RUN touch hvd_ckpt/__init__.py && PIP_NO_CACHE_DIR=1 bash main.sh setup
-# Nothing compiles or lints in the container: leave out the tools for it, and PyTorch's C++ headers, tests and protoc.
+# Nothing compiles or lints in the container: leave out the tools for it, and PyTorch's C++ headers, tests and protoc. Whoever
+# runs it may not write there, so Python's files are compiled now; some are of other versions of Python, which is no error.
 RUN .venv/bin/python -m pip uninstall --quiet --yes cmake ninja ruff mypy \
-    && cd .venv/lib/python3*/site-packages/torch \
-    && rm -rf include test && find bin -type f ! -name torch_shm_manager -delete
+    && cd .venv/lib/python3*/site-packages \
+    && rm -rf torch/include torch/test && find torch/bin -type f ! -name torch_shm_manager -delete \
+    && { /hvd_ckpt/.venv/bin/python -m compileall -qq . || true; }
 
 # ---- the image: Python, an init process, the environment, the sources. mpirun looks for ssh even on one machine, and
 # PyTorch hangs where it wants to describe a stack, as checkpoint(debug=True) does, and there is no addr2line (binutils).

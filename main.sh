@@ -102,7 +102,8 @@ make_venv() {
 
 install_with_pip() {
     printf '%s\n' "$$" >"$busy"
-    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >&2 && return
+    # Python compiles what is imported, when it is; to compile every file of PyTorch now would double the time.
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile "$@" >&2 && return
     repair_packages
     rm -f "$busy"
     return 1
