@@ -1,6 +1,6 @@
 """The arguments of a ``DistributedOptimizer`` as one object, checked and described before the ranks compare them.
 
-This file knows nothing else of shards, so that an optimizer that is not sharded loads none of them.
+This file knows no more of shards than the names of the stages, so that an optimizer that is not sharded loads nothing of them.
 """
 
 from __future__ import annotations

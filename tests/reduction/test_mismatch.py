@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import wrap
 from torch import nn
 
 import hvd_ckpt as hc
@@ -69,12 +70,6 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(way: str, reentrant: bool) -> N
         optimizer.step()
 
 
-def distributed(model: nn.Module) -> Any:
-    return hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
-    )
-
-
 def recomputed(model: nn.Sequential) -> torch.Tensor:
     out: torch.Tensor = hc.checkpoint(model[1], model[0](torch.randn(3, 4)))
     return out
@@ -84,7 +79,7 @@ def test_a_mismatch_in_a_pass_of_two_optimizers_is_raised_by_both() -> None:
     """Whichever steps first must not take the step."""
     torch.manual_seed(0)
     generator, discriminator = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == 0)), nn.Linear(4, 1)
-    optimizers = [distributed(generator), distributed(discriminator)]
+    optimizers = [wrap(generator), wrap(discriminator)]
     discriminator(recomputed(generator)).sum().backward()
     for optimizer in optimizers:
         with pytest.raises(hc.RecomputationMismatch, match="rank 0: .*Forgetful"):
@@ -102,7 +97,7 @@ def test_a_mismatch_in_a_pass_without_a_distributed_optimizer_is_raised_at_once(
     """Another optimizer has begun a step, and may never end it."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    optimizer = distributed(model)
+    optimizer = wrap(model)
     model(torch.randn(3, 4)).sum().backward()
     plain = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == 0))
     with pytest.raises(hc.RecomputationMismatch) if hc.rank() == 0 else nullcontext():
