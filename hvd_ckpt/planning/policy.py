@@ -74,6 +74,7 @@ class CheckpointPolicy:
 
 
 KEEP = CheckpointPolicy("keep")
+RECOMPUTE = CheckpointPolicy("recompute", recompute=True)
 
 
 def apply_policy(module: nn.Module, policy: CheckpointPolicy) -> None:

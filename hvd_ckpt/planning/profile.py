@@ -13,26 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.planning.block_runner import BlockRunner
-from hvd_ckpt.planning.blocks import FoundBlock, find_blocks
+from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.budget import BudgetError
-from hvd_ckpt.planning.candidates import PlanOptions, candidates
+from hvd_ckpt.planning.candidates import PlanOptions
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.ends import Ends, measure_ends
 from hvd_ckpt.planning.head import HeadCost, find_head, without_head
 from hvd_ckpt.planning.inputs import in_words
+from hvd_ckpt.planning.kinds import KindProfiler
 from hvd_ckpt.planning.plan import BlockPlan, Plan, applied
-from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy, in_chunks
+from hvd_ckpt.planning.policy import KEEP, RECOMPUTE, CheckpointPolicy, in_chunks
 from hvd_ckpt.planning.step import Step
-from hvd_ckpt.planning.trace import fastest, trace
-from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.text import show_bytes
 
-_RECOMPUTE = CheckpointPolicy("recompute", recompute=True)
 FITS = 0.5  # most of the free memory that a step without recomputation may need to be run
-_MANY_KINDS = 12  # with more kinds of blocks, fewer policies of each kind are measured
-_SECONDS_PER_KIND = 1.5
 
 
 class Profile:
@@ -67,13 +62,11 @@ class Profile:
     ) -> None:
         self.step = step
         self.chain: list[Block] = []  # empty until everything is measured
-        self.notes: dict[int, str] = {}
-        self._alone: set[int] = set()  # kinds of blocks that are in no segment
         # By the number of chunks of the head: whether two steps from the same state give equal results.
         self._repeats: dict[int | None, bool] = {}
         # The outcome of the last step without recomputation.
         self._expected: dict[int | None, list[int]] = {}
-        self._lossy, self._offload = options.lossy_name, options.offload
+        self._lossy = options.lossy_name
         self.blocks = find_blocks(step.model, step.forward, options.blocks)
         self.head: str | None = None
         self.head_costs = [HeadCost(None, 0, 0.0)]
@@ -86,10 +79,12 @@ class Profile:
             self._check_floor(limit)
         costs: dict[int, Block] = {}
         policies: dict[int, list[CheckpointPolicy]] = {}
+        profiler = KindProfiler(step, options, len(kinds))
+        self.notes, self._alone = profiler.notes, profiler.alone
         for done, index in enumerate(kinds):
             block = self.blocks[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")
-            policies[index], costs[index] = self._measure(block, 4 if len(kinds) > _MANY_KINDS else 8)
+            policies[index], costs[index] = profiler.measure(block)
         say("checking that recomputation changes nothing")
         self._check_in_place(kinds, policies, costs)
         self.policies = [policies[block.like] for block in self.blocks]
@@ -124,7 +119,7 @@ class Profile:
         Raises:
             BudgetError: the budget is too small.
         """
-        self.policies = [[_RECOMPUTE]] * len(self.blocks)
+        self.policies = [[RECOMPUTE]] * len(self.blocks)
         items, chunks = tuple(range(len(self.blocks))), self.head_costs[-1].chunks
         try:
             with applied(self.step.model, self.plan_of(items, [0] * len(self.blocks), chunks)):
@@ -147,71 +142,6 @@ class Profile:
                 "blocks keep. Give a larger budget or a smaller batch.",
                 floor,
             )
-
-    def _measure(self, block: FoundBlock, limit: int) -> tuple[list[CheckpointPolicy], Block]:
-        """The policies of a block and their costs. A block that cannot be run by itself is kept whole, with costs of 0."""
-        if block.obstacle is None:
-            try:
-                return self._measure_alone(block, limit)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
-            except Exception as error:
-                block.obstacle = f"it cannot be run by itself ({in_words(error)})"
-        self.notes[block.like] = f"kept whole, and in no segment: {block.obstacle}"
-        self._alone.add(block.like)
-        return [KEEP], Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)
-
-    def _policies(self, block: FoundBlock, runner: BlockRunner, limit: int) -> list[CheckpointPolicy]:
-        """The policies under which a block gives the same bits as without a policy.
-
-        These are "keep" and policies that drop results of calls, or "recompute" if the calls of the block cannot be seen.
-        """
-        problems: list[str] = []
-        expected = runner.outcome(KEEP, block.modules)
-        repeats = runner.outcome(KEEP, block.modules) == expected
-
-        def is_right(policy: CheckpointPolicy) -> bool:
-            exact = policy.selective is None or policy.selective.lossy is None
-            try:
-                # Bits tell nothing if the block does not repeat its own, or if the policy rounds: then it only has to run.
-                if runner.outcome(policy, block.modules) == expected or not (repeats and exact):
-                    return True
-                problems.append("gives other values")
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
-            except Exception as error:
-                problems.append(f"fails ({in_words(error)})")
-            return False
-
-        whole = is_right(_RECOMPUTE)
-        if not whole or not repeats:
-            self._alone.add(block.like)
-            reason = f"recomputing it {problems[-1]}" if problems else "it gives other values in each run"
-            self.notes[block.like] = f"in no segment: {reason}"
-        chosen = []
-        if not block.compiled:
-            try:
-                traces = []
-                for _ in range(4):  # the first run is slower than any later one
-                    args, kwargs = runner.inputs()
-                    with undisturbed(nn.ModuleList(block.modules), self.step.device), self.step.autocast():
-                        traces.append(trace(block, args, kwargs))
-                chosen = candidates(fastest(traces[1:]), limit, self._lossy, self._offload)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
-            except Exception as error:
-                problems.append(f"fails, as its calls cannot be traced ({in_words(error)})")
-            right = [policy for policy in chosen if policy == KEEP or is_right(policy)]
-            if len(right) > 1 or not (problems or chosen == []):
-                return right
-        if whole and repeats:
-            if not block.compiled:
-                self.notes[block.like] = (
-                    f"recomputed as a whole or not at all: dropping results of calls {problems[-1]}"
-                )
-            return [KEEP, _RECOMPUTE]
-        self.notes[block.like] = f"kept whole, and in no segment: {self.notes[block.like].partition(': ')[2]}"
-        return [KEEP]
 
     def _check_in_place(
         self, kinds: Sequence[int], policies: dict[int, list[CheckpointPolicy]], costs: dict[int, Block]
@@ -284,28 +214,6 @@ class Profile:
             several = f"{names[0]} .. {names[-1]} ({len(names)} blocks)" if len(names) > 1 else names[0]
             lines.append(f"{several}: {note}.")
         return lines
-
-    def _measure_alone(self, block: FoundBlock, limit: int) -> tuple[list[CheckpointPolicy], Block]:
-        assert block.args is not None and block.kwargs is not None
-        runner = BlockRunner(block, block.args, block.kwargs, self.step.device, self.step.autocast)
-        policies = self._policies(block, runner, limit)
-        # A first run allocates what later ones reuse.
-        runner.memory(policies[:1])
-        costs = runner.memory(policies)
-        # Of policies with the same bytes, such as a compressed form with nothing to compress, one is measured further.
-        with_bytes: dict[tuple[int, ...], int] = {}
-        for number, cost in enumerate(costs[1:], start=1):
-            with_bytes.setdefault((cost.kept, cost.backward_peak, cost.casts), number)
-        useful = [0, *with_bytes.values()]
-        policies = [policies[number] for number in useful]
-        least = _SECONDS_PER_KIND if limit > 4 else _SECONDS_PER_KIND / 4
-        choices = tuple(
-            dataclasses.replace(costs[number], seconds=seconds)
-            for number, seconds in zip(useful, runner.seconds(policies, least))
-        )
-        output, casts, working, forward = runner.first_pass()
-        frame = torch.get_rng_state().nbytes if self.step.device.type == "cpu" else 0  # else it is on the CPU
-        return policies, Block(choices, output, forward, working, casts=casts, frame=frame)
 
     def _joins(self, index: int) -> bool:
         """Whether a block and the next one are neighbouring children of one plain ``nn.Sequential``."""

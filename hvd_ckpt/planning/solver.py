@@ -234,27 +234,64 @@ class Solver:
         parts = [
             _run(number, choice, rest(s + 1), waiting, in_flight - 1) for number, choice in self._choices[s]
         ]
-        # e < t: a segment of all blocks of a level would run them once more and save nothing.
-        parts += [self._segment(s, e, rest(e + 1), waiting) for e in self._ends[s] if e < t]
+        # Ends before t: a segment of all blocks of a level would run them once more and save nothing.
+        ends = self._ends[s]
+        if ends := range(ends.start, min(ends.stop, t)):
+            parts.append(self._segments(s, ends, rest, waiting))
         return _merged(parts, size)
 
-    def _segment(self, s: int, e: int, rest: Frontier, waiting: int) -> Frontier:
-        """The frontier of a level that starts with the segment s to e; ``rest`` is that of the blocks behind it."""
-        inside = self._levels[s, e]
+    def _segments(self, s: int, ends: range, rest: Callable[[int], Frontier], waiting: int) -> Frontier:
+        """The points of a level that start with a segment from s to one of ``ends``; ``rest(e)`` is the frontier of blocks e on."""
         peaks, seconds = self._first_pass[s]
         frame = self.blocks[s].frame
-        casts = sum(block.casts for block in self.blocks[s : e + 1])
-        kept = self.blocks[e].output + frame
-        after = np.maximum(rest.need + kept + casts, waiting + frame + peaks[e - s])
+        inside = _Rows([self._levels[s, e] for e in ends])
+        behind = _Rows([rest(e + 1) for e in ends])
+        casts = np.cumsum([block.casts for block in self.blocks[s : ends.stop]])[ends.start - s :]
+        kept = np.array([self.blocks[e].output + frame for e in ends])
+        peaks, seconds = peaks[ends.start - s :][: len(ends)], seconds[ends.start - s :][: len(ends)]
+        after = np.maximum(behind.need + (kept + casts)[behind.row], (waiting + frame + peaks)[behind.row])
         again = inside.need + frame
         # The need of a combination is the larger need of its two parts. So its points lie at the needs of either part, and at each
         # of them, both parts are their fastest schedules within that need: two sorted lists are merged, and no pairs are formed.
-        need = np.concatenate((after, again))
-        need = np.sort(need[need >= max(after[0], again[0])])
-        pick = np.searchsorted(again, need, side="right") - 1
-        then = np.searchsorted(after, need, side="right") - 1
-        total = inside.seconds[pick] + rest.seconds[then] + seconds[e - s]
-        return Frontier(need, total, kept + rest.kept[then], np.full(len(need), s - e - 1), pick, then)
+        # All ends are merged at once: a key that is the need plus a multiple of ``apart`` for each end keeps them apart.
+        apart = max(int(after.max()), int(again.max())) + 1
+        after, again = after + apart * behind.row, again + apart * inside.row
+        key = np.sort(np.concatenate((after, again)), kind="stable")
+        key = key[key >= np.maximum(after[behind.start], again[inside.start])[key // apart]]
+        row, need = np.divmod(key, apart)
+        pick = np.searchsorted(again, key, side="right") - 1
+        then = np.searchsorted(after, key, side="right") - 1
+        total = inside.seconds[pick] + behind.seconds[then] + seconds[row]
+        # Most points are slower than one of a smaller need, of another end, and are dropped before they cost more.
+        best = np.argsort(need, kind="stable")
+        best = best[_pareto(need[best], total[best])]
+        row, pick, then = row[best], pick[best], then[best]
+        return Frontier(
+            need[best],
+            total[best],
+            kept[row] + behind.kept[then],
+            s - ends.start - 1 - row,
+            pick - inside.start[row],
+            then - behind.start[row],
+        )
+
+
+class _Rows:
+    """Several frontiers one after the other.
+
+    Attributes:
+        need, kept, seconds: those of all points.
+        row: for each point, the number of its frontier.
+        start: for each frontier, its first point.
+    """
+
+    def __init__(self, frontiers: Sequence[Frontier]) -> None:
+        lengths = [len(frontier.need) for frontier in frontiers]
+        self.need = np.concatenate([frontier.need for frontier in frontiers])
+        self.kept = np.concatenate([frontier.kept for frontier in frontiers])
+        self.seconds = np.concatenate([frontier.seconds for frontier in frontiers])
+        self.row = np.repeat(np.arange(len(frontiers)), lengths)
+        self.start = np.cumsum([0, *lengths[:-1]])
 
 
 def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int) -> Frontier:
@@ -282,11 +319,7 @@ def _merged(parts: Sequence[Frontier], size: int) -> Frontier:
     order = np.argsort(need, kind="stable")  # a merge, since the parts are sorted
     need = need[order]
     seconds = np.concatenate([part.seconds for part in parts])[order]
-    best = np.minimum.accumulate(seconds)
-    # In order of need, a point stays if it is faster than all before it; of several points with one need, the last one, which is
-    # the fastest.
-    chosen = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
-    chosen = chosen[np.append(need[chosen][1:] > need[chosen][:-1], True)]
+    chosen = _pareto(need, seconds)
     if len(chosen) > size:
         chosen = chosen[_thinned(need[chosen], size)]
     order = order[chosen]
@@ -295,6 +328,14 @@ def _merged(parts: Sequence[Frontier], size: int) -> Frontier:
         for name in ("kept", "first", "inside", "then")
     )
     return Frontier(need[chosen], seconds[chosen], kept, first, inside, then)
+
+
+def _pareto(need: Integers, seconds: Seconds) -> Integers:
+    """The points that stay of those in order of need: each that is faster than all before it; of several with one need, the last
+    one, which is the fastest."""
+    best = np.minimum.accumulate(seconds)
+    chosen = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
+    return chosen[np.append(need[chosen][1:] > need[chosen][:-1], True)]
 
 
 def _thinned(need: Integers, size: int) -> Integers:

@@ -63,6 +63,21 @@ class Trace:
     def names(self) -> tuple[str, ...]:
         return tuple(call.name for call in self.calls)
 
+    @property
+    def form(self) -> object:
+        """The calls and the data flow without sizes and times: equal for blocks that differ in widths only."""
+        return tuple(
+            (
+                call.name,
+                call.droppable,
+                tuple(call.reads),
+                tuple(call.results),
+                frozenset(call.saved),
+                tuple(call.inner),
+            )
+            for call in self.calls
+        )
+
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Runs ``function(*args, **kwargs)`` once, with gradients, and returns its trace."""

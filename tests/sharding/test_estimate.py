@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_in_a_sentence(arguments, options, message):
 def run(tmp_path, monkeypatch):
     (tmp_path / "own_model_to_estimate.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hvd_ckpt.planning.profile._SECONDS_PER_KIND", 0.0)
+    monkeypatch.setattr("hvd_ckpt.planning.kinds._SECONDS_PER_KIND", 0.0)
     monkeypatch.setattr("hvd_ckpt.app.cli.plan.ROUNDS", 1)
 
     def run(*options):

@@ -25,7 +25,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.pipeline.chain import Chain
-from hvd_ckpt.planning import profile
+from hvd_ckpt.planning import kinds
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 
@@ -296,7 +296,7 @@ def plan_of(model: Any, part: Batch, budget: Any, **arguments: Any) -> Any:
 
 def planned() -> None:
     """Rank 0 plans for all, and each stage does what the plan says: the bits of the whole model."""
-    profile._SECONDS_PER_KIND = 0.0
+    kinds._SECONDS_PER_KIND = 0.0
     make_model, make_batch = CASES["transformer"]
     torch.manual_seed(0)
     reference = train(make_model, make_batch, None)

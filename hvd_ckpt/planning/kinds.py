@@ -1,0 +1,175 @@
+"""Policies and costs of one block of each kind, measured by itself.
+
+A trace of the block gives candidate policies. Those that give the right bits are measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import nn
+
+from hvd_ckpt.planning.block_runner import BlockRunner
+from hvd_ckpt.planning.blocks import FoundBlock
+from hvd_ckpt.planning.candidates import PlanOptions, candidates
+from hvd_ckpt.planning.chain import Block, Choice
+from hvd_ckpt.planning.inputs import in_words
+from hvd_ckpt.planning.policy import KEEP, RECOMPUTE, CheckpointPolicy
+from hvd_ckpt.planning.step import Step
+from hvd_ckpt.planning.trace import Trace, fastest, trace
+from hvd_ckpt.utils.measure import undisturbed
+
+_MANY_KINDS = 12  # with more kinds of blocks, fewer policies of each kind are measured
+# The time to measure seconds in: of each kind of blocks at most, and of all kinds together if they are many. Each policy runs three
+# times at least.
+_SECONDS_PER_KIND = 1.5
+_SECONDS = 12.0
+
+
+@dataclasses.dataclass
+class _Checked:
+    """What was seen of blocks that make the same calls.
+
+    Attributes:
+        repeats: whether two runs from the same state give the same bits.
+        problems: for each policy that was tried, what is wrong with it, or None.
+    """
+
+    repeats: bool
+    problems: dict[CheckpointPolicy, str | None] = dataclasses.field(default_factory=dict)
+
+
+class KindProfiler:
+    """Measures one block of each kind by itself.
+
+    Args:
+        step: the step of the model.
+        options: options of the plan.
+        kinds: the number of kinds.
+
+    Attributes:
+        notes: by kind, why its choices are limited.
+        alone: kinds of blocks that are in no segment.
+    """
+
+    def __init__(self, step: Step, options: PlanOptions, kinds: int) -> None:
+        self.notes: dict[int, str] = {}
+        self.alone: set[int] = set()
+        self._step = step
+        self._lossy, self._offload = options.lossy_name, options.offload
+        self._most_policies = 4 if kinds > _MANY_KINDS else 8
+        self._least_seconds = min(_SECONDS_PER_KIND, _SECONDS / max(kinds, 1))
+        self._checked: dict[object, _Checked] = {}  # by the form of the calls of a block
+
+    def measure(self, block: FoundBlock) -> tuple[list[CheckpointPolicy], Block]:
+        """The policies of a block and their costs. A block that cannot be run by itself is kept whole, with costs of 0."""
+        if block.obstacle is None:
+            try:
+                return self._measure_alone(block)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                block.obstacle = f"it cannot be run by itself ({in_words(error)})"
+        self.notes[block.like] = f"kept whole, and in no segment: {block.obstacle}"
+        self.alone.add(block.like)
+        return [KEEP], Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)
+
+    def _policies(self, block: FoundBlock, runner: BlockRunner) -> list[CheckpointPolicy]:
+        """The policies under which a block gives the same bits as without a policy.
+
+        These are "keep" and policies that drop results of calls, or "recompute" if the calls of the block cannot be seen.
+        """
+        problems: list[str] = []
+        traced = None if block.compiled else self._traced(block, runner, problems)
+
+        @functools.cache
+        def expected() -> list[int]:
+            return runner.outcome(KEEP, block.modules)
+
+        # Kinds of blocks that make the same calls on tensors of other sizes, such as the layers of a DenseNet, are checked once.
+        # All are checked again in the model.
+        form = block.like if traced is None else traced.form
+        if form not in self._checked:
+            self._checked[form] = _Checked(runner.outcome(KEEP, block.modules) == expected())
+        checked = self._checked[form]
+        repeats = checked.repeats
+
+        def problem(policy: CheckpointPolicy) -> str | None:
+            exact = policy.selective is None or policy.selective.lossy is None
+            try:
+                # Bits tell nothing if the block does not repeat its own, or if the policy rounds: then it only has to run.
+                right = runner.outcome(policy, block.modules) == expected() or not (repeats and exact)
+                return None if right else "gives other values"
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                return f"fails ({in_words(error)})"
+
+        def is_right(policy: CheckpointPolicy) -> bool:
+            if policy not in checked.problems:
+                checked.problems[policy] = problem(policy)
+            reason = checked.problems[policy]
+            if reason is not None:
+                problems.append(reason)
+            return reason is None
+
+        whole = is_right(RECOMPUTE)
+        if not whole or not repeats:
+            self.alone.add(block.like)
+            reason = "it gives other values in each run" if whole else f"recomputing it {problems[-1]}"
+            self.notes[block.like] = f"in no segment: {reason}"
+        if not block.compiled:
+            chosen = (
+                [] if traced is None else candidates(traced, self._most_policies, self._lossy, self._offload)
+            )
+            right = [policy for policy in chosen if policy == KEEP or is_right(policy)]
+            if len(right) > 1 or not (problems or chosen == []):
+                return right
+        if whole and repeats:
+            if not block.compiled:
+                self.notes[block.like] = (
+                    f"recomputed as a whole or not at all: dropping results of calls {problems[-1]}"
+                )
+            return [KEEP, RECOMPUTE]
+        self.notes[block.like] = f"kept whole, and in no segment: {self.notes[block.like].partition(': ')[2]}"
+        return [KEEP]
+
+    def _traced(self, block: FoundBlock, runner: BlockRunner, problems: list[str]) -> Trace | None:
+        """The calls of the block; None, with an entry in ``problems``, if they cannot be traced."""
+        try:
+            traces = []
+            for _ in range(4):  # the first run is slower than any later one
+                args, kwargs = runner.inputs()
+                with undisturbed(nn.ModuleList(block.modules), self._step.device), self._step.autocast():
+                    traces.append(trace(block, args, kwargs))
+            return fastest(traces[1:])
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            problems.append(f"fails, as its calls cannot be traced ({in_words(error)})")
+            return None
+
+    def _measure_alone(self, block: FoundBlock) -> tuple[list[CheckpointPolicy], Block]:
+        assert block.args is not None and block.kwargs is not None
+        runner = BlockRunner(block, block.args, block.kwargs, self._step.device, self._step.autocast)
+        policies = self._policies(block, runner)
+        # A first run allocates what later ones reuse, such as the gradients of parameters.
+        runner.seconds(policies[:1], 0.0, least_rounds=1)
+        costs = runner.memory(policies)
+        # Of policies with the same bytes, such as a compressed form with nothing to compress, one is measured further.
+        with_bytes: dict[tuple[int, ...], int] = {}
+        for number, cost in enumerate(costs[1:], start=1):
+            with_bytes.setdefault((cost.kept, cost.backward_peak, cost.casts), number)
+        useful = [0, *with_bytes.values()]
+        policies = [policies[number] for number in useful]
+        choices = tuple(
+            dataclasses.replace(costs[number], seconds=seconds)
+            for number, seconds in zip(useful, runner.seconds(policies, self._least_seconds))
+        )
+        output, casts, working, forward = runner.first_pass()
+        frame = (
+            torch.get_rng_state().nbytes if self._step.device.type == "cpu" else 0
+        )  # else it is on the CPU
+        return policies, Block(choices, output, forward, working, casts=casts, frame=frame)
