@@ -201,6 +201,7 @@ def shard_optimizer(
         store.split()
     if any(options.parameters.changes(group.dtype) for group in layout.groups):
         store.shards_changed(layout.groups)  # what no step changes is what a resumed run will gather, too
+    # Its keys are whole parameters, which are not stepped any more. State for the pieces is loaded in its place.
     optimizer.state.clear()
     if before["state"]:
         state.load_parts(optimizer, [before])
