@@ -64,6 +64,7 @@ class Averaging:
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
+        # Weakly: the optimizer holds this object.
         self._optimizer: Any = weakref.proxy(optimizer)
         self._collectives = Collectives(members, prefix)
         self._members, self._groups, self._prefix = members, groups, prefix
@@ -162,6 +163,7 @@ class Averaging:
         self._add(f"{MOMENT}{name}", segments, ValueRun, self._place, period)
 
     def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+        # Looked up each time: the optimizer makes its state in its first step, and has another one after loading.
         value = self._optimizer.state.get(parameter, {}).get(name)
         return value if isinstance(value, torch.Tensor) and value.shape == parameter.shape else None
 
@@ -273,6 +275,7 @@ class Averaging:
         if self._moments == "average" and not self._moment_names and len(self._groups) > 1:
             self._find_moments()
         steps, tokens = fragment.marks
+        # What was given to weigh() since the last average; without it, the steps that have used gradients.
         fragment.weight = self.tokens - tokens if self.tokens > tokens else float(self._worked - steps)
         fragment.marks = (self._worked, self.tokens)
         fragment.sent_at, fragment.moved = self.step, 0.0
@@ -314,6 +317,7 @@ class Averaging:
     def _end(self, fragment: Fragment) -> None:
         assert fragment.distances is not None
         fragment.squares = float(fragment.distances.wait(AVERAGES).sum())
+        # Also where no run has asked for them: the next average sends under the same name, which must be free.
         if fragment.weights is not None:
             fragment.weights.wait(AVERAGES)
         fragment.sent_at = fragment.weights = fragment.distances = None

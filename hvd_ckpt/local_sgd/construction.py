@@ -93,6 +93,7 @@ def LocalSGD(
     own_parameters = {id(parameter) for _, parameter in named}
     pairs = [*named, *(pair for pair in options.named_parameters or () if id(pair[1]) not in own_parameters)]
     if not process_set.included():
+        # Outside of the set, too, since all ranks compare their arguments there.
         distributed = DistributedOptimizer(optimizer, pairs, process_set=process_set)
         return add_averages(distributed, process_set)
 

@@ -45,6 +45,7 @@ class LocalOptimizer(_Base):
             added_sets: ranks of the process sets that :meth:`close` releases.
         """
         self.averaging, self.added_sets = averaging, added_sets
+        # By a hook, which sees the gradients: when a sharded optimizer's step returns, its pieces have none any more.
         self.register_step_post_hook(_note_work)
 
     # -------------------------------------------------------------------------------- what can be asked
@@ -259,6 +260,7 @@ def add_averages(distributed: ReducedOptimizer, members: Any) -> LocalOptimizer:
     """The same object, of a class that averages, too, over the ranks of a process set."""
     kind = type(distributed)
     new: Any = distributed
+    # The same object, since its reducer, its shards and the hooks of its parameters refer to it.
     new.__class__ = type(
         kind.__name__, (LocalOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )

@@ -99,6 +99,8 @@ class WeightRun(ValueRun):
             anchor.add_(arrived)
         else:
             anchor.copy_(arrived)
+        # With a delay, parameters p have moved from what was sent, s, by what they have learned since. So
+        # they become p + (anchor - s), which is the anchor with p - s on top.
         self._write(anchor - self.sent if delayed else anchor, add=delayed)
         self.anchor = self._keep("anchor", anchor)
         self._end()

@@ -105,6 +105,7 @@ class SnapshotWriter:
         self._folder, self._keep, self._token = Path(folder), keep, token
         self._rank, self._ranks, self._blocking = rank, ranks, blocking
         self._warn = warn
+        # Filled by the writer's thread and emptied by the caller's. Both ends of a deque are safe without a lock.
         self._warnings: deque[str] = deque()
         self._on_written = on_written
         self._begun = 0

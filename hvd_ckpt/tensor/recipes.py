@@ -201,6 +201,7 @@ def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]
             name = f"{prefix}.{relative}".strip(".")
             there = modules.get(name)
             fits = kind != "vocabulary" or isinstance(there, (nn.Linear, nn.Embedding))
+            # Modules come from the outside in, so where two recipes name one module, that of the outer one counts.
             if there is not None and fits and there not in seen:
                 seen.add(there)
                 known[name] = there, kind
