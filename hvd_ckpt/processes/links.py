@@ -312,6 +312,7 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
     grid.peers = [peer for peer, _, _ in everyone]
     grid.horovod = {"environment": _world_environment(grid, board)}
     group = _group(board, process, processes)  # here everyone listens
+    # A process without such sockets has the host None, as others like it have. connect() then connects none of them.
     names = {other: name for other, (_, host, name) in enumerate(everyone) if host == near.host}
     with watchdog.waiting("all ranks of this host to connect"):
         grid.link = GlooLink(group, NearLink(near.connect(process, names)), grid.name)
