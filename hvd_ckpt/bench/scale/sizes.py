@@ -72,6 +72,7 @@ class Sizes:
         self._width = arguments["width"]
         blocks = list(self._model)
         self.forward = [self._operations(block) / rate for block in blocks]
+        # The recomputation takes one forward pass, and the gradients of inputs and of weights another one each.
         self.backward = [3 * seconds for seconds in self.forward]
         # A parameter of two blocks has its gradient when the backward pass is through the first one.
         self._block_of = {
