@@ -235,6 +235,8 @@ class LocalOptimizer(_Base):
         stepped = set(itertools.chain.from_iterable(sharding.groups))
         for owner in filter(stepped.__contains__, self.parameter_names):
             index = sharding.layout.index(owner)
+            # A rank without elements of a parameter has an empty segment of it, so that all ranks have the
+            # same segments and runs.
             piece = pieces.get(index, torch.empty(0, dtype=owner.dtype, device=owner.device))
             segments.append(Segment(sharding.layout.names[index], owner, piece, lambda piece=piece: piece))  # type: ignore[misc]
         return segments

@@ -133,6 +133,7 @@ class WeightRun(ValueRun):
             (made,) = self._outer.state_dict()["param_groups"]
             # With learning rate and momentum as they are given now.
             self._outer.load_state_dict({**state["outer"], "param_groups": [made]})
+        # What was being gathered are the exact values of this row, which are kept anyway: see _combined().
         self.row = self._exact.detach() if state["gathering"] else None
 
     def _message(self) -> torch.Tensor:

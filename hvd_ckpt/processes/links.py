@@ -130,6 +130,7 @@ class GlooLink:
             if to in self._near:
                 self._near.send(memory, to, tag)  # copies
                 return []
+            # Both ends know the size of a message, so that an empty one is neither sent nor waited for.
             return [self._group.send([memory], to, tag)] if memory.numel() else []
 
     def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
@@ -167,6 +168,7 @@ def noticing_ends(who: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, StageFailed):
             raise
+        # Of Gloo's text, "[file:line] reason. More words", the reason.
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0] if str(error) else ""
         raise StageFailed(f"{who} has ended or gone ({reason[:200]})") from None
 

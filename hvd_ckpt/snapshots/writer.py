@@ -276,6 +276,7 @@ class SnapshotWriter:
             self._given_up.set()  # the others may have died; the snapshot under way is removed
             self._thread.join(None if seconds is None else GIVING_UP_SECONDS)
             atexit.unregister(self._end)
+            # It still reads the copies, so that their memory stays.
             if self._thread.is_alive():
                 return
         self._thread = self._job = None

@@ -122,6 +122,7 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
     except ValueError as error:
         problem = str(error)
     # Nothing of the model has been changed yet: either all parts split it, or none does.
+    # Within parts.alone() one process stands for a part, and there is no other one to agree with.
     if grid.size > 1 and not parts.is_alone():
         _agree(model, {name: kind for name, (_, kind) in chosen.items()}, problem)
     elif problem:
