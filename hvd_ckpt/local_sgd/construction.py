@@ -86,7 +86,7 @@ def LocalSGD(
     try:
         options.check()
         named, _ = name_parameters(optimizer, options.named_parameters)
-        # Only for its error: later it would be raised after the comparison, on ranks that go on to communicate.
+        # Only for its error, which belongs to those that all ranks raise together below.
         assign_fragments([name for name, _ in named], fragments)
     except Exception as exception:  # whatever it is, this rank must not miss the comparison below
         error, named = exception, []

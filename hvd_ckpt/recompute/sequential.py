@@ -198,6 +198,7 @@ class LayerSegment:
         signature = _signature(layer)
         if signature is None or _binds(signature, values, keywords):
             return values
+        # A layer may have returned one structured value, a tuple. The model's own inputs came as separate arguments.
         if self.first + offset > 0 and _binds(signature, (values,), keywords):
             return (values,)
         source = "the model was given" if self.first + offset == 0 else "the layer before it returns"

@@ -150,6 +150,8 @@ def shard_optimizer(
     # Taken while param_groups hold whole parameters; in the end each rank loads its pieces of it.
     before: dict[str, Any] = optimizer.wrapped_class.state_dict(optimizer)
     for _, parameter in named:
+        # In a group each parameter is one stretch of memory. One with gaps or with repeated elements gets
+        # memory of its own before.
         if not is_packed(parameter):
             parameter.data = parameter.data.contiguous()
     start_alike(named, options.model, members, f"hvd_ckpt.{optimizer.identity}.start")

@@ -91,6 +91,8 @@ class ShardedParameters:
         for unit in self._passes.units:
             unit.parameters.shards_changed(stale)
         self._passes.summon_again()
+        # As an in-place update of whole parameters does: a graph that has saved the old values then refuses
+        # to run backward.
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def reshard(self) -> None:

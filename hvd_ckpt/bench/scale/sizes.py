@@ -231,6 +231,8 @@ class Sizes:
         gathers: list[int] = []
         for group in self._layout(split.ranks, RUN_BYTES):  # rows to all, and the means of rows to all
             scatter = trace.launch("alltoall", _padded(group), "scatter")
+            # As in Averaging._average() two runs are under way at a time: one is added up while the one
+            # before is gathered.
             trace.wait(*gathers[-2:-1], scatter)
             gathers.append(trace.launch("alltoall", _padded(group), "gather"))
         trace.wait(*gathers[-2:])
