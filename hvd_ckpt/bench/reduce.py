@@ -228,6 +228,7 @@ def reduce(run: BenchRun, settings: Settings) -> None:
                 folder = run.jobs / f"np{size}-{controller}-pair{pair + 1}-{engine}".replace(":", "_")
                 ranks = progress.job(
                     f"{size} ranks over {controller}, pair {pair + 1} of {settings.pairs}, {engine}",
+                    # Bytes are counted in the first job alone: other jobs have the same.
                     Job(folder, size, engine, pair == 0, settings),
                     RankResult,
                     name=(name := f"{engine}, {size} ranks over {controller}"),

@@ -116,6 +116,7 @@ def measure(job: Job) -> RankResult:
         exchange(sent, rows)
         spent += time.perf_counter() - start
 
+    # All sums and gathers of this library among parts call this one function of the module. PyTorch's do not.
     parts.exchange = timed
     for _, engine in alternating(list(ways), job.settings.rounds):
         parts.add(torch.zeros(1))  # all parts begin together

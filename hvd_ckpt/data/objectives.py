@@ -41,6 +41,7 @@ class Batch:
     def split(self, parts: int) -> list[Batch]:
         """The batch in ``parts`` parts whose lengths differ by at most one; in fewer if it has fewer samples."""
         parts = max(min(parts, len(self)), 1)
+        # Inputs, targets and shared tensors in one list, so that each part has all of them by the same positions.
         cut = [tensor.tensor_split(parts) for tensor in (*self.inputs, self.targets, *self.shared.values())]
         return [
             Batch(

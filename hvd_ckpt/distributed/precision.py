@@ -208,6 +208,8 @@ class Precision:
         if self._amp is not None:
             with self._amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:
                 scaled.backward()
+                # Within the context, at whose end Apex unscales: an overflow of another rank must be in the
+                # gradients by then.
                 if last and isinstance(optimizer, ReducedOptimizer):
                     optimizer.synchronize()
         elif self.scaler is not None:

@@ -122,6 +122,7 @@ class Replicas:
             yield replica
             if not replica.done:
                 raise RuntimeError(f"replica {index} was not computed; compute it within `with replica:`")
+        # Only here: a step that the loop leaves by an error or a break can be computed again with the same seeds.
         self.step += 1
 
     @property

@@ -64,6 +64,7 @@ class Averaging:
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
+        # Weakly: the optimizer holds this object.
         self._optimizer: Any = weakref.proxy(optimizer)
         self._collectives = Collectives(members, prefix)
         self._members, self._groups, self._prefix = members, groups, prefix
@@ -86,6 +87,7 @@ class Averaging:
         self.add_parameters(optimizer.segments())
         if options.model is not None and len(everyone) > 1:
             self._add_buffers(options.model)
+        # A state without that of local SGD begins a new period with this one.
         self._at_start = self.state_dict()
 
     @property
@@ -117,10 +119,13 @@ class Averaging:
             for segment in segments
         ]
         self._batches.append(placed)
+        # A single group has nothing to average. Its outer optimizer steps all the same, on what the group has
+        # learned since the anchor.
         if len(self._groups) > 1 or self._outer is not None:
             make = functools.partial(WeightRun, outer=self._outer, wire=self._wire, offload=self._offload)
             room: AbstractContextManager[None] = nullcontext()
             if self._offload is not None:
+                # A rank without room for its part must raise on all of them, before any begins a period.
                 room = errors_on_all(f"{self._collectives.prefix}.room", self._members)
             with room:
                 self._add("weights", placed, make, self._place)
@@ -162,6 +167,7 @@ class Averaging:
         self._add(f"{MOMENT}{name}", segments, ValueRun, self._place, period)
 
     def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+        # Looked up each time: the optimizer makes its state in its first step, and has another one after loading.
         value = self._optimizer.state.get(parameter, {}).get(name)
         return value if isinstance(value, torch.Tensor) and value.shape == parameter.shape else None
 
@@ -177,6 +183,7 @@ class Averaging:
             own = (segment for number, segment in placed if number == fragment.number)
             for segments in split_into_runs(own):
                 run = make(f"{what}.{segments[0].name}", segments, place)
+                # The first step, before which begin() is called for all runs, is over.
                 if self.step:
                     run.begin()
                 fragment.runs.append((run, period))
@@ -270,9 +277,11 @@ class Averaging:
 
     def _due(self, fragment: Fragment) -> list[Run]:
         """Begins an average: what this rank counts for leaves. Returns what is averaged."""
+        # The wrapped optimizer makes its moments in its first step, so that their names are not known earlier.
         if self._moments == "average" and not self._moment_names and len(self._groups) > 1:
             self._find_moments()
         steps, tokens = fragment.marks
+        # What was given to weigh() since the last average; without it, the steps that have used gradients.
         fragment.weight = self.tokens - tokens if self.tokens > tokens else float(self._worked - steps)
         fragment.marks = (self._worked, self.tokens)
         fragment.sent_at, fragment.moved = self.step, 0.0
@@ -314,6 +323,7 @@ class Averaging:
     def _end(self, fragment: Fragment) -> None:
         assert fragment.distances is not None
         fragment.squares = float(fragment.distances.wait(AVERAGES).sum())
+        # Also where no run has asked for them: the next average sends under the same name, which must be free.
         if fragment.weights is not None:
             fragment.weights.wait(AVERAGES)
         fragment.sent_at = fragment.weights = fragment.distances = None
@@ -412,6 +422,7 @@ class Averaging:
 
 def _parts_of_one(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
+    # Where no rank has worked, the sum is zero, and all count the same.
     return [weight / total if total else 1.0 / len(weights) for weight in weights]
 
 

@@ -86,6 +86,7 @@ def LocalSGD(
     try:
         options.check()
         named, _ = name_parameters(optimizer, options.named_parameters)
+        # Only for its error, which belongs to those that all ranks raise together below.
         assign_fragments([name for name, _ in named], fragments)
     except Exception as exception:  # whatever it is, this rank must not miss the comparison below
         error, named = exception, []
@@ -93,6 +94,7 @@ def LocalSGD(
     own_parameters = {id(parameter) for _, parameter in named}
     pairs = [*named, *(pair for pair in options.named_parameters or () if id(pair[1]) not in own_parameters)]
     if not process_set.included():
+        # Outside of the set, too, since all ranks compare their arguments there.
         distributed = DistributedOptimizer(optimizer, pairs, process_set=process_set)
         return add_averages(distributed, process_set)
 

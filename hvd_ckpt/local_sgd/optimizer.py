@@ -45,6 +45,7 @@ class LocalOptimizer(_Base):
             added_sets: ranks of the process sets that :meth:`close` releases.
         """
         self.averaging, self.added_sets = averaging, added_sets
+        # By a hook, which sees the gradients: when a sharded optimizer's step returns, its pieces have none any more.
         self.register_step_post_hook(_note_work)
 
     # -------------------------------------------------------------------------------- what can be asked
@@ -234,6 +235,8 @@ class LocalOptimizer(_Base):
         stepped = set(itertools.chain.from_iterable(sharding.groups))
         for owner in filter(stepped.__contains__, self.parameter_names):
             index = sharding.layout.index(owner)
+            # A rank without elements of a parameter has an empty segment of it, so that all ranks have the
+            # same segments and runs.
             piece = pieces.get(index, torch.empty(0, dtype=owner.dtype, device=owner.device))
             segments.append(Segment(sharding.layout.names[index], owner, piece, lambda piece=piece: piece))  # type: ignore[misc]
         return segments
@@ -259,6 +262,7 @@ def add_averages(distributed: ReducedOptimizer, members: Any) -> LocalOptimizer:
     """The same object, of a class that averages, too, over the ranks of a process set."""
     kind = type(distributed)
     new: Any = distributed
+    # The same object, since its reducer, its shards and the hooks of its parameters refer to it.
     new.__class__ = type(
         kind.__name__, (LocalOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )

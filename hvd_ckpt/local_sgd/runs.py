@@ -252,6 +252,7 @@ class IntegerRun(Run):
             return
         collectives = self.place.exchange.collectives
         first = ranks_of(collectives.process_set)[0]
+        # Of a copy, which gets the first rank's values: apply() needs what this rank had sent.
         self._work = collectives.broadcast(self.sent.clone(), first, self.name)
 
     def combine(self, shares: Sequence[float]) -> None:

@@ -99,6 +99,8 @@ class WeightRun(ValueRun):
             anchor.add_(arrived)
         else:
             anchor.copy_(arrived)
+        # With a delay, parameters p have moved from what was sent, s, by what they have learned since. So
+        # they become p + (anchor - s), which is the anchor with p - s on top.
         self._write(anchor - self.sent if delayed else anchor, add=delayed)
         self.anchor = self._keep("anchor", anchor)
         self._end()
@@ -131,6 +133,7 @@ class WeightRun(ValueRun):
             (made,) = self._outer.state_dict()["param_groups"]
             # With learning rate and momentum as they are given now.
             self._outer.load_state_dict({**state["outer"], "param_groups": [made]})
+        # What was being gathered are the exact values of this row, which are kept anyway: see _combined().
         self.row = self._exact.detach() if state["gathering"] else None
 
     def _message(self) -> torch.Tensor:

@@ -362,6 +362,8 @@ class Execution:
             if other in self._chunks:
                 continue
             if action.kind == BACKWARD:  # no gradient comes back for values that require none
+                # The next action may be the backward pass of the micro-batch that is about to run forward.
+                # Its outputs are not known yet, and _fetch() posts the receive.
                 begun = self._in_flight.get((action.chunk, action.micro_batch))
                 if begun is None or not begun.sent[edge]:
                     continue
@@ -375,5 +377,9 @@ class Execution:
 
     def _tag(self, edge: Edge, index: int, kind: str) -> int:
         # Evaluations have tags of their own, since their values need no gradients and so have other headers.
+        # With two edges, a micro-batch has six tags:
+        #
+        #   edge 0: value, gradient, value of an evaluation | edge 1: value, gradient, value of an evaluation
+        #
         what = int(kind == BACKWARD) if self._loss_fn is not None else 2
         return FIRST_TAG + 3 * (index * len(self._numbers) + self._numbers[edge]) + what

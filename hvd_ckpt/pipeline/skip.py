@@ -185,6 +185,7 @@ def find_skips(blocks: Sequence[nn.Module]) -> list[Skip]:
                             f"the skip connection '{name}' is used twice: isolate(namespace) its modules"
                         )
                     declared[namespace, name] = number
+    # Found before the first step. In a pipeline, a stage would wait for a tensor that no other one sends.
     for key in stashed.keys() ^ popped.keys():
         raise ValueError(
             f"the skip connection '{key[1]}' must be stashed by one module and popped by another"

@@ -87,6 +87,7 @@ class TiedGradients:
             # Earlier gradients are put aside, so that this step's are alone when the copies are added.
             gradient = tie.parameter.grad
             self._before.append(_copy(gradient))
+            # Zeroed and not dropped: the reducer may have it as a view into a bucket.
             if gradient is not None:
                 gradient.zero_()
 

@@ -118,6 +118,7 @@ class BlockRunner:
                     marks.mark("ran")
                 marks.mark("output")
                 del output
+        # The other runs are for the time: the bytes of all are the same.
         begin, ran, end = marks.marks[:3]
         casts, peak = max(ran.bytes - end.bytes, 0), max(ran.peak_bytes - begin.bytes, 0)
         return max(end.bytes - begin.bytes, 0), casts, peak, min(seconds)
@@ -185,4 +186,5 @@ class _End(torch.autograd.Function):
 
 def _backward(end: Tensor | None) -> None:
     if end is not None:
+        # ``end`` has no elements, and so its gradient has none. _End makes the gradients of the block's outputs.
         torch.autograd.backward([end], [torch.empty_like(end)])

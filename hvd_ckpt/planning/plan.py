@@ -402,6 +402,7 @@ def thinned(timeline: Timeline, points: int = 400) -> Timeline:
     """A timeline of at most ``points`` points, among them the highest and the lowest of each stretch."""
     if len(timeline) <= points:
         return timeline
+    # Two points are kept of each stretch.
     width = -(-len(timeline) * 2 // points)
     kept: list[tuple[float, int]] = []
     for start in range(0, len(timeline), width):

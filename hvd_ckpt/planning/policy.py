@@ -162,6 +162,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @functools.cache
 def _with_policy(base: type[nn.Module], method: str) -> type[nn.Module]:
+    # Made once for each class, so that modules of one class still have one class, by which a plan knows them.
     original = getattr(base, method)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -181,6 +181,7 @@ def _planner(
     try:
         yield planner
     finally:
+        # After a BudgetError, too: a plan for a larger budget takes the measurements.
         planner.release()
         _planners[model] = key, planner
 

@@ -145,6 +145,7 @@ def _placed(plan: Plan) -> Iterator[tuple[str, BlockPlan]]:
     def level(items: tuple[Any, ...], outer: str) -> Iterator[tuple[str, BlockPlan]]:
         segments = itertools.count(1)
         for item in items:
+            # A segment of one block has no number: it is one of many such ones, and consecutive ones share a row.
             if isinstance(item, tuple) and len(item) == 1 and not isinstance(item[0], tuple):
                 yield f"{outer or 'segment'} alone", plan.blocks[item[0]]
             elif isinstance(item, tuple):

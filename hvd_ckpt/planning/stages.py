@@ -243,6 +243,7 @@ class StagePlanner:
 
     def _fastest(self, limit: float) -> tuple[list[int], float]:
         """The cuts that minimize the time of the longest part, and that time; inf if no cuts stay within the limit."""
+        # Cuts are chosen part by part. So the parts of a stage share its memory equally, although one may need more.
         own = limit / self.layout.virtual_stages
 
         def seconds(part: int, first: int, end: int) -> float:
@@ -294,6 +295,7 @@ class StagePlanner:
 
     def _part(self, part: int, first: int, end: int, way: _Way) -> StagePlan:
         states, transport = self._held(first, end), self._transport(first, end)
+        # Both times are measured, each by itself. The backward pass, which is the rest, must not come out below 0.
         forward = min(sum(block.forward_seconds for block in self._blocks[first:end]), way.seconds)
         return StagePlan(
             end - first,

@@ -58,6 +58,8 @@ class Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
             return
         process = psutil.Process(self._process.pid)
+        # Looked for before the signal: children of a process that has ended belong to another parent, and
+        # would not be found.
         started = [process, *process.children(recursive=True)]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)

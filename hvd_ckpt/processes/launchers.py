@@ -80,6 +80,7 @@ def look_up(pid: int) -> Process | None:
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
+    # In proc(5) these are the fields 3 (state), 4 (parent) and 22 (start, in ticks since the machine was started).
     return Process(fields[0], int(fields[1]), int(fields[19]))
 
 

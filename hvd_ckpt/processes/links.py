@@ -130,6 +130,7 @@ class GlooLink:
             if to in self._near:
                 self._near.send(memory, to, tag)  # copies
                 return []
+            # Both ends know the size of a message, so that an empty one is neither sent nor waited for.
             return [self._group.send([memory], to, tag)] if memory.numel() else []
 
     def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
@@ -167,6 +168,7 @@ def noticing_ends(who: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, StageFailed):
             raise
+        # Of Gloo's text, "[file:line] reason. More words", the reason.
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0] if str(error) else ""
         raise StageFailed(f"{who} has ended or gone ({reason[:200]})") from None
 
@@ -312,6 +314,7 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
     grid.peers = [peer for peer, _, _ in everyone]
     grid.horovod = {"environment": _world_environment(grid, board)}
     group = _group(board, process, processes)  # here everyone listens
+    # A process without such sockets has the host None, as others like it have. connect() then connects none of them.
     names = {other: name for other, (_, host, name) in enumerate(everyone) if host == near.host}
     with watchdog.waiting("all ranks of this host to connect"):
         grid.link = GlooLink(group, NearLink(near.connect(process, names)), grid.name)

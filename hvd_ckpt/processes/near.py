@@ -147,7 +147,9 @@ class NearLink:
         if size <= INLINE_BYTES:
             self._put(connection, PACKET.pack(tag, NO_SLOT, size) + memory.numpy().tobytes())
             return
+        # Powers of two, so that slots of a few sizes serve messages of any length.
         capacity = max(PAGE, 1 << (size - 1).bit_length())
+        # A slot is free again when the packet that says so has been read.
         self._read_all(0)
         while not connection.free[capacity] and connection.made[capacity] == SLOTS:
             if connection.ended:

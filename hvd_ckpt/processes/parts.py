@@ -122,6 +122,7 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     assert grid.link is not None
     others = [(part, grid.process(grid.stage, part=part)) for part in range(grid.tensor) if part != grid.part]
     hosts = {part: rows[part] if rows[part].device.type == "cpu" else rows[part].cpu() for part, _ in others}
+    # Receives are begun before anything is sent: what arrives has its place then.
     requests = []
     for part, process in others:
         requests += [

@@ -56,6 +56,7 @@ def probe(controller: str, *, ranks: int = 2, timeout: float = 120.0) -> ProbeRe
             folder,
         ]
         environment = launcher_environment()
+        # The ranks of a probe must not write over the timeline of a job.
         environment.pop("HOROVOD_TIMELINE", None)
         log_file = Path(folder, "log.txt")
         start = time.monotonic()

@@ -115,6 +115,7 @@ def _meeting_point(launcher: str) -> tuple[str, int]:
     if launcher == "srun":
         address = address or first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost"))
         job, step = whole_in("SLURM_JOB_ID") or 0, whole_in("SLURM_STEP_ID") or 0
+        # All ranks derive the same port, and other jobs and steps on the host mostly another one.
         port = port or FIRST_PORT + (64 * job + step) % PORTS
     return address or "localhost", port or FIRST_PORT
 

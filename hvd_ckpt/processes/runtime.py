@@ -204,6 +204,7 @@ def _starts_over_mpi() -> bool:
 
 def _watch(stall_timeout: float | None) -> None:
     watchdog.watch(stall_timeout)
+    # Before Horovod runs this does nothing. Its start is watched by then, and lets the ranks meet itself.
     if stall_timeout is not None and not watchdog.have_met():
         watchdog.meet()
 

@@ -194,6 +194,7 @@ def watch(seconds: float | None = None) -> None:
 def unlimited() -> Iterator[None]:
     """Inside, this thread's waits have no limit: one rank has work to do that takes its time, and the others wait for it."""
     thread = threading.get_ident()
+    # Of contexts within each other, the outermost one gives the limit back.
     first = thread not in _dog.unlimited
     _dog.unlimited.add(thread)
     try:

@@ -273,6 +273,7 @@ class _ReentrantCheckpoint(_TorchFunction):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], preserve_rng_state: bool, *tensors: torch.Tensor) -> Any:
+        # So that a result without a gradient is told from one whose gradient is zero: see ``wanted``.
         ctx.set_materialize_grads(False)
         return _TorchFunction.forward(ctx, run, preserve_rng_state, *tensors)  # type: ignore[no-untyped-call]
 

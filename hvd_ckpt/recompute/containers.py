@@ -154,6 +154,7 @@ class Arguments:
             is_tensor = isinstance(leaf, torch.Tensor)
             self._others.append(None if is_tensor else leaf)
             self._places.append(known.setdefault(id(leaf), len(known)) if is_tensor else None)
+            # Met for the first time: setdefault() has just given it the next number.
             if len(known) > len(self.tensors):
                 self.tensors.append(leaf)
 

@@ -54,6 +54,7 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Any, n: int, *args: Any) -> Any:
         _check(function, n, args)
+        # An output without a gradient is left out below. Zeros would flow back to parameters that have no gradient.
         ctx.set_materialize_grads(False)
         ctx.n = n
         tensors, ctx.with_tensors = separate_tensors(args)

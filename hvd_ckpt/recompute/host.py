@@ -46,6 +46,7 @@ class HostTensors:
             tensor = reference()
             if tensor is not None:
                 tensor.bring_back()
+        # In a second backward pass through the graph nothing is brought ahead: each tensor comes when it is needed.
         self._all.clear()
 
 
@@ -90,5 +91,7 @@ class HostTensor:
         (tensor, ready), self._back = self._back, None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(ready)
+        # Its memory is that of the stream which has copied it. Freed, it must not be used there while this
+        # stream reads it.
         tensor.record_stream(current)
         return tensor

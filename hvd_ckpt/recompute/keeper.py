@@ -47,6 +47,7 @@ class Keeper:
         if not self.collecting:
             # Without its graph: the graph holds what this method returns, so the graph of the tensor would close a cycle.
             return Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version, user)
+        # Without an address, no two tensors are known to be the same: each gets a slot of its own.
         key: tuple[Any, ...] = (len(self._slots),)
         if memory_of(tensor) is not None:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, version)
@@ -343,6 +344,7 @@ class RandomState:
             for index, state in zip(self._devices, self._states)
         ):
             return True
+        # As text, since NumPy's state has an array in it. Its position moves with each number that is drawn.
         return self._python is not None and repr(self._python) != repr(_python_state())
 
     @contextlib.contextmanager

@@ -192,6 +192,7 @@ class Region:
         self.started = False
         self._frame = Frame()
         self._synchronized = [module for module in reached.modules if isinstance(module, hvd.SyncBatchNorm)]
+        # Passes are counted weakly by an object that lives as long as the region does, and not by a lambda of one step.
         owner: Any = reached.modules[0] if reached.modules else _code_of(function)
         # With the training flags: in another mode the function runs other operations, and is verified anew.
         key = (id(_code_of(function)), *((id(module), module.training) for module in reached.modules))
@@ -221,6 +222,8 @@ class Region:
             result = self.function(*args, **kwargs)
             if watch is not None:
                 watch(result)
+        # A recomputation finds the lazy tensors initialized. It skips the code that has initialized them, and
+        # so saves other tensors.
         if self._state.initialized:
             self._verification = None
         return result
@@ -245,6 +248,8 @@ class Region:
 
         def compare(tensors: list[tuple[torch.Tensor, nn.Module | None]]) -> None:
             assert verification is not None
+            # The tensors are the first of the two in zip(): where they end, no observation has been taken
+            # that the next call of this function needs.
             verification.compare([(first, tensor) for (tensor, _), first in zip(tensors, left)], what)
 
         watched = nullcontext() if verification is None else self._watch(compare, is_first=False)

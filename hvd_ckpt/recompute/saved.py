@@ -158,6 +158,7 @@ def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
         return None
     if flat.device.type != "cpu":
         return _pack_on_device(same_bits)
+    # Where all sampled elements are zero, a pattern of the others is the least or the greatest of all elements.
     pattern = patterns.pop() if patterns else next((bound for bound in _bounds(same_bits) if bound), 1)
     packed = _pack_exactly(same_bits.numpy(), pattern)
     return None if packed is None else (packed, pattern)
@@ -228,6 +229,7 @@ def _rows(pattern: int, itemsize: int) -> NDArray[Any]:
 def _narrow(flat: torch.Tensor) -> torch.Tensor | None:
     """The integers in the narrowest dtype that holds all of them; None if that is not narrower than their own."""
     sample = flat[:: max(flat.numel() // _SAMPLE, 1)]
+    # The sample refuses most tensors, before all elements are read. What fits in the end is that of all elements.
     for values in (sample, flat):
         least, greatest = _bounds(values)
         fitting = [

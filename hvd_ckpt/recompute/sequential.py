@@ -107,11 +107,13 @@ class CheckpointSequential(nn.Sequential):
     ) -> None:
         super().__init__(_named_modules(model))
         if isinstance(model, nn.Sequential):
+            # The flag of this container alone, which begins in training mode. Its modules keep theirs.
             self.training = model.training
         self.segments = segments if isinstance(segments, int) else tuple(split(len(self), segments))
         self.use_reentrant = use_reentrant
         self.preserve_rng_state = preserve_rng_state
         self.keep_last = keep_last
+        # For their errors, which are better raised here than in the first step.
         split(len(self), self.segments)
         Options(use_reentrant, preserve_rng_state)
 
@@ -196,6 +198,7 @@ class LayerSegment:
         signature = _signature(layer)
         if signature is None or _binds(signature, values, keywords):
             return values
+        # A layer may have returned one structured value, a tuple. The model's own inputs came as separate arguments.
         if self.first + offset > 0 and _binds(signature, (values,), keywords):
             return (values,)
         source = "the model was given" if self.first + offset == 0 else "the layer before it returns"

@@ -111,6 +111,7 @@ class ForwardState:
             for module, training in self._modes:
                 if module.training != training:
                     restore.callback(setattr, module, "training", module.training)
+                    # Not by train(), which would set all submodules and may do more in a class that overrides it.
                     module.training = training
             for source in self._random:
                 restore.callback(source.set, source.get())
@@ -147,6 +148,7 @@ def _equal(ours: Any, theirs: Any) -> bool:
         return np.array_equal(ours, theirs)
     if isinstance(ours, dict):
         return all(_equal(value, theirs[name]) for name, value in ours.items())
+    # A long tuple has plain numbers, as the 625 of Python's generator, and is compared at once.
     if isinstance(ours, tuple) and len(ours) < 100:
         return all(map(_equal, ours, theirs))
     return bool(ours == theirs)

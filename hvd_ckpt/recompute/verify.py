@@ -313,6 +313,8 @@ class Verification:
                 "chooses others.",
                 stacklevel=2,
             )
+        # One right pass is enough for "first". A wrong one leaves the region unverified, so that the next
+        # pass is observed too.
         self._counts.verified = self._counts.verified or (self.is_over and not mismatches)
         return mismatches
 

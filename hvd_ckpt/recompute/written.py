@@ -238,6 +238,8 @@ class Namespace:
         if tensor.grad_fn is not None and not stays:
             with aside():
                 old = tensor.detach().requires_grad_()  # must not hold the graph of an earlier pass
+        # Parameters are copied only once a pass is known to write them. The first such pass is recomputed
+        # with the values that it has written.
         lost = changed and copy is None and not in_place
         return Written(
             self._name(key), self.space, key, old, copy, in_place, lost, changed and stamp is _LAZY

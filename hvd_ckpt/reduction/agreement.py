@@ -58,6 +58,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
+        # An error that came from another rank travels on as what it was there, without the mixin.
         known = [base for base in type(error).__mro__ if not issubclass(base, FailedElsewhere)]
         return cls([(base.__module__, base.__qualname__) for base in known], str(error))
 
@@ -69,6 +70,7 @@ class Failure:
             if isinstance(kind, type) and issubclass(kind, Exception):  # else this process does not know it
                 try:
                     own: Any = type(name, (FailedElsewhere, kind), {"__module__": module})
+                    # Without its constructor, which may take other arguments than a text, or act on them.
                     error: Exception = own.__new__(own, text)
                     error.args = (text,)
                     return error
@@ -200,6 +202,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def digest(value: Any) -> str:
     """A short fingerprint of a picklable value, equal on ranks where the value is."""
+    # Not of its pickle. That also tells which parts are one and the same object, so equal values may differ
+    # in it.
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
@@ -264,6 +268,11 @@ def of_all_processes(value: Any, name: str) -> list[Any]:
     grid = current()
     if grid.model_parallel_size == 1:
         return replicas
+    # Two gathers: over the replicas of this stage and part, then over the stages and parts of this replica.
+    # Two stages with two replicas each have processes 0 to 3:
+    #
+    #   replicas   on 0 and 1: [v0, v1]         on 2 and 3: [v2, v3]
+    #   worlds     on all:     [[v0, v1], [v2, v3]]
     worlds = grid.gather_objects(replicas)
     return [
         worlds[stage * grid.tensor + part][replica]
@@ -276,6 +285,7 @@ def of_all_processes(value: Any, name: str) -> list[Any]:
 def of_first_process(value: Any, name: str) -> Any:
     """The first process's value, on all processes of all pipeline stages and parts. Collective."""
     first = broadcast_from(value, 0, mpi_ops.global_process_set, name)
+    # Each stage and part has a rank 0 of its own. Process 0 is that of the first stage and part.
     return first if current().model_parallel_size == 1 else current().gather_objects(first)[0]
 
 

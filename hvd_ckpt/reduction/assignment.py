@@ -87,6 +87,8 @@ def pack(items: Iterable[tuple[T, Hashable, int]], cap_bytes: float) -> list[lis
     runs: list[list[T]] = []
     open_runs: dict[Hashable, tuple[list[T], int]] = {}
     for item, kind, nbytes in items:
+        # A run stays open while items of other kinds go by. Of the order f32, bf16, f32 the two f32 travel
+        # together.
         run, total = open_runs.get(kind, (None, 0))
         if run is None or (total and total + nbytes > cap_bytes):
             run, total = [], 0
@@ -107,6 +109,7 @@ def _group_keys(
         keys: dict[int, object] = {}
         start = 0
         for group in range(count):
+            # 10 parameters in 4 groups are 3, 3, 2 and 2.
             size = base + (group < longer)
             for index in order[start : start + size]:
                 keys[index] = group
@@ -268,5 +271,7 @@ class BucketAssignment:
         self.order = [index_of[name] for name in state["order"]]
         self.sparse = {index_of[name]: int(dims) for name, dims in state["sparse"].items()}
         self.densified = {index_of[name]: int(dims) for name, dims in state["densified"].items()}
+        # The saved cap replaces this optimizer's own. Other buckets would place elements elsewhere in their
+        # messages, and the sums of a resumed run could differ in the last bits.
         self.cap_bytes = float(state["bucket_cap_bytes"])
         self.make_buckets()

@@ -195,6 +195,7 @@ def broadcast_optimizer_state(
         else f"{replicas.number} of seed {replicas.seed} at step {replicas.step}",
         param_groups=len(optimizer.param_groups),
     )
+    # The first difference is what the error shows. Where numbers differ, they say more than two long lists.
     options |= {f"the number of parameters in group {number}": len(own) for number, own in enumerate(names)}
     options |= {f"the set of parameters in group {number}": sorted(own) for number, own in enumerate(names)}
     error: Exception | None = None
@@ -289,6 +290,8 @@ def broadcast_tensors(
         root_rank: among all ranks.
     """
     collectives = Collectives(process_set, name)
+    # All broadcasts begin before the first one is waited for. Until then Horovod writes to ``contiguous``,
+    # which must be held here where it is a copy.
     pending: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
     with torch.no_grad():
         for number, given in enumerate(tensors):

@@ -152,6 +152,7 @@ class _TwoSteps(Work):
     def advance(self, block: bool, awaited: str = "") -> None:
         follow = self._follow
         if follow is not None and (block or self._work.done()):
+            # The second message is sent once, whatever becomes of it: each look at the work comes here.
             self._follow = None
             self._work = follow(self._work.wait(awaited))
 
@@ -188,6 +189,7 @@ class Collectives:
 
     def allreduce(self, values: torch.Tensor, what: str, op: int = Sum) -> Work:
         """Starts to reduce some ``values`` (a small tensor), which stay as they are."""
+        # Also where the set is :class:`.process_sets.Alone`, of which Horovod knows nothing.
         if self.process_set.size() == 1 or not values.numel():
             return Work((), lambda _: values)
         name = f"{self.prefix}.{what}.{values.numel()}"
@@ -289,6 +291,7 @@ def most_columns(rows: int, itemsize: int) -> int:
 def carried(message: torch.Tensor) -> torch.Tensor:
     """The same storage in a type that Horovod carries."""
     message = message.detach()
+    # These messages are moved and never added up, so any type with the same bits will do.
     if message.dtype in _CARRIED:
         return message
     return message.view(torch.int16 if message.itemsize == 2 else torch.uint8)

@@ -70,6 +70,7 @@ def check_equal_weights(model: torch.nn.Module, process_set: Any = global_proces
     parameters = list(model.named_parameters())
     ours: list[TableEntry] = []
     if parameters:
+        # Threads are enough: hashing and copying let go of the interpreter's lock.
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
             ours = list(pool.map(_entry, *zip(*parameters)))
     if _all_equal(_digest(ours), process_set):
@@ -106,6 +107,8 @@ def _digest(table: Sequence[TableEntry]) -> bytes:
 def _all_equal(digest: bytes, process_set: Any) -> bool:
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     gathered = mpi_ops.allgather(own.view(1, -1), name=NAME, process_set=process_set)
+    # Zeros on some ranks differ from the hash of another one. Zeros on all would be equal, and still are no
+    # hash.
     return bool(own.any()) and bool((gathered == own).all())
 
 

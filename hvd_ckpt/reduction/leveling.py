@@ -62,8 +62,10 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     leader = root_rank if root_rank in members else members[0]
     own = reducer.state_dict()
     theirs = broadcast_from(own, leader, process_set, "hvd_ckpt.level")
+    # Counts stay each rank's own: how often a gradient arrives there depends on what that rank computes.
     reducer.load_state_dict({**theirs, **{name: own[name] for name in PER_RANK if name in own}})
     optimizer.drop_gradients()
+    # Later than any name that one of the ranks has used, so that no message under way has one of the new ones.
     optimizer.identity = max(state.naming[0] for state in known)
     reducer.rename(optimizer.identity, 1 + max(state.naming[1] for state in known))
 
@@ -79,6 +81,7 @@ class Live:
     """
 
     def __init__(self) -> None:
+        # Leveling is collective, so all ranks go through the optimizers in one order.
         self._optimizers = sorted(live_optimizers(), key=lambda optimizer: optimizer.identity)
         self.states = {optimizer.identity: common_state(optimizer) for optimizer in self._optimizers}
 

@@ -96,6 +96,8 @@ class ModifiedGradients:
                 if index in self._replaced or self._was_replaced(bucket, entry):
                     replaced.append(index)
                 elif late is None:
+                    # Where a gradient has left, all is well: it was hidden and no late part came (the hook
+                    # also runs for ``torch.autograd.grad``), or another tensor object has the view's memory.
                     self.after_late(bucket, entry) if not entry.filled else None
                 elif late[0]._version != late[1]:
                     self.error = changed_in_place(assignment.names[index])

@@ -199,6 +199,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             reducer.weights.alone |= (
                 self._step_reduces is StepReduces.NOT_IN_SKIP and not self._phase.is_reduced
             )
+        # Before the wrapped step: one that raises may have changed weights already, so these gradients are used.
         self._phase = Phase.STEPPED
         result = self._local_step(closure, *args, **kwargs)
         reducer.note_changes()
@@ -216,6 +217,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 self.synchronize()
             else:
                 self.check_reduced()
+            # Used from here on: the wrapped optimizer steps on them before it calls this again, if it does.
             self._phase = Phase.STEPPED
             return mean_over_ranks(result, f"hvd_ckpt.{self.identity}.loss", self.process_set)
 

@@ -105,6 +105,7 @@ def acquire(groups: Iterable[Sequence[int]]) -> tuple[dict[tuple[int, ...], Any]
     taken: list[tuple[int, ...]] = []
     for group in groups:
         ranks = tuple(sorted(group))
+        # Looked up anew for each group, since two of the given groups may be the same ranks.
         present = {tuple(members): number for number, members in _present().items()}
         if ranks in present:
             sets[ranks] = ProcessSet(list(ranks))
@@ -114,6 +115,7 @@ def acquire(groups: Iterable[Sequence[int]]) -> tuple[dict[tuple[int, ...], Any]
                 continue
         else:
             sets[ranks] = _added(ranks)
+        # Several optimizers may use one set. The last of them to release it removes it.
         _users[ranks] += 1
         taken.append(ranks)
     return sets, taken

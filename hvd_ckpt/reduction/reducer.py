@@ -176,6 +176,7 @@ class Reducer(OwningReducer):
         with self._lock:
             self._shared.update(indices)
             self._counts.forget(indices)
+            # Gradients of other parameters may have arrived, so the step may still be under way.
             self.active = any(self._counts.arrived)
             self._prepare_buckets()
 
@@ -213,6 +214,8 @@ class Reducer(OwningReducer):
                 same on every rank.
         """
         assignment = self.assignment
+        # Parameters that were unfrozen before this backward pass have no hooks yet. Their gradients were not
+        # counted in it, and are reduced below all the same.
         self.hook_parameters()
         # Everything that this rank alone knows must be in the flags before the last bucket leaves: after them the ranks
         # take the same way, and nothing more can be asked.
@@ -245,6 +248,7 @@ class Reducer(OwningReducer):
         self._assign_buckets(fresh)
         self._communicator.remember_sums(assignment.parameters[index] for index in used)
         unusual = late or fresh or assignment.sparse or assignment.densified or flags.resynchronize > 0
+        # With op=Sum remember_sums() has put aliases in place of the views. Buckets that are not kept have none.
         self._left.note(used, not unusual and self._keep_buckets and not self._communicator.sums_once)
         self._step.late_gradients = [assignment.names[index] for index in late]
         self._end_step(learn=True)

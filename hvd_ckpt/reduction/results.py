@@ -29,7 +29,8 @@ class Results:
     def __init__(self, assignment: BucketAssignment) -> None:
         self._assignment = assignment
         self._used: list[int] = []
-        # Gradients that are not in buckets, with their versions.
+        # Gradients that are not in buckets, with their versions. Held weakly: a dropped one is freed at once, and
+        # no new one passes for it, as it could if its ``id`` were kept.
         self._others: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def clear(self) -> None:

@@ -41,6 +41,7 @@ def mark_summed(parameter: torch.Tensor, process_set: Any) -> None:
 def sum_of(gradient: torch.Tensor) -> _Sum | None:
     """What is remembered of a gradient that is a sum, or None."""
     known: _Sum | None = vars(gradient).get(_ATTRIBUTE)
+    # Another version means a change by hand: the gradient is this rank's own again, which it brings whole.
     if known is not None and known["version"] != gradient._version:
         del vars(gradient)[_ATTRIBUTE]
         return None
@@ -61,6 +62,8 @@ def moved(gradient: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
 def keep_sum(gradient: torch.Tensor) -> None:
     """A backward pass may be about to add to a gradient."""
     known = sum_of(gradient)
+    # Only before the first accumulation after a reduction. A later one finds the sum and a part of this rank
+    # in one tensor, and must not take both for the sum.
     if known is not None and known["before"] is None:
         known["before"] = gradient.detach().clone()
 

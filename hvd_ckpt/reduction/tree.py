@@ -209,6 +209,8 @@ class ReplicaReducer(Reducer):
                 gradient = _dense(parameter.grad.detach())
                 gradients[index] = gradient.to(sum_dtype(gradient.dtype))
                 parameter.grad = None
+        # The buckets still have the results of the last step. Freed now, these do not lie beside the sums
+        # while the next replica is computed.
         for bucket in self.assignment.buckets:
             bucket.free()
         with torch.no_grad():

@@ -225,6 +225,7 @@ class WeightVerification:
         for pieces in self._alike(self._parts[number]):
             value = fingerprint(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
             total = value if total is None else total.to(value.device) * _FOLD + value
+        # With the number, ranks at different parts show as different, even where these parts have equal bits.
         return torch.tensor(number) if total is None else total + number
 
     def _alike(self, part: Sequence[_Range]) -> Iterator[list[torch.Tensor]]:
@@ -301,6 +302,8 @@ class WeightVerification:
             for column, index in enumerate(self._compared, _FACTS)
             if all(row[column] for row in comparing.values())
         ]
+        # What one rank ignores all ignore from here on. Else the ranks would take the fingerprint of a part
+        # over different parameters, and exchange this table in every step.
         self._ignored.update(set(self._compared).difference(index for index, _ in columns))
         turns = {entry.parameter for entry in self._parts[part]} if level else set()
         columns.sort(key=lambda pair: pair[0] not in turns)

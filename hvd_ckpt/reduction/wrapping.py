@@ -18,8 +18,10 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
     """An optimizer with everything of the given one, of a class that is its class with the methods of ``methods_of``."""
     wrapped = type(optimizer)
     methods: dict[str, Any] = {}
+    # The most basic class first, so that a derived class's methods replace those of its bases.
     for base in reversed(methods_of.__mro__[: methods_of.__mro__.index(torch.optim.Optimizer)]):
         methods.update(vars(base))
+    # These belong to the class that they were found in; ``type()`` makes those of the new class.
     for name in ("__dict__", "__weakref__", "__annotations__"):
         methods.pop(name, None)
     # Horovod's own functions know its optimizers by their module.

@@ -117,6 +117,7 @@ class AveragedWeights:
             if sharding.stage < 3:
                 changing += sharding.layout.parameters
         pairs = self._follow()
+        # What the optimizer steps: the masters of half-precision weights, else the same memory as above.
         changing += [weight for _, weight in pairs]
         kept = [tensor.detach().clone() for tensor in changing]
         with torch.no_grad():
@@ -169,6 +170,7 @@ class AveragedWeights:
         for parameter in parameters:
             if parameter not in self._averages:
                 self._averages[parameter] = parameter.detach().to(sum_dtype(parameter.dtype), copy=True)
+        # In the order of the groups, by which a state numbers them, and without parameters that are gone.
         self._averages = {parameter: self._averages[parameter] for parameter in parameters}
         return [(average, parameter.detach()) for parameter, average in self._averages.items()]
 

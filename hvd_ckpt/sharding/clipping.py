@@ -53,6 +53,7 @@ def clip_grad_norm_(
     elif split is None:
         norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
     if split is None:
+        # All ranks have scaled alike. Without this, step() would take the fingerprint of each gradient to find that out.
         for optimizer in owners:
             optimizer.note_changes()
         return norm

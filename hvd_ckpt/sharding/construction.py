@@ -150,6 +150,8 @@ def shard_optimizer(
     # Taken while param_groups hold whole parameters; in the end each rank loads its pieces of it.
     before: dict[str, Any] = optimizer.wrapped_class.state_dict(optimizer)
     for _, parameter in named:
+        # In a group each parameter is one stretch of memory. One with gaps or with repeated elements gets
+        # memory of its own before.
         if not is_packed(parameter):
             parameter.data = parameter.data.contiguous()
     start_alike(named, options.model, members, f"hvd_ckpt.{optimizer.identity}.start")
@@ -201,6 +203,7 @@ def shard_optimizer(
         store.split()
     if any(options.parameters.changes(group.dtype) for group in layout.groups):
         store.shards_changed(layout.groups)  # what no step changes is what a resumed run will gather, too
+    # Its keys are whole parameters, which are not stepped any more. State for the pieces is loaded in its place.
     optimizer.state.clear()
     if before["state"]:
         state.load_parts(optimizer, [before])

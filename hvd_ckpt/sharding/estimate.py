@@ -366,7 +366,10 @@ class Estimator:
     ) -> list[_Moment]:
         """The optimizer's step, and the gathers after it."""
         halves = [group for group in trained if stage and group.dtype in HALF]
+        # Masters.follow() makes a rounded copy of 2 bytes for each element, and a bool.
         compared = max((3 * group.shard_numel for group in halves), default=0)
+        # Masters are stepped with float32 gradients. Shards of stages 2 and 3 are float32 already; at stage 1
+        # pieces get copies.
         gradients = reduced + (sum(4 * group.shard_numel for group in halves) if stage == 1 else 0)
         temporaries = 0
         for dtype in {group.dtype for group in trained}:

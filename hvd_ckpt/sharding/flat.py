@@ -76,6 +76,8 @@ class FlatParameters:
             RuntimeError: a parameter has another dtype, device or shape than when it was split.
         """
         for index, parameter in enumerate(self._layout.parameters):
+            # Still in its place. What was written there in place is in the shards already, which are views of
+            # that memory.
             if parameter.data_ptr() == self._views[index].data_ptr() or not parameter.numel():
                 continue
             if is_split(parameter):

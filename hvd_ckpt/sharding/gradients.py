@@ -79,6 +79,7 @@ def whole_gradients(
     Yields:
         The index of each parameter and its gradient.
     """
+    # A gather is collective, so all ranks go through the groups in one order, whatever that of their dictionaries.
     for position, shard in sorted(shards.items()):
         group = layout.groups[position]
         flat = torch.empty(group.padded, dtype=shard.dtype, device=shard.device)

@@ -155,6 +155,7 @@ def _page_locked(nbytes: int) -> NDArray[np.uint8]:
     status = int(cudart.cudaHostRegister(address, len(memory), 0))
     if status:
         raise RuntimeError(f"cudaHostRegister returned error {status}")
+    # Slices of the array hold it, so this runs after the last tensor. Not at exit, when CUDA may be gone already.
     weakref.finalize(memory, _unlock, cudart, pages, address).atexit = False
     return memory
 

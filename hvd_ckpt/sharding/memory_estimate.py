@@ -154,7 +154,8 @@ class LocalMemory:
         self.group: int = group
         self._ranks, self._fragments, self._offload = ranks, fragments, offload
         self._outer, self._wire = given["outer"], wire_format(given["wire"])
-        # the part of the model whose averages are under way at a time, while the next steps compute
+        # the part of the model whose averages are under way at a time, while the next steps compute:
+        # with every=100, one of 4 fragments leaves every 25 steps. With delay=30 two of them are under way at times.
         self._at_once = min(fragments, -(-delay * fragments // every)) / fragments
 
     def added_to(

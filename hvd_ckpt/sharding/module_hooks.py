@@ -51,6 +51,7 @@ def register_post_backward(
         ]
         if not wanted:
             return None
+        # One node for all inputs: its backward pass comes once, when the gradients of all of them are there.
         passed = _PostBackward.apply(post_backward, call, *(leaves[place] for place in wanted))  # type: ignore[no-untyped-call]
         for place, tensor in zip(wanted, passed):
             call.entered.append((leaves[place], tensor))
@@ -156,6 +157,7 @@ def tensors_left_in(module: nn.Module, finder: object) -> Iterator[torch.Tensor]
             for tensor in value.values() if isinstance(value, dict) else value:
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                     finders = _seen.setdefault(tensor, set())
+                    # A loss may stay in its attribute for many passes. Found again, it would get another hook in each.
                     if id(finder) not in finders:
                         finders.add(id(finder))
                         yield tensor

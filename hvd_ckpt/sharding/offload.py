@@ -198,6 +198,7 @@ class Offload:
             for name, value in optimizer.param_groups[number].items()
             if name != "params"
         }
+        # As text, since options may be tensors, whose comparison is no single bool.
         before = repr((options, _numbers(optimizer)))
         group = {"params": [small], **options}
         state: dict[str, Any] = {}
@@ -270,6 +271,7 @@ class Offload:
         """Begins to copy the state of a parameter to the device; returns the event that tells the end."""
         state = optimizer.state.get(parameter, {})
         loaded = {name: buffer for name, buffer in self._buffers[parameter].items() if name in state}
+        # The state has the device's copies until _store() puts the buffers back.
         state.update((name, torch.empty_like(buffer, device=self._device)) for name, buffer in loaded.items())
         stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use this memory
         with torch.cuda.stream(stream):

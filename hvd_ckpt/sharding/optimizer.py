@@ -141,6 +141,7 @@ class ShardedOptimizer(ReducedOptimizer):
             self.reducer.set_passes(passes)
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
+        # First, since the placeholders in ``grad`` can be dropped but not set to zero.
         self._consume()
         with self._whole_groups():
             ReducedOptimizer._clear(self, *args, **kwargs)
@@ -324,6 +325,7 @@ class ShardedOptimizer(ReducedOptimizer):
             ValueError: it is the part of another rank or layout, or does not fit; on every rank.
         """
 
+        # Called inside load(), so that all ranks raise what one of them finds wrong.
         def own() -> dict[str, Any]:
             if [list(piece) for piece in state_dict["pieces"]] != _ranges(self.pieces):
                 raise ValueError(

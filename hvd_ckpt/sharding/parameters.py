@@ -59,6 +59,7 @@ class ShardedParameters:
             own.append(UnitParameters(gathering, groups, title, divergence))
             if not deferred:
                 own[-1].split()  # before the shards of the next unit need memory
+        # By their places in the layout, which are not in the order of the units: the last block was laid out first.
         self.shards: list[torch.Tensor] = [torch.empty(0, dtype=torch.float32)] * len(layout.groups)
         for (_, groups), parameters in zip(units, own):
             for group, shard in zip(groups, parameters.shards):
@@ -90,6 +91,8 @@ class ShardedParameters:
         for unit in self._passes.units:
             unit.parameters.shards_changed(stale)
         self._passes.summon_again()
+        # As an in-place update of whole parameters does: a graph that has saved the old values then refuses
+        # to run backward.
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
 
     def reshard(self) -> None:

@@ -202,6 +202,7 @@ class ShardReducer(OwningReducer):
             gradient = self._layout.parameters[index].grad
             if self._sums_once and gradient is not None:
                 changed_sum(gradient)
+            # No thread looks at what has arrived. Each gradient is an occasion to do so.
             self._in_flight.poll()
             if not self._schedule.count(index):
                 return
@@ -250,6 +251,8 @@ class ShardReducer(OwningReducer):
         for index, _ in enumerate(parameters):
             self._begin_anew(self._layout.group_of[index], index)
         pending = any(has_values(parameter.grad) for parameter in parameters)
+        # What this rank sends only now, another one could have waited for in its backward pass. So none waits
+        # in the next.
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
         flags, values = self._exchange_flags(unsteady)

@@ -95,6 +95,7 @@ class ShardReplicaReducer(ReplicaReducer):
         self.add_parameters(list(zip(layout.names, layout.parameters))[known:])
 
     def begin_replica(self) -> None:
+        # A new step begins: what the last one has left in shards, and its placeholders, are dropped.
         if not self._computed:
             self.consume()
         super().begin_replica()

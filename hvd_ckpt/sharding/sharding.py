@@ -51,6 +51,7 @@ class Masters:
         """Where a weight is not what its master rounds to, somebody has set it: the master becomes that."""
         for position, master in self.by_group.items():
             shard = shards[position]
+            # A nan equals nothing, itself included, so it is copied, which changes nothing.
             same = master.to(shard.dtype) == shard
             if not bool(same.all()):
                 master.copy_(torch.where(same, master, shard.to(torch.float32)))
@@ -105,6 +106,7 @@ class Sharding:
         for parameter in parameters:
             index = self.layout.index(parameter)
             assert index is not None
+            # Nothing of this parameter lies in this rank's shard: other ranks step it.
             if index not in spans:
                 continue
             position, span = spans[index]
@@ -167,6 +169,7 @@ class Sharding:
         self.masters.round_into(self.store.shards)
         groups = self.layout.groups
         if used is not None:
+            # ``used`` is what all ranks have found together, so that they gather the same groups.
             groups = [group for group in groups if any(used[index] for index in group.indices)]
         self.store.shards_changed(groups)
 

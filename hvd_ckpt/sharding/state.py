@@ -82,6 +82,8 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
         for number, master in state.get("master_weights", {}).items():
             piece = sharding.pieces[number]
             if piece.has_master:
+                # Weights and masters together: follow() would take a weight that is not what its master
+                # rounds to for one that somebody has set.
                 piece.parameter.copy_(master)
                 piece.weights.copy_(master)
     if sharding.offload is not None:

@@ -144,6 +144,8 @@ def _by_default(model: nn.Module) -> list[list[nn.Module]]:
 def _disjoint(chosen: Iterable[list[nn.Module]]) -> list[list[nn.Module]]:
     """Units without the modules that stand in several of them."""
     units = [list(modules) for modules in chosen]
+    # A module that runs in two units would be freed at the end of one while the other still needs it. It
+    # stays with what is around it, at last with the model.
     counts = Counter(number for modules in units for number in {id(module) for module in modules})
     kept = [[module for module in modules if counts[id(module)] == 1] for modules in units]
     return [modules for modules in kept if modules]

@@ -206,6 +206,7 @@ class UnitParameters:
         changed = []
         for member, version in zip(self._members, self._versions):
             parameter = member.parameter
+            # Asked in any case, and first: it also forgets the fingerprint of the data that was taken.
             data_written = data_was_written(parameter)
             if data_written or parameter._version != version or not self.holds(parameter):
                 changed.append(member)
@@ -300,6 +301,7 @@ class UnitParameters:
 
     def on_missing(self, bring: Callable[[], None]) -> None:
         """Sets what is called when a recomputation is about to read parameters that are sharded."""
+        # A replay may be given the parameter, whose data is the placeholder, or a view of ``whole`` that autograd saved.
         self._bring = bring
         for identity in self._identities | self._absences:
             absent_storages[identity] = bring

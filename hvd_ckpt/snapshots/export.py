@@ -113,6 +113,7 @@ def _means(files: SnapshotFiles, weights: dict[str, Tensor]) -> dict[str, Tensor
             return weights
         own = {**local["weights"], **state["buffers"]}
         if rank == 0:
+            # The weights of the snapshot are those of rank 0, or of its whole group where they are in shards.
             own = weights
             for name, first in weights.items():
                 if name not in manifest.aliases and (first.is_floating_point() or first.is_complex()):

@@ -178,6 +178,8 @@ class SnapshotFiles:
         for rank, shards in enumerate(ranks):
             for shard, values in self._checked(shards, *read(rank), exact):
                 of_parts = flats[shard.name] if shard.name in flats else flats_of(shard.name)
+                # Parts are numbered last among the processes, so this is the rank's part. What is not cut has
+                # one flat for all.
                 of_parts[rank % len(of_parts)][shard.offset : shard.stop] = values
         return {name: _whole(parameters[name], of_parts) for name, of_parts in flats.items()}
 

@@ -144,6 +144,8 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
     Args:
         flat: as if each parameter had one dimension with ``FLAT`` elements.
     """
+    # A shallow copy has the methods and settings of the optimizer. Its state and groups are other ones, so
+    # that the optimizer's own stay untouched.
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     parameters = []

@@ -133,6 +133,8 @@ class Slices:
         for number, (name, shards) in enumerate(self._found.items()):
             numel = local_spec(self._sharding.parameters[name], self._cuts.get(name)).numel
             made["pieces"].append([name, 0, numel])
+            # All shards of a parameter have the same entries. Those that are not of elements, such as a count
+            # of steps, are taken from the first.
             _, first, last, there, part = shards[0]
             kept = {}
             for key, value in part["state"].get(there, {}).items():

@@ -318,6 +318,7 @@ def load_state(path: Path, mmap: bool = False) -> Any:
 
     def checked(tensor: Tensor, place: str) -> Tensor:
         check_tensor(tensor, place)
+        # A file may say that a tensor reaches beyond its storage, or that the storage is larger than the file is.
         storage = tensor.untyped_storage().nbytes()
         if tensor.numel() * tensor.itemsize > storage or storage > size:
             raise Wrong(f"{place} has more elements than the file has room for")

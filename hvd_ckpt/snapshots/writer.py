@@ -105,6 +105,7 @@ class SnapshotWriter:
         self._folder, self._keep, self._token = Path(folder), keep, token
         self._rank, self._ranks, self._blocking = rank, ranks, blocking
         self._warn = warn
+        # Filled by the writer's thread and emptied by the caller's. Both ends of a deque are safe without a lock.
         self._warnings: deque[str] = deque()
         self._on_written = on_written
         self._begun = 0
@@ -275,6 +276,7 @@ class SnapshotWriter:
             self._given_up.set()  # the others may have died; the snapshot under way is removed
             self._thread.join(None if seconds is None else GIVING_UP_SECONDS)
             atexit.unregister(self._end)
+            # It still reads the copies, so that their memory stays.
             if self._thread.is_alive():
                 return
         self._thread = self._job = None

@@ -70,6 +70,7 @@ def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -
         return
     own = torch.stack([fingerprint(tensor.contiguous().view(-1)).cpu() for _, tensor in copies])
     for part, row in enumerate(rows := parts.gather(own)):
+        # All parts have all rows, so that all of them find the same difference and raise together.
         different = (row != rows[0]).nonzero()
         if len(different):
             name = copies[int(different[0])][0]

@@ -56,6 +56,7 @@ def unchanged(x: Tensor) -> Tensor:
 
 def enter(x: Tensor) -> Tensor:
     """The same values; in the backward pass the sum of the parts' gradients."""
+    # Whether x requires a gradient is the same on all parts, so that none waits for a sum that another one leaves out.
     return _apply(x, unchanged, parts.add) if x.requires_grad else x
 
 

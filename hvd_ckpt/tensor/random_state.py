@@ -80,6 +80,8 @@ def _mask(x: Tensor, p: float, dim: int | None = None) -> Tensor:
         dim = _HEADS if x.dim() == 4 else x.dim() - 1
     own = x.shape[dim]
     strides = x.stride()
+    # The dimensions from the outermost in memory to the innermost. Those of a tensor that was (batch, positions,
+    # heads, width) and is transposed to (batch, heads, positions, width) are 0, 2, 1, 3.
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
     whole = x.new_empty([x.shape[d] * (grid.tensor if d == dim else 1) for d in order])
     whole.bernoulli_(1 - p)

@@ -122,6 +122,7 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
     except ValueError as error:
         problem = str(error)
     # Nothing of the model has been changed yet: either all parts split it, or none does.
+    # Within parts.alone() one process stands for a part, and there is no other one to agree with.
     if grid.size > 1 and not parts.is_alone():
         _agree(model, {name: kind for name, (_, kind) in chosen.items()}, problem)
     elif problem:
@@ -201,6 +202,7 @@ def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]
             name = f"{prefix}.{relative}".strip(".")
             there = modules.get(name)
             fits = kind != "vocabulary" or isinstance(there, (nn.Linear, nn.Embedding))
+            # Modules come from the outside in, so where two recipes name one module, that of the outer one counts.
             if there is not None and fits and there not in seen:
                 seen.add(there)
                 known[name] = there, kind

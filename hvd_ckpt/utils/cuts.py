@@ -28,6 +28,10 @@ class Cut:
 
     def ranges(self, parts: int, part: int) -> list[tuple[int, int]]:
         """The first and last + 1 element of this part along the dimension, in each block."""
+        # Of 10 elements, 4 parts have 0-2, 3-5, 6-7 and 8-9. With several blocks a part has a range of each:
+        #
+        #     blocks         [ query          | key            | value          ]
+        #     part 0 of 2    [ xxxxxxx        | xxxxxxx        | xxxxxxx        ]
         block = self.size // self.blocks
         each, more = divmod(block, parts)
         start = part * each + min(part, more)

@@ -18,6 +18,7 @@ class waiting_for:
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
         self._before = _awaited.get(self._thread, "")
+        # A wait without words of its own keeps those of the wait around it.
         _awaited[self._thread] = self._what or self._before
 
     def __exit__(

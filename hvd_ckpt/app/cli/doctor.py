@@ -306,6 +306,7 @@ def doctor(
     if gpu:
         # By its name, since the application does not import the laboratory.
         run_checks = importlib.import_module("hvd_ckpt.bench.gpu.command").run_checks
+        # It ends the command with an exit status of its own.
         run_checks(**of_checks)
     facts = examine(timeout)
     if as_json:

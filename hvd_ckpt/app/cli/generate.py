@@ -59,4 +59,5 @@ def generate(
                 shown = text
     except (SnapshotError, Wrong, ValueError) as error:
         raise BadArgument(str(error)) from None
+    # What is left: a text that ends within a character has not been shown to its end.
     click.echo(plain(text[len(shown) :]))

@@ -198,6 +198,7 @@ def _build_now(target: Target, cache: Path, given: Path | None) -> Path:
     print(f"  {target.gpu.described}\n  log: {log}", flush=True)
     # In the cache, where the next build finds what a killed build has left. The tools of the build need a path without spaces.
     folder = Path(tempfile.mkdtemp(prefix=".building-", dir=None if " " in str(cache) else cache))
+    # In the cache in any case, since a rename does not lead from one file system to another.
     finished = cache / f".building-{os.getpid()}"
     try:
         source = unpack_and_patch(obtain_sdist(cache, given, log), folder)

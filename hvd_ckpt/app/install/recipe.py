@@ -57,6 +57,7 @@ _FLATBUFFERS = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
 # - a CUDA PyTorch gets a Horovod for the CPU if that is chosen;
 # - a second start with HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME set wrote through a null pointer. A new function tells
 #   hvd_ckpt.processes.runtime that this is repaired;
+# - the rendezvous server, when all ranks had left one scope, forgot which ranks had left the others;
 # - the CUDA driver has another file name without a toolkit;
 # - a Horovod for the CPU that gets a GPU tensor must raise an error, as it would end its thread in the middle of a collective;
 # - g++ 13 and newer need a header that other headers no longer include, and members that an assignment changes must not be const.

@@ -73,12 +73,14 @@ class _OverHorovod:
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The Trainer's optimizer over all ranks, made after the plan."""
+        # The Trainer asks again after Accelerate has wrapped the optimizer: the one that was made stays.
         if (
             self.optimizer is not None
             and getattr(self.optimizer, "optimizer", self.optimizer) is self._distributed
         ):
             return self.optimizer
         if self._budget is not None:
+            # The batch of the plan is drawn aside: training then draws the same random numbers as without a budget.
             with torch.random.fork_rng(), self.compute_loss_context_manager():
                 inputs = self._prepare_inputs(next(iter(self.get_train_dataloader())))
             dtype = torch.bfloat16 if self.args.bf16 else None
@@ -108,6 +110,8 @@ class _OverHorovod:
         return hc.clip_grad_norm_(self._distributed, self.args.max_grad_norm)
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+        # Without clipping there is no norm yet. A limit of infinity changes no gradient, and gives the norm
+        # over all ranks.
         return hc.clip_grad_norm_(self._distributed, math.inf) if grad_norm is None else grad_norm
 
     def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:

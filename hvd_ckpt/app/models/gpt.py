@@ -64,6 +64,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length, _ = hidden.shape
+        # The rows of the projection: all heads of the query, then of the key, then of the value. Parts of a
+        # tensor-parallel layer cut each of the three.
         parts = self.project(hidden).view(batch, length, 3, self.heads, self.head_width)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         attended = self.attend(query, key, value)

@@ -144,6 +144,13 @@ class VNet(nn.Sequential):
             )
         if norm not in NORMS:
             raise ValueError(f"no norm {norm!r}: choose one of {', '.join(NORMS)}")
+        # The maps of each stage's output, as multiples of the width, and behind them those that wait for the way up:
+        #
+        #     entry    1
+        #     down1    2 1             up4    2           joins 1
+        #     down2    4 2 1           up3    4 1         joins 2
+        #     down3    8 4 2 1         up2    8 2 1       joins 4
+        #     down4    16 8 4 2 1      up1    16 4 2 1    joins 8
         chain: OrderedDict[str, nn.Module] = OrderedDict(entry=Entry(channels, width, norm))
         maps = width
         for stage, convolutions in enumerate(DOWN, start=1):

@@ -63,6 +63,7 @@ def evaluate(
     longest = -(-samples // all_parts)  # samples of a part
 
     def run_part(part: int) -> tuple[float, dict[str, torch.Tensor]]:
+        # Samples are dealt to the parts in turn, so that their numbers differ by one at most.
         own = range(part, samples, all_parts)
         sums: dict[str, torch.Tensor] = {}
         terms = 0.0

@@ -70,6 +70,7 @@ class Meter:
             self._losses[part] = self._losses[part] + term
         self._weights[part] += weight
         self._units += units
+        # Each step has a loss of every part, and counts once.
         self._steps += part == 0
 
     def pending(self) -> list[tuple[float, float]]:
@@ -372,5 +373,6 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), f"allocated on {device}"
+    # It is in bytes on macOS, and in KiB elsewhere.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024, "resident set"

@@ -129,6 +129,7 @@ class Recompute:
         """Apply ``functions`` in turn, recomputed by segment; each of them gets ``shared``."""
         if self._engine is None:
             return _apply(functions, *inputs, **shared)
+        # A scenario may use fewer layers in a step than a cell has segments.
         segments = min(self._chunks, len(functions))
         if self._variant.explicit:
             left = list(functions)

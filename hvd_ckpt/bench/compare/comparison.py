@@ -77,6 +77,7 @@ class Comparison:
             workloads = self._references(launcher, listener)
             checks, failures = self._check(launcher, present, listener)
             left_out = {engine: _left_out(events) for engine, events in checks.items()}
+            # What an engine has left out has no result to judge, and is not timed.
             cells = {
                 engine: [cell for cell in self._cells_of(engine) if cell.key not in left_out[engine]]
                 for engine in present

@@ -252,6 +252,7 @@ class _Rendezvous:
 
 
 def _failure(events: Sequence[Event], job: Job, size: int, ended: bool, status: int) -> Failure | None:
+    # The first error by its time is the cause. Other ranks fail after it, in collectives that it has left.
     for event in events:
         if event["event"] == "error":
             return Failure("error", f"{event['kind']}: {event['message']}")

@@ -57,6 +57,8 @@ class Recording:
 
     def note_memory(self, tensors: Sequence[torch.Tensor], name: str | None) -> None:
         """These tensors leave together; ``name`` is theirs in Horovod."""
+        # This library sends a gradient by itself as a copy, whose address is no gradient's, but whose name
+        # has the parameter's number. Of a sparse one the values count, and not also their indices.
         number = BY_ITSELF.match(name or "")
         if number:
             self.note([list(self._parameters)[int(number[1])]])

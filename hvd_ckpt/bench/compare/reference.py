@@ -95,6 +95,8 @@ def make_reference(
             random_states[rank] = torch.get_rng_state()
             buffers[rank] = _copy(dict(bare.named_buffers()))
         for parameter, total in zip(parameters, sums, strict=True):
+            # Scaled gradients are averaged before they are unscaled. An overflow on any rank is still
+            # infinite in the mean, so that the scaler skips the step for all ranks, as they must.
             parameter.grad = None if total is None else (total / size).to(parameter.dtype)
         precise.step(optimizer)
         after_step(number)

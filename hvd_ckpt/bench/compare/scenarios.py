@@ -40,6 +40,8 @@ class Scenario(Workload):
         return Chain([layer() for _ in range(LAYERS)], recompute)
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
+        # Different for each step below 1000, rank below 100 and part below 10. The reference asks for the
+        # batches of all ranks in one process, and must get the same ones.
         number = ((self._seed * 1000 + step) * 100 + rank) * 10 + part
         x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(number))
         # PyTorch's reentrant variant loses the first segment's gradients unless an input requires one.
@@ -110,6 +112,7 @@ class Frozen(Scenario):
     def before_step(self, model: nn.Module, number: int) -> None:
         assert isinstance(model, Chain)
         model.chain[1].requires_grad_(number % 4 != 1)
+        # An optimizer skips a parameter only where it has no gradient: with one of zeros, momentum would go on moving it.
         if number % 4 == 1:
             for parameter in model.chain[1].parameters():
                 parameter.grad = None
@@ -122,6 +125,10 @@ class ChangingGraph(Scenario):
     alike = False
 
     def run(self, step: Step) -> list[torch.Tensor]:
+        # The numbers of the layers in their order:
+        #     step      0      1          2
+        #     rank 0    0 1    1 2 3 1    2 3 4 5 2 2
+        #     rank 1    1 2    2 3 4 1    3 4 5 0 2 2
         first, repeats = step.number + step.rank, step.number % 3
         path = [(first + i) % LAYERS for i in range(2 + repeats)] + [step.number % LAYERS] * repeats
         return run_along(self, step, path)
@@ -194,6 +201,7 @@ class OverflowOnOneRank(Scenario):
         (batch,) = step.batches
         with step.autocast():
             loss = self.loss(step.model(*batch.inputs), batch.targets)
+        # Times the scale that a gradient scaler begins with, 65536, this is beyond the largest float32.
         step.backward(loss * (1e36 if step.number == 1 and step.rank == 0 else 1.0))
         return [loss.detach()]
 
@@ -203,6 +211,7 @@ class UnevenData(Scenario):
     uneven = True
 
     def steps_of(self, rank: int, size: int, steps: int) -> int:
+        # The last rank has batches for all steps, and each rank before it for one step less.
         return max(1, steps - (size - 1 - rank))
 
 

@@ -176,6 +176,8 @@ class DeepSpeedStages(StageEngine, OnTorch):
     def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         names = {name for name, _ in self._staged.named_parameters()}
         return {
+            # Back to the names of the reference: Handing adds "block.", and DeepSpeed names a tied layer by
+            # its key, "0", as the first block is.
             name.replace("block.", "").removeprefix("tied_modules."): value
             for name, value in self._staged.state_dict().items()
             if name in names

@@ -31,6 +31,7 @@ class Blocks(nn.Sequential):
 
     def accumulate(self, batch: Batch) -> Tensor:
         """The gradients of the whole model, micro-batch by micro-batch; an engine has its own method in place of this one."""
+        # A pipeline seeds each block by its position. So does this, in each step, since a second call changes nothing.
         hc.seed_blocks(self)
         scenario = self.scenario
         loss, _ = hc.accumulate(
@@ -119,6 +120,7 @@ class Weighted(Staged):
 
     def sample(self, step: int) -> tuple[Tensor, Tensor]:
         targets = torch.randint(VOCABULARY, (SAMPLES, LENGTH))
+        # The first of four micro-batches has 7 terms and the others 12: a mean of their means would be wrong.
         targets[0, 1:] = IGNORED
         return torch.randint(VOCABULARY, (SAMPLES, LENGTH)), targets
 

@@ -42,6 +42,7 @@ def operations(job: CheckJob) -> Outcome:
     rank, size = hc.rank(), hc.size()
     dtypes = (torch.float32, torch.float16, torch.int64)
     lengths = (1, 1000, 1000 if job.tiny else 1 << 22)
+    # The sum of 1, 2, ..., size, since each rank brings its number plus one.
     total = size * (size + 1) // 2
     for dtype in dtypes:
         for length in lengths:
@@ -156,6 +157,7 @@ def offload(job: CheckJob) -> Outcome:
     """Adam's state of 1 GB in host memory: the bits of a run without offload, and the memory that it saves."""
     device = begin(job)
     width, layers = (64, 8) if job.tiny else (2048, 32)
+    # Adam keeps two values for each weight.
     state_bytes = 2 * layers * width * width * torch.float32.itemsize
     ended: list[State] = []
 

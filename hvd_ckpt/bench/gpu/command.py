@@ -235,6 +235,7 @@ def run_checks(
     """
     run = BenchRun("doctor", output, width=130)
     names = [check.name for check in CHECKS]
+    # Every other check needs to know the builds that "machine" finds.
     chosen = names if only is None else ["machine", *split_names("--only", only, names)]
     if offline is not None and not offline.is_dir():
         raise BadArgument(
@@ -250,6 +251,7 @@ def run_checks(
         for number, check in enumerate(checks, 1):
             progress.start(check.name)
             rows.append(_row(check, session, end, rows))
+            # Where "build" is chosen, it notes the build itself, since it may make another one.
             if check.name == "machine" and "build" not in chosen:
                 session.note_build()
             row = rows[-1]
@@ -266,6 +268,8 @@ def _row(check: Check, session: Session, end: float, rows: Sequence[Row]) -> Row
     row = Row(check.name, SKIPPED, "", ranks)
     begun = time.monotonic()
     seconds = min(check.seconds, end - begun)
+    # In the order of the names, up to the first reason: a later question may read what is only known where
+    # the earlier ones are answered.
     row.text = next(filter(None, (NEEDS[name](session) for name in check.needs)), "")
     if not row.text and end - begun < LEAST_SECONDS:
         row.text = "the time is over: give more --minutes, or name checks with --only"
@@ -283,6 +287,7 @@ def _row(check: Check, session: Session, end: float, rows: Sequence[Row]) -> Row
         row.verdict = SKIPPED if outcome.skipped else PASSED
         row.text, row.values = outcome.text, outcome.values
     except (JobError, OSError) as error:
+        # A rank writes the type of its error in front; for a failed check that word repeats the verdict.
         row.verdict, row.text = FAILED, str(error).removeprefix("Failed: ")
     row.seconds = time.monotonic() - begun
     return row
@@ -294,6 +299,7 @@ def _outcome(check: Check, session: Session, ranks: int, seconds: float) -> Outc
     folder = session.run.jobs / check.name.replace(" ", "-")
     job = CheckJob(folder, ranks, check.function, session.device, tiny=session.device == "cpu")
     staged = session.builds.staged if check.several and session.gpus == 1 else None
+    # A rank chooses its GPU before it calls use_deterministic_kernels(), which would set the first variable only then.
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(staged or {}), **check.environment}
     controller = "gloo" if session.builds.horovod["gloo"] else "mpi"
     threads = max(

@@ -114,6 +114,7 @@ def builds(folder: Path) -> Builds:
     if text is None:
         missing = {"error": f"it does not load within {SECONDS:.0f} s: run `hvd-ckpt doctor`"}
         return Builds(missing, missing)
+    # Libraries may print lines of their own while they are imported.
     loaded = json.loads(text.splitlines()[-1])
     torch, horovod = loaded["torch"], loaded["horovod"]
     # This environment's Horovod copies to the host already.
@@ -131,6 +132,7 @@ def _staged_environment(folder: Path) -> dict[str, str] | None:
         )
         or ""
     )
+    # The name has the operations that the build would have; any others mean that HOST is not possible here.
     wheels = list((cache_folder()[0] / key).glob("*.whl")) if "-host-" in key else []
     if not wheels:
         return None

@@ -54,6 +54,8 @@ def replicas(job: CheckJob) -> Outcome:
         optimizer.zero_grad()
         for replica in optimizer.local_replicas():
             with replica:
+                # By the number of the replica, not of the rank: so all replicas have the same batches on any
+                # number of ranks.
                 inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, step, replica.index))
                 sizes.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -141,6 +143,7 @@ def overlap(job: CheckJob) -> Outcome:
             begun = now(device)
             step(number)
             times.append(now(device) - begun)
+        # The first steps learn the order of gradients and make the buckets. A step ends when the slowest rank's does.
         slowest = torch.tensor(1000 * statistics.median(times[2:]))
         return float(hc.allreduce(slowest, op=hc.Max, name="overlap.milliseconds"))
 
@@ -152,6 +155,11 @@ def overlap(job: CheckJob) -> Outcome:
     model = make_model(sizes).to(device)  # since the ranks' weights differ by now
     reduced = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
     together = median(lambda step: take_steps(model, reduced, sizes, device, [step]))
+    # What both take together is shorter than their sum by the time in which both ran:
+    #     computation    [=================]
+    #     communication           [===============]
+    #     together       [========================]
+    #     both run                [========]
     hidden = (computation + communication - together) / communication
     text = (
         f"computation {computation:.1f} ms, communication {communication:.1f} ms, together {together:.1f} ms"

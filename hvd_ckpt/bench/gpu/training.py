@@ -104,6 +104,7 @@ def train(
     )
     take_steps(model, optimizer, sizes, device, range(steps))
     state: State = optimizer.full_model_state_dict(model, all_ranks=True)
+    # The caller may go on in another stream than this ran in, and reads the weights there.
     now(device)
     return state
 

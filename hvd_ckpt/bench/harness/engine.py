@@ -187,6 +187,7 @@ def run_backward(loss: Callable[[], Tensor], passes: int) -> float:
 def held_by(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> Held:
     """The parameters, their gradients and the optimizer's state without step counts; of what is distributed, this rank's part."""
     parameters = list(parameters)
+    # A count of steps is a tensor without dimensions, or a number.
     values = [value for state in optimizer.state.values() for value in state.values()]
     state = [local_part(value) for value in values if isinstance(value, Tensor) and value.dim()]
     return Held([local_part(parameter) for parameter in parameters], gradients_of(parameters), state)

@@ -61,6 +61,8 @@ class HorovodFamily(Engine):
         self.rank, self.size = hvd.rank(), hvd.size()
 
     def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
+        # Gradients must be ready when accumulate() ends, and step() would be the one to wait for them. So
+        # update() leaves the wait out.
         mean = super().accumulate(model, optimizer, losses)
         optimizer.synchronize()
         return mean
@@ -81,6 +83,8 @@ class HorovodFamily(Engine):
         import horovod.torch as hvd
 
         yield
+        # Ranks that are out of data add zeros to the sums of the others, and take no steps meanwhile. The
+        # last one has taken all of them, so that its weights are the result.
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
 
@@ -207,6 +211,7 @@ class Sharded(HvdCkpt):
 
     def weights(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         with optimizer.gathered_parameters():
+            # Copies: the parameters have only this rank's part again when the context ends.
             return {name: value.clone() for name, value in super().weights(model, optimizer).items()}
 
 

@@ -164,6 +164,7 @@ def own_device(kind: str) -> torch.device:
 
     if kind == "cpu":
         return torch.device("cpu")
+    # With more ranks than GPUs they share one, which a Horovod that stages through the host allows.
     device = torch.device("cuda", (launched_rank() or 0) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -128,6 +128,8 @@ class BenchRun:
     @contextlib.contextmanager
     def progress(self, total: int) -> Iterator[Steps]:
         """The progress over so many parts; SIGTERM ends the ranks that are running."""
+        # By an exception: the context of the job that runs then ends its processes, which would live on if
+        # this one ended as it does by default.
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             with progress_bar() as progress:
@@ -189,6 +191,7 @@ def import_checks(name: str, folder: str) -> ModuleType:
         raise BadArgument(
             f"bench {name} runs {TESTS / folder}, which is missing: use a clone of the repository"
         )
+    # At the end, so that no module there hides an installed one.
     sys.path.append(str(TESTS))
     return import_module(f"{folder}.run")
 

@@ -54,6 +54,8 @@ class FSDP2(OnTorch):
         split = self.options["stage"] == 3
         for block in self.options["units"]:
             fully_shard(block, reshard_after_forward=split)
+        # The backward pass begins with what belongs to no block: split after the forward pass, it would be
+        # gathered again at once.
         fully_shard(model, reshard_after_forward=False)
         return model, type(optimizer)(model.parameters(), **optimizer.defaults)
 
@@ -73,6 +75,7 @@ class DeepSpeed(OnTorch):
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         import deepspeed
 
+        # DeepSpeed counts the elements of its buckets, here of 4 bytes.
         bucket = int(self.options["bucket_cap_mb"] * MIB) // 4
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -99,6 +102,8 @@ class DeepSpeed(OnTorch):
         mean = 0.0
         for number, loss in enumerate(losses, start=1):
             part = loss()
+            # DeepSpeed divides by the number of micro-batches itself. Its step() only counts, but the one after
+            # the last micro-batch changes the weights: update() calls that.
             model.backward(part)
             if number < len(losses):
                 model.step()
@@ -135,6 +140,8 @@ class ModelAverager(OnTorch):
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
         every = self.options["every"]
+        # It counts steps from 0, and averages when `warmup_steps` and any number of periods have passed: with
+        # this warm-up after `every` steps for the first time.
         averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
         optimizer.register_step_post_hook(lambda *_: averager.average_parameters(model.parameters()))
         return model, optimizer
@@ -155,6 +162,8 @@ class TorchftDiLoCo(Engine):
         from torchft._torchft import LighthouseServer
         from torchft.local_sgd import DiLoCo
 
+        # Rank 0 has the server at which all replica groups meet. Each rank is a group of its own, and so has
+        # a store of its own.
         port = None
         if self.rank == 0:
             server = LighthouseServer(bind="127.0.0.1:0", min_replicas=self.size)
@@ -177,6 +186,7 @@ class TorchftDiLoCo(Engine):
             lighthouse_addr=f"http://127.0.0.1:{port}",
             replica_id=f"rank{self.rank}",
             hostname="127.0.0.1",
+            # All ranks have begun with the weights of rank 0.
             init_sync=False,
         )
         lr, momentum = self.options["lr"], self.options["momentum"]

@@ -100,6 +100,8 @@ def _option(name: str, words: Mapping[str, Any]) -> click.Option:
         return quick if click.get_current_context().params["quick"] else default
 
     def read(context: click.Context, option: click.Parameter, value: Any) -> Any:
+        # A value from the command line and a default given as text are read alike. Other defaults, such as
+        # numbers, are the value.
         is_text = isinstance(value, str) and not isinstance(kind, click.ParamType | None)
         return kind(option.opts[0], value) if is_text else value
 

@@ -211,11 +211,13 @@ def local(run: BenchRun, settings: Settings) -> None:
     throttled = settings.link > 0 and can_throttle()
     cases = {(size, name): Case(size, name) for size in settings.sizes for name in names}
     run.make_report = functools.partial(make_report, run, settings, list(cases.values()), throttled)
+    # None stands for the job on the slow link, which has no evaluations and trains from seed 0.
     seeds = [*range(settings.seeds), *([None] if throttled else [])]
     with run.progress(len(settings.sizes) * len(seeds)) as progress:
         for size, seed in itertools.product(settings.sizes, seeds):
             slow = seed is None
             evaluations = 0 if slow else settings.evaluations
+            # Every other seed trains the methods in reverse, so that none is always first on a machine that grows slower.
             order = names[::-1] if seed and seed % 2 else names
             steps = settings.link_steps if slow else settings.steps
             folder = run.jobs / f"np{size}-{'link' if slow else seed}"
@@ -242,6 +244,7 @@ def throttle(megabits: int) -> list[str]:
         f"ip link set lo mtu 9000 up && tc qdisc add dev lo root tbf rate {megabits}mbit burst 128kb limit 8mb && "
         'exec "$@"'
     )
+    # The last word is the script's $0. The command that follows becomes its "$@".
     return ["unshare", "--net", "sh", "-c", script, "sh"]
 
 

@@ -49,6 +49,7 @@ def _train(job: LocalJob, method: Method) -> MethodResult:
     count = BATCH * hc.size()
     result = MethodResult(count * length)
     evaluated = {job.steps * (number + 1) // job.evaluations for number in range(job.evaluations)}
+    # At least one step is timed.
     warm_up = min(WARM_UP, job.steps - 1)
     start = 0.0
 

@@ -160,6 +160,7 @@ def pipeline(run: BenchRun, settings: Settings) -> None:
             for engine in settings.engines
         ]
     costs: dict[str, list[float]] = {}
+    # The unstaged rank comes first: the others cut the model by the costs of blocks that it measures.
     jobs = [(UNSTAGED, 1), *((name, size) for size in settings.sizes for name in settings.engines)]
     run.make_report = functools.partial(make_report, run, settings, cases)
     with run.progress(len(jobs) * settings.rounds) as progress:

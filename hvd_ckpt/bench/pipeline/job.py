@@ -81,6 +81,8 @@ class Program(ABC):
     def peak_bytes(self) -> int:
         """Everything that this rank holds at the peak of a step."""
         self.step()  # makes the optimizer's state
+        # What is there before a step is counted by its tensors, and what the step adds by the allocator.
+        # Gradients are part of the latter: the step before has dropped them.
         states = (value for state in self.optimizer.state.values() for value in state.values())
         held = [
             *self.model.parameters(),
@@ -161,6 +163,8 @@ class Torch(Program):
         ends = [sum(balance[: part + 1]) for part in range(len(balance))]
         rank = torch.distributed.get_rank()
         chunks = {
+            # With the interleaved schedule a rank has every so many-th chunk: of 4 chunks on 2 ranks, rank 0
+            # has 0 and 2, and rank 1 has 1 and 3.
             part: nn.Sequential(*list(whole)[ends[part] - balance[part] : ends[part]])
             for part in range(rank, len(balance), self.job.size)
         }
@@ -258,6 +262,7 @@ def block_costs(workload: RandomBatch, chunks: int) -> list[float]:
     for block in model:
         rounds = []
         for _ in range(COST_ROUNDS):
+            # Each block by itself, with the gradient of its input, as within the chain. Token numbers have none.
             given = inputs.detach().requires_grad_(inputs.is_floating_point())
             start = time.perf_counter()
             output = block(given)

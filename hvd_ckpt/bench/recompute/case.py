@@ -211,6 +211,7 @@ def _identity(plan: Plan) -> object:
 def merged(ranks: Sequence[Case]) -> Case:
     """The results of all ranks: the largest peaks, rank 0's seconds, and what differs on any rank."""
     case = ranks[0]
+    # The ranks have the same entries in the same order: plans come from rank 0, and a failure is an entry, too.
     for entries in zip(*([*rank.entries, *rank.plans] for rank in ranks)):
         entry = entries[0]
         peaks = [other.peak_bytes for other in entries if other.peak_bytes is not None]

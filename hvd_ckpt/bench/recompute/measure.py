@@ -118,7 +118,10 @@ class Bench:
         self.forwards: dict[str, Forward] = {}
         self._target = target.to(device)
         self._parameters = list(self.model.parameters())
+        # Each buffer and its value before the first step: every step of every method begins with these.
         self._buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        # The first step warms up: on several ranks the optimizer learns in it how to reduce. All methods are
+        # compared with the second.
         self.step(self.model)
         self._loss = self.step(self.model)
         self._gradients = [_gradient(parameter).clone() for parameter in self._parameters]
@@ -181,6 +184,7 @@ class Bench:
             for buffer, start in self._buffers:
                 buffer.copy_(start)
         for parameter in self._parameters:
+            # Gradients stay and are set to zeros, so that they belong to what a step begins with and not to its peak.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.zero_()

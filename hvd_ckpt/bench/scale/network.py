@@ -103,6 +103,7 @@ class Network:
             return Cost(0.0)
         row, far = nbytes / (peers + 1), peers - near
         local = min(self.local, ranks)
+        # Rows to ranks of the same host and to other hosts travel at the same time: the slower ones count.
         bandwidth = max(
             near * row / self.local_bandwidth / self._use(near),
             far * row * local / self.bandwidth / self._use(far * local),

@@ -120,15 +120,19 @@ class Recorder:
             def enqueue(*arguments: Any) -> Any:
                 sent, text = arguments[0], next(given for given in arguments if isinstance(given, str))
                 own, nbytes = kind, sent.nbytes
+                # Horovod's operation does not say what it is part of; the names that the rooms give it do. A
+                # reduce-scatter is an alltoall, and a gather of Python objects is an all-gather of bytes.
                 if kind == "alltoall" and ".reduce_scatter." in text:
                     own = "scatter"
                 elif kind == "all_gather" and text.endswith(".values") and sent.itemsize == 1:
                     own = "objects"
                 elif kind == "all_gather":
+                    # This rank hands over its part, and the trace counts what is gathered in all.
                     nbytes *= arguments[3].size()
                 number = recorder.launched(own, nbytes, text)
                 handle = original(*arguments)
                 recorder._numbers[handle] = number
+                # The call itself is no computation of the model, so that the next gap begins after it.
                 recorder._mark = time.perf_counter()
                 return handle
 
@@ -137,6 +141,8 @@ class Recorder:
         synchronize = mpi_ops.synchronize
 
         def synchronized(handle: int) -> Any:
+            # collectives.wait() sleeps within such a span, and comes here when the operation has ended. The
+            # wait began with the span.
             waiting = times.innermost == "wait" and Waits.start is not None
             begun: Any = Waits.start if waiting else time.perf_counter()
             result = synchronize(handle)
@@ -171,6 +177,8 @@ class Recorder:
 
         def exchanged(sent: Any, rows: Any) -> None:
             number = self.launched("exchange", sent[0].nbytes, "parts")
+            # Within it the link has its own functions again: an exchange is one operation of the trace, and
+            # not also its messages.
             with mock.patch.multiple(grid.link, receive=receive, wait=wait):
                 start = time.perf_counter()
                 exchange(sent, rows)
@@ -238,9 +246,11 @@ def measure(job: RecordJob) -> Recorded:
         optimizer.step()
 
     count = job.every if job.mode == "local" else 1
+    # Local SGD warms up for a whole period, so that the recorded steps begin right after an average and end with one.
     for _ in range(WARM_UP if count == 1 else count):
         step()
     gc.collect()
+    # What is there now is not looked through again: a collection during a step would count as computation.
     gc.freeze()
     recorder = Recorder(Trace(title, **grid, steps=count))
     hc.barrier()

@@ -59,6 +59,10 @@ class _Queue:
 
     def start(self, ready: float) -> float:
         """When an operation begins that is ready at this time."""
+        # What was ready when the present cycle began runs in it, after what is before it. The rest waits for the first
+        # cycle that begins after it is ready. A cycle in which nothing is ready has an agreement, too:
+        #     ready    A B              C
+        #     thread   [agree] A B [agree] -- [agree] C
         if ready > self._cycle:
             begin = max(self._cycle + self._period, self._free)
             if ready > begin:
@@ -104,6 +108,7 @@ def replay(trace: Trace, network: Network, ranks: int) -> Timeline:
         timeline.messages += cost.messages
         held += _memory(operation, replicas)
         timeline.buffers = max(timeline.buffers, held)
+    # The step ends with its last operation, even where no event of the trace waits for it.
     timeline.seconds = max(now, *(end for _, end in timeline.spans), 0.0)
     for name in ("seconds", "computing", "communicating", "sent", "messages"):
         setattr(timeline, name, getattr(timeline, name) / trace.steps)

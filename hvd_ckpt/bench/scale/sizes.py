@@ -72,6 +72,7 @@ class Sizes:
         self._width = arguments["width"]
         blocks = list(self._model)
         self.forward = [self._operations(block) / rate for block in blocks]
+        # The recomputation takes one forward pass, and the gradients of inputs and of weights another one each.
         self.backward = [3 * seconds for seconds in self.forward]
         # A parameter of two blocks has its gradient when the backward pass is through the first one.
         self._block_of = {
@@ -230,6 +231,8 @@ class Sizes:
         gathers: list[int] = []
         for group in self._layout(split.ranks, RUN_BYTES):  # rows to all, and the means of rows to all
             scatter = trace.launch("alltoall", _padded(group), "scatter")
+            # As in Averaging._average() two runs are under way at a time: one is added up while the one
+            # before is gathered.
             trace.wait(*gathers[-2:-1], scatter)
             gathers.append(trace.launch("alltoall", _padded(group), "gather"))
         trace.wait(*gathers[-2:])

@@ -97,6 +97,7 @@ class Result:
         parameters gathered for a while, copies."""
         held = {name: self.mean(name) for name in ("parameters", "gradients", "state")}
         passing = max(0.0, self.mean("peak") - sum(held.values()))
+        # They are measured on the bare model, and may be more than this peak leaves beside the states.
         activations = min(self.mean("activations"), passing)
         return {**held, "buffers": passing - activations, "activations": activations}
 

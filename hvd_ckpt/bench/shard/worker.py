@@ -47,6 +47,7 @@ class Bench:
             model = build(self.job.settings)
             model.checkpoint_interval = int(recompute)
             sample = self.samples.micro_batch(0)
+            # The first pass makes the gradients, which then are no part of the peak above what was there.
             loss(model, sample).backward()  # type: ignore[no-untyped-call]
             memory = measure_peak(
                 lambda: loss(model, sample).backward(),  # type: ignore[no-untyped-call]
@@ -144,6 +145,7 @@ def requested_bytes(work: Callable[[], object], ranks: int) -> int:
         work()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     part = (ranks - 1) / ranks
+    # An event has the shapes of the inputs: of a gather this rank's part, of all others the whole.
     factors = {"all_reduce": 2 * part, "all_gather": ranks - 1, "_all_gather_base": ranks - 1}
     total, events = 0.0, profiler.profiler.kineto_results.events()
     over_gloo = not any(event.name().startswith("nccl:") for event in events)
