@@ -21,7 +21,7 @@ from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.construction import check_not_split, is_elastic
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.reduction.process_sets import check_within
+from hvd_ckpt.reduction.process_sets import check_within, hosts_of
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.sharding.construction import ShardOptions, check_stage, shard_optimizer
 from hvd_ckpt.sharding.elementwise import check_elementwise
@@ -97,7 +97,9 @@ class Extension:
             parts = ShardedTreeCommunicator(number, layout, exchange)
             optimizer.reducer = ShardReplicaReducer(parts, identity)
         else:
-            optimizer.reducer = ReplicaReducer(assign(), TreeCommunicator(number, process_set), identity)
+            whole = TreeCommunicator(number, process_set)
+            whole.hosts = hosts_of(process_set, f"hvd_ckpt.{identity}.levels")
+            optimizer.reducer = ReplicaReducer(assign(), whole, identity)
         # Under names of its own: a mean of losses may be on its way beside the gradients.
         means = TreeCommunicator(number, process_set)
         means.rename(f"hvd_ckpt.{identity}.replicas")

@@ -74,13 +74,13 @@ class Profile:
             self._look_for_head(say)
         kinds = [index for index, block in enumerate(self.blocks) if block.like == index]
         say(f"found {len(self.blocks)} blocks of {len(kinds)} kinds")
+        profiler = KindProfiler(step, options, len(kinds))
+        self.notes, self._alone = profiler.notes, profiler.alone
         if limit is not None:
             say("measuring what runs around the blocks")
             self._check_floor(limit)
         costs: dict[int, Block] = {}
         policies: dict[int, list[CheckpointPolicy]] = {}
-        profiler = KindProfiler(step, options, len(kinds))
-        self.notes, self._alone = profiler.notes, profiler.alone
         for done, index in enumerate(kinds):
             block = self.blocks[index]
             say(f"measuring block '{block.members[0]}' (kind {done + 1} of {len(kinds)})")

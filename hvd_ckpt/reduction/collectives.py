@@ -26,6 +26,9 @@ LONG_SECONDS = 10.0
 LARGEST = 2**31 - 1
 long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
 """Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
+TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES = 1 << 20, 2 << 10
+"""From this much on, in all and for each rank, ranks on several hosts add up within hosts first. That is two alltoalls in place of
+one. With less, their messages take longer than the bytes that they save (``hvd-ckpt bench scale``)."""
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
 # Dtypes that Horovod carries; all others are carried as one of these, bit for bit.
@@ -178,10 +181,15 @@ class Collectives:
     Args:
         process_set: Horovod's, the ranks that take part.
         prefix: of all names, unique to the owner of these collectives and the same on every rank.
+
+    Attributes:
+        hosts: positions in the process set of the ranks of each host, as :func:`.process_sets.levels` finds them; None for one
+            level. Whoever knows them sets it, on every rank alike.
     """
 
     def __init__(self, process_set: Any, prefix: str) -> None:
         self.process_set, self.prefix = process_set, prefix
+        self.hosts: Sequence[Sequence[int]] | None = None
 
     def rename(self, prefix: str) -> None:
         """Begins new names: after an abandoned step, tensors of the old ones may still be on their way."""
@@ -250,6 +258,48 @@ class Collectives:
             return rows.view(wire.dtype).view(wire.shape)
 
         return Work(self._in_parts(carried(wire.view(len(wire), -1)), len(wire), what, begin), finish)
+
+    def levels_of(self, nbytes: int) -> Sequence[Sequence[int]]:
+        """The hosts within which a sum of ``nbytes`` of each rank begins; one with all ranks where two levels do not pay."""
+        ranks = self.process_set.size()
+        if self.hosts is None or nbytes < max(TWO_LEVEL_BYTES, ranks * TWO_LEVEL_ROW_BYTES):
+            return [range(ranks)]
+        return self.hosts
+
+    def exchange_in_levels(
+        self,
+        hosts: Sequence[Sequence[int]],
+        flat: torch.Tensor,
+        what: str,
+        encode: Callable[[torch.Tensor, int], torch.Tensor],
+        add: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Work:
+        """Starts to add up the ``flat`` [ranks * m] of all ranks within hosts, and to send each rank its part of these sums.
+
+        Args:
+            hosts: several, as :attr:`hosts`.
+            encode: makes the wire [n, any] of [n * m] elements, given them and n.
+            add: makes the sums [k] of the elements [any, k] that a wire stands for.
+
+        Returns:
+            Its result is the wire [hosts, any] of the sums of each host for this rank.
+        """
+        # In one alltoall each rank of a host sends nearly all its rows to other hosts, so that a link carries the gradients as
+        # often as the host has ranks. Added up within the host first, they pass the link once:
+        #
+        #     rank 0, of hosts [0, 1] and [2, 3]    1. to rank 1: rows 1 and 3; from rank 1: its rows 0 and 2, which are added
+        #                                           2. to rank 2: that sum of row 2; from rank 2: its sum of row 0
+        rank = self.process_set.rank()
+        own = next(host for host in hosts if rank in host)
+        place, local = own.index(rank), len(own)
+        rows = flat.view(self.process_set.size(), -1)
+        rows = rows[[host[other] for other in range(local) for host in hosts]]
+
+        def across(arrived: torch.Tensor) -> Work:
+            peers = [host[place] for host in hosts]
+            return self.exchange_rows(encode(add(arrived), len(hosts)), f"{what}.across", peers)
+
+        return self.exchange_rows(encode(rows.view(-1), local), f"{what}.within", own).followed_by(across)
 
     def gather_rows(self, row: torch.Tensor, what: str) -> Work:
         """Starts to gather the ``row`` [m] of each rank.

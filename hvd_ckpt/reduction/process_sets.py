@@ -8,7 +8,7 @@ from typing import Any
 
 from horovod.common import process_sets
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import ProcessSet
+from horovod.torch.mpi_ops import ProcessSet, local_size, size
 
 from hvd_ckpt.processes.hosts import Peer
 from hvd_ckpt.reduction.agreement import allgather_objects
@@ -82,6 +82,26 @@ def ranks_of_hosts(process_set: Any, name: str) -> list[list[int]]:
     hosts = allgather_objects((here.host, here.addresses), process_set, name)
     ranks = ranks_of(process_set)
     return [[rank for rank, other in zip(ranks, hosts) if other == host] for host in dict.fromkeys(hosts)]
+
+
+def hosts_of(process_set: Any, name: str) -> list[list[int]] | None:
+    """The :attr:`.Collectives.hosts` of a process set. Collective, if the job runs on several hosts."""
+    if local_size() == size():  # the same on all ranks
+        return None
+    place = {rank: number for number, rank in enumerate(ranks_of(process_set))}
+    return levels([[place[rank] for rank in host] for host in ranks_of_hosts(process_set, name)])
+
+
+def levels(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
+    """The ranks of each host, from the first, if a reduce-scatter can add up within hosts first; else None.
+
+    That takes several hosts with equally many ranks, more than one, numbered host by host. Then a sum in a binary tree over the
+    ranks has the same bits in both levels as in one.
+    """
+    groups = sorted(sorted(host) for host in hosts)
+    ranks = [rank for group in groups for rank in group]
+    alike = len({len(group) for group in groups}) == 1 and ranks == sorted(ranks)
+    return groups if alike and 1 < len(groups) < len(ranks) else None
 
 
 def process_sets_of(

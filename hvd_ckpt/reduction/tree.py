@@ -147,6 +147,7 @@ class TreeCommunicator(Communicator):
         #   2                an allreduce, in which a + b = b + a
         #   more, if small   an allgather; each rank adds up all sums
         #   more             an alltoall, and an allgather of what each rank has added up
+        #   hosts, if large  an alltoall in each host, one across, and the allgather; a host is a subtree, so the bits are the same
         if ranks == 1 or not numel:
             result = total * scale if keep else total.mul_(scale)
             return Work((), lambda _: result)
@@ -158,6 +159,18 @@ class TreeCommunicator(Communicator):
             return self.allgather(total.view(1, -1), what).then(lambda rows: add_rows(rows).mul_(scale))
         # Rank r gets part r of every rank's sum. Of 10 elements, 4 ranks get 3, 3, 3 and 1.
         part = -(-numel // ranks)
+        what, hosts = f"reduce_scatter.{what}", self.levels_of(total.nbytes)
+        if len(hosts) > 1:
+            padded = torch.nn.functional.pad(total, (0, ranks * part - numel))
+
+            def row_wise(flat: torch.Tensor, rows: int) -> torch.Tensor:
+                return flat.view(rows, -1)
+
+            def gather_sums(rows: torch.Tensor) -> Work:
+                return self.allgather(add_rows(rows).mul_(scale), f"{what}.sums")
+
+            sums = self.exchange_in_levels(hosts, padded, what, row_wise, add_rows).followed_by(gather_sums)
+            return sums.then(lambda result: result[:numel])
         splits = [max(0, min(part, numel - part * rank)) for rank in range(ranks)]
 
         def gather(rows: torch.Tensor) -> Work:
@@ -165,7 +178,10 @@ class TreeCommunicator(Communicator):
             return self.allgather(own, f"{what}.sums")
 
         handle = mpi_ops.alltoall_async(
-            total, torch.tensor(splits, dtype=torch.int32), name=name, process_set=self.process_set
+            total,
+            torch.tensor(splits, dtype=torch.int32),
+            name=f"{self.prefix}.{what}",
+            process_set=self.process_set,
         )
         return Work([(name, handle)], lambda results: results[0][0]).followed_by(gather)
 

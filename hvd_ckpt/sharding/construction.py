@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import local_size, rank, size
+from horovod.torch.mpi_ops import rank
 
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.broadcast import broadcast_tensors
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.process_sets import (
+    hosts_of,
     process_sets_of,
     rank_groups,
-    ranks_of_hosts,
     release,
 )
 from hvd_ckpt.sharding import stage_of, state
-from hvd_ckpt.sharding.exchange import Exchange, levels
+from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.formats import FP32, INT4, INT8, WireFormat, wire_formats
 from hvd_ckpt.sharding.host_memory import OffloadError
@@ -156,10 +156,8 @@ def shard_optimizer(
             parameter.data = parameter.data.contiguous()
     start_alike(named, options.model, members, f"hvd_ckpt.{optimizer.identity}.start")
     exchange = Exchange(members, f"hvd_ckpt.{optimizer.identity}.0")
-    if options.stage > 1 and local_size() < size():  # the same on all ranks
-        place = {rank: number for number, rank in enumerate(ranks_of(members))}
-        hosts = ranks_of_hosts(members, f"{exchange.prefix}.levels")
-        exchange.hosts = levels([[place[rank] for rank in host] for host in hosts])
+    if options.stage > 1:
+        exchange.hosts = hosts_of(members, f"{exchange.prefix}.levels")
     added = [] if options.within is None else _divide(exchange, options.within)
     offload = None
     if options.offload:

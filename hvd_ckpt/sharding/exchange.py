@@ -9,7 +9,6 @@ that matter, and cannot overlap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,9 +24,6 @@ Kind = Literal["reduce_scatter", "all_gather", "gather_within", "control"]
 KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "gather_within", "control")
 
 BROADCAST_RANKS = 4  # up to this many; each broadcast is a message to every other rank
-TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES = 1 << 20, 2 << 10
-"""From this much on, in all and for each rank, a reduce-scatter first adds up within hosts: two alltoalls in place of one, whose
-messages take longer than the bytes that they save where there are few (``hvd-ckpt bench scale``)."""
 
 
 def _zeros() -> dict[Kind, int]:
@@ -66,13 +62,11 @@ class Exchange(Collectives):
     Attributes:
         ranks, rank: of the process set.
         within: the exchange of this rank's group of ranks, where such groups keep a second copy; it shares the traffic.
-        hosts: positions in the process set of the ranks of each host, as :func:`levels` takes them; None for one level.
     """
 
     def __init__(self, process_set: Any, prefix: str, gathers: Kind = "all_gather") -> None:
         super().__init__(process_set, prefix)
         self.within: Exchange | None = None
-        self.hosts: Sequence[Sequence[int]] | None = None
         self._gathers: Kind = gathers
         self.ranks: int = process_set.size()
         self.rank: int = process_set.rank()
@@ -111,9 +105,7 @@ class Exchange(Collectives):
         out = torch.empty(numel, dtype=sum_dtype(flat.dtype), device=flat.device)
         if numel == 0:
             return Work((), lambda _: out)
-        hosts = self.hosts
-        if hosts is None or flat.nbytes < max(TWO_LEVEL_BYTES, self.ranks * TWO_LEVEL_ROW_BYTES):
-            hosts = [range(self.ranks)]
+        hosts = self.levels_of(flat.nbytes)
         within, across = len(hosts[0]) - 1, len(hosts) - 1
         sent = within * format.row_bytes(len(hosts) * numel, flat.dtype)
         sent += across * format.row_bytes(numel, out.dtype)
@@ -130,31 +122,14 @@ class Exchange(Collectives):
             return self.exchange_rows(format.encode(flat, self.ranks), what).then(add)
         # A sum of many may be too large for a narrow format where their mean is not.
         mean = 1.0 / len(hosts[0]) if format.changes(flat.dtype) else 1.0
-        return self._exchange_in_levels(hosts, flat, what, format, mean).then(
-            lambda rows: add(rows, scale / mean)
-        )
+        total = torch.empty(len(hosts) * numel, dtype=out.dtype, device=flat.device)
 
-    def _exchange_in_levels(
-        self, hosts: Sequence[Sequence[int]], flat: torch.Tensor, what: str, format: WireFormat, scale: float
-    ) -> Work:
-        """Starts to bring this rank each host's sum of its row, times ``scale``; the result is [hosts, any], encoded."""
-        # In one alltoall each rank of a host sends nearly all its rows to other hosts, so that a link carries the gradients as
-        # often as the host has ranks. Added up within the host first, they pass the link once:
-        #
-        #     rank 0, of hosts [0, 1] and [2, 3]    1. to rank 1: rows 1 and 3; from rank 1: its rows 0 and 2, which are added
-        #                                           2. to rank 2: that sum of row 2; from rank 2: its sum of row 0
-        own = next(host for host in hosts if self.rank in host)
-        place, local = own.index(self.rank), len(own)
-        rows = flat.view(self.ranks, -1)[[host[other] for other in range(local) for host in hosts]]
-        total = torch.empty(flat.numel() // local, dtype=sum_dtype(flat.dtype), device=flat.device)
+        def add_host(rows: torch.Tensor) -> torch.Tensor:
+            format.sum(rows, total, mean)
+            return total
 
-        def across(arrived: torch.Tensor) -> Work:
-            format.sum(arrived, total, scale)
-            peers = [host[place] for host in hosts]
-            return self.exchange_rows(format.encode(total, len(hosts)), f"{what}.across", peers)
-
-        within = self.exchange_rows(format.encode(rows.view(-1), local), f"{what}.within", own)
-        return within.followed_by(across)
+        sums = self.exchange_in_levels(hosts, flat, what, format.encode, add_host)
+        return sums.then(lambda rows: add(rows, scale / mean))
 
     def all_gather(
         self, shard: torch.Tensor, flat: torch.Tensor, what: str, format: WireFormat = FP32
@@ -225,15 +200,3 @@ class Exchange(Collectives):
         if rest:
             raise ValueError(f"{flat.numel()} elements do not divide by {self.ranks} ranks; pad them")
         return numel
-
-
-def levels(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
-    """The ranks of each host, from the first, if a reduce-scatter can add up within hosts first; else None.
-
-    That takes several hosts with equally many ranks, more than one, numbered host by host. Then a sum in a binary tree over the
-    ranks has the same bits in both levels as in one.
-    """
-    groups = sorted(sorted(host) for host in hosts)
-    ranks = [rank for group in groups for rank in group]
-    alike = len({len(group) for group in groups}) == 1 and ranks == sorted(ranks)
-    return groups if alike and 1 < len(groups) < len(ranks) else None

@@ -166,7 +166,9 @@ def planner() -> Planner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "hvd_ckpt.planning.block_runner.BlockRunner.seconds",
-            lambda self, policies, least: [2.0 + 0.1 * number for number in range(len(policies))],
+            lambda self, policies, least, least_rounds=3: [
+                2.0 + 0.1 * number for number in range(len(policies))
+            ],
         )
         model = chain()
         return Planner(model, torch.randn(512, 16), loss=loss_of, blocks=children_of(model))

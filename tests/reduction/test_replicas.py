@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
+from hvd_ckpt.distributed import extension
+from hvd_ckpt.reduction import collectives, tree
+from hvd_ckpt.sharding import construction
 from hvd_ckpt.utils.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
@@ -118,6 +121,45 @@ def test_terms_of_replicas_are_weighed_by_their_mean() -> None:
             hc.accumulate(lambda x: model(x).mean(), batch, 2, mean_terms=mean)
     optimizer.synchronize()
     torch.testing.assert_close(model.weight.grad, gradient)
+
+
+@pytest.mark.ranks(mpi=(4,))
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_sums_within_hosts_have_the_same_bits(shard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of two ranks are subtrees. Sizes do not divide by the ranks, and one parameter is late in each step."""
+    for name in ("SMALL_BYTES", "TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
+        monkeypatch.setattr(tree if name == "SMALL_BYTES" else collectives, name, 0)
+
+    def trained(hosts: list[list[int]] | None) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(5)])
+        monkeypatch.setattr(extension, "hosts_of", lambda *_: hosts)
+        monkeypatch.setattr(construction, "hosts_of", lambda *_: hosts)
+        optimizer = make(model, replicas=8, bucket_cap_mb=0.0004, shard=shard)
+        exchanged = []
+        with monkeypatch.context() as patches:
+            in_levels = collectives.Collectives.exchange_in_levels
+            patches.setattr(
+                collectives.Collectives,
+                "exchange_in_levels",
+                lambda self, *given: exchanged.append(given[2]) or in_levels(self, *given),
+            )
+            for step in range(3):
+                for replica in optimizer.local_replicas():
+                    with replica:
+                        x = model(torch.randn(3, 7))
+                        for _ in range(step):
+                            x = model[0](x)
+                        x.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert bool(exchanged) is (hosts is not None)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    expected = trained(None)
+    for one, other in zip(expected, trained([[0, 1], [2, 3]]), strict=True):
+        assert torch.equal(one, other)
+    assert all(bool(values.isfinite().all()) for values in expected)
 
 
 @pytest.mark.parametrize("shard", ["none", "gradients"])

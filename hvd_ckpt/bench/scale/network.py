@@ -119,7 +119,10 @@ class Network:
 
     def scatter(self, nbytes: float, ranks: int) -> Cost:
         """This library's reduce-scatter: an alltoall, or one on each host and then one of those at the same place on each host."""
-        from hvd_ckpt.sharding.exchange import TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES  # which imports PyTorch
+        from hvd_ckpt.reduction.collectives import (  # which imports PyTorch
+            TWO_LEVEL_BYTES,
+            TWO_LEVEL_ROW_BYTES,
+        )
 
         local, least = min(self.local, ranks), max(TWO_LEVEL_BYTES, ranks * TWO_LEVEL_ROW_BYTES)
         if self.one_level or ranks <= local or local == 1 or nbytes < least:

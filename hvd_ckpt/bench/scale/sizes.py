@@ -112,7 +112,7 @@ class Sizes:
             self._parts(trace, split)
         else:
             self._forward(trace)
-            self._reduced(trace, self.backward, "alltoall" if mode == "replicas" else "allreduce")
+            self._reduced(trace, self.backward, "scatter" if mode == "replicas" else "allreduce")
             if mode == "optimizer":
                 self._gather_weights(trace, split.ranks)
         return trace
@@ -157,7 +157,7 @@ class Sizes:
         while len(numbers) < len(buckets):
             last = len(numbers) == len(buckets) - 1
             numbers.append(trace.launch(kind, buckets[len(numbers)][0] + flags * last, "bucket"))
-        if kind == "alltoall":  # parts of sums of replicas, which are then gathered
+        if kind == "scatter":  # parts of sums of replicas, which are then gathered
             numbers = [
                 trace.launch("all_gather", trace.operations[number].nbytes, "sums", number)
                 for number in numbers
