@@ -164,17 +164,17 @@ def pretending(grid: Grid) -> Iterator[None]:
 
 
 def stage() -> int:
-    """The pipeline stage of this process, from 0; ``rank()`` is its replica. 0 in a job without stages."""
+    """The pipeline stage of this process, from 0; ``rank()`` is its replica. The stage is 0 in a job without stages."""
     return current().stage
 
 
 def stages() -> int:
-    """The number of pipeline stages, as given to ``init(stages=...)``; ``size()`` is the number of replicas of each."""
+    """The number of pipeline stages, as given to ``init(stages=...)``; ``size()`` is the number of replicas of each stage."""
     return current().stages
 
 
 def tensor_rank() -> int:
-    """The part of each split layer that this process holds, from 0. 0 in a job without tensor parallelism."""
+    """The part of each split layer that this process holds, from 0. It is 0 in a job without tensor parallelism."""
     return current().part
 
 

@@ -73,7 +73,7 @@ def checkpoint(
     - batch norms, which count each batch once, and synchronized batch norms, which communicate once;
     - modules whose training flags change before the backward pass: the recomputation uses those of the first pass.
 
-    The last two hold for modules that ``function`` can reach: as itself, through its object, closure, defaults, partial arguments
+    The last two apply to modules that ``function`` can reach: itself, or through its object, closure, defaults, partial arguments
     and globals, in lists and dicts of those, and in its arguments.
 
     Under :class:`torch.no_grad` and :func:`hvd_ckpt.without_recomputation`, the function runs without a checkpoint. While a model
@@ -81,11 +81,11 @@ def checkpoint(
 
     Args:
         function: a module or any callable. It must compute the same each time it runs.
-        use_reentrant: False for the non-reentrant variant, which stops recomputing when the last needed tensor is there and works
-            with :func:`torch.autograd.grad`. True for the reentrant variant, which does not. None means False, without a warning
-            (in PyTorch it means True, with a warning).
+        use_reentrant: False for the non-reentrant variant, which stops recomputing at the last tensor that is needed, and works
+            with :func:`torch.autograd.grad`. True for the reentrant variant, which does neither. None means False, without a
+            warning (in PyTorch it means True, with a warning).
         partition: whether each part of a job with tensor parallelism keeps 1 / t of each argument that requires grad, and the
-            backward pass gathers them (partitioned activations of ZeRO-R). For arguments that all parts have alike.
+            backward pass gathers them (partitioned activations of ZeRO-R). The arguments must be equal on all parts.
         preserve_rng_state: whether to recompute with the random state of the first pass, on the CPU and on every device of the
             arguments.
         context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.

@@ -50,8 +50,9 @@ def chunked_cross_entropy(
 
     Args:
         head: the linear layer, an embedding whose weight is tied to it, or its weight (vocabulary, width). Its parameters may be
-            tied or frozen. Each gradient accumulates once per backward pass. Hooks of the module do not run. Of a vocabulary
-            parallel head (:func:`hvd_ckpt.tensor_parallel`), each part computes the scores of its own tokens. Collective then.
+            tied or frozen. Each gradient accumulates once per backward pass. Hooks of the module do not run. With a vocabulary
+            parallel head (:func:`hvd_ckpt.tensor_parallel`), each part computes the logits of its own tokens, and the call is
+            collective over the parts.
         hidden: hidden states, (..., width).
         targets: class numbers, (...).
         chunks: number of chunks. At most the logits of ``ceil(rows / chunks)`` rows are in memory at a time, where ``rows``

@@ -34,7 +34,7 @@ def checkpoint_sequential(
 
     Args:
         functions: an ``nn.Sequential`` or an iterable of callables. A plain tuple that a layer returns becomes the positional
-            arguments of the next layer. A layer that takes one argument and not that many gets the tuple as it is.
+            arguments of the next layer. If the layer accepts one argument but not that many, it gets the tuple itself.
         segments: the number of segments of equal length (as in PyTorch, the last one also gets the remainder), or the number of
             layers in each segment.
         inputs: the arguments of the first layer: tensors with or without gradients, or any other values.

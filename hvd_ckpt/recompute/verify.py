@@ -40,7 +40,7 @@ _SHOWN = 3  # mismatches named in an error
 
 
 class RecomputationMismatch(CheckpointError):
-    """A recomputation gave other values than its first pass, so the gradients would be those of another function."""
+    """A recomputation gave other values than its first pass, so the gradients would be wrong."""
 
 
 # ---------------------------------------------------------------------------------------- when

@@ -37,8 +37,8 @@ class PeakMemory:
 def measure_peak(work: Callable[[], object], device: torch.device | str = "cpu") -> PeakMemory:
     """Calls ``work()`` and returns the exact peak of the memory that it allocates on ``device``.
 
-    The result of ``work`` is freed before the end is measured, so ``held_bytes`` is what the work has left elsewhere. See
-    :func:`recording_peak` for what is counted.
+    The result of ``work`` is freed before the end is measured, so ``held_bytes`` is the memory that the work still holds
+    elsewhere. :func:`recording_peak` describes the memory that is counted.
     """
     with recording_peak(device) as memory:
         work()
