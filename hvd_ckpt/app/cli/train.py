@@ -270,15 +270,18 @@ train = OneLineErrors(
             ["--max-restarts"],
             type=click.IntRange(0),
             metavar="N",
-            help="Start the ranks from here, and again from the newest snapshot when they die, N times at most.",
+            help="Start the ranks from this process. If they die, start them again from the newest snapshot, at most N times.",
         ),
         click.Option(
-            ["--np"], type=click.IntRange(1), metavar="P", help="Start P ranks from here, by horovodrun."
+            ["--np"],
+            type=click.IntRange(1),
+            metavar="P",
+            help="Start P ranks from this process, with horovodrun.",
         ),
         click.Option(
             ["--launcher"],
             metavar="COMMAND",
-            help="Start the ranks from here by this, such as 'horovodrun -np 8 -H node1:4,node2:4'.",
+            help="Start the ranks with this command, such as 'horovodrun -np 8 -H node1:4,node2:4'.",
         ),
         click.Option(
             ["--grace"],
@@ -286,14 +289,14 @@ train = OneLineErrors(
             default=20,
             show_default=True,
             metavar="SECONDS",
-            help="Of ranks started from here, to save and end after a signal to this process.",
+            help="After a signal to this process, time that the ranks it started have to save and end.",
         ),
     ],
     help=f"""Train a model over all ranks: horovodrun -np 2 hvd-ckpt train --model bert-small ...
 
-    Or, with restarts when a rank dies: hvd-ckpt train --max-restarts 3 --np 2 --model bert-small ...
+    With restarts when a rank dies: hvd-ckpt train --max-restarts 3 --np 2 --model bert-small ...
 
-    Settings come from a YAML FILE, whose keys are the names of the flags, and from the flags, which go before it.
+    Settings come from flags and from a YAML FILE, whose keys are the names of the flags. Flags override the file.
 
     Models: {overview()}, a folder of a Hugging Face model, or module:function.
     """,
