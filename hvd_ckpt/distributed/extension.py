@@ -74,7 +74,7 @@ class Extension:
         return named
 
     def described(self) -> Mapping[str, Any]:
-        """What follows from the options, and must be equal on all ranks."""
+        """Values that follow from the options, and must be equal on all ranks."""
         return {} if self._shards is None else self._shards.described()
 
     def add(self, optimizer: ReducedOptimizer, named: Named, assign: Callable[[], BucketAssignment]) -> None:

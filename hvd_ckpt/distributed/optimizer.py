@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: Horovod's, whose gradients are reduced once and in a fixed order, and whose states may be sharded."""
+"""``DistributedOptimizer``: Horovod's interface, with gradients reduced once and in a fixed order, and optional sharding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Mixed precision that every rank agrees on.
 
-An overflow on one rank must make all ranks skip the same step, or their weights and loss scales drift apart. Here gradients are
-reduced before they are unscaled: an inf or nan on one rank survives the sum, so all see it.
+An overflow on one rank must make all ranks skip the same step; otherwise their weights and loss scales diverge. Here gradients are
+reduced before they are unscaled: an inf or nan on one rank is also in the sum, so all ranks find it.
 """
 
 from __future__ import annotations

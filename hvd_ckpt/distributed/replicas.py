@@ -1,4 +1,4 @@
-"""Logical replicas: what shapes a result belongs to the replica, and not to the rank that computes it."""
+"""Logical replicas: samples, random state and buffers belong to a replica, and not to the rank that computes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The averages of one optimizer: what is averaged, and which fragment leaves, is added up and is applied after which step."""
+"""The averages of one optimizer: their content, and the steps after which a fragment leaves, is added up and is applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The making of an optimizer of local SGD: checked arguments, groups of ranks, then the optimizer."""
+"""Construction of an optimizer of local SGD: validation of arguments, groups of ranks, then the optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The collectives of an average, among some ranks of a process set: alltoalls with nothing for the others, so no set is added."""
+"""The collectives of an average among some ranks of a process set: alltoalls that send nothing to the others, so no set is added.
+"""
 
 from __future__ import annotations
 

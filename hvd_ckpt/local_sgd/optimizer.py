@@ -221,7 +221,7 @@ class LocalOptimizer(_Base):
         release(sets)
 
     def segments(self) -> list[Segment]:
-        """What this rank has of each parameter, in an order that is the same on all ranks."""
+        """This rank's part of each parameter, in an order that is the same on all ranks."""
         if not self.shard_stage:
             whole = self.parameter_names.items()
             return [

@@ -1,7 +1,7 @@
 """Runs: flat tensors of some parameters, moments or buffers, each averaged with one reduce-scatter and one all-gather.
 
-A run has ``parts * peers`` rows. Where the ranks of a group have equal values, each averages the part of its place in the group
-with the ranks of that place in other groups, and the group gathers the parts. The peers add up a row each.
+A run has ``parts * peers`` rows. If the ranks of a group have equal values, each rank averages one part, that of its place in the
+group, with the ranks of the same place in other groups. The group then gathers the parts. Each peer adds up one row.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Place:
 
 
 class Run(ABC):
-    """What is averaged with one message each way.
+    """Values that are averaged with one message each way.
 
     Attributes:
         sent: what left; None where nothing is under way.
@@ -133,7 +133,7 @@ class Run(ABC):
         self.sent = self._work = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What is under way."""
+        """The state of an average under way."""
         return {"sent": self.sent}
 
     @abstractmethod

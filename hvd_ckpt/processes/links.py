@@ -1,4 +1,4 @@
-"""The links between all processes of a job with pipeline stages, and how its grid is formed before Horovod starts.
+"""Links between all processes of a job with pipeline stages or parts, and the set-up of its grid before Horovod starts.
 
 - Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator.
 - Over Gloo, Horovod is initialized with a rendezvous server of the stage, as Horovod's own Ray and Spark integrations do; the
@@ -319,7 +319,7 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
 
 
 def _world_environment(grid: Grid, board: _Board) -> dict[str, str]:
-    """What a launcher would tell this process if the replicas of its stage and part were the whole job."""
+    """The environment that a launcher would set if the replicas of this process's stage and part were the whole job."""
     key = f"the rendezvous server of stage {grid.stage}, part {grid.part}"
     if grid.replica == 0:
         server = RendezvousServer()  # a daemon thread, which ends with the process

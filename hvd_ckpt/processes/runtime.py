@@ -1,11 +1,10 @@
-"""The processes of a job: starting Horovod with the settings this library relies on, and facts about it.
+"""The processes of a job: the start of Horovod with the settings of this library, and facts about the job.
 
-Gradients are repeatable bit for bit only if Horovod leaves each tensor alone: its fusion packs tensors by
+Gradients are repeatable bit for bit only if Horovod does not fuse tensors. Its fusion packs tensors by
 arrival time, so a ring sums them in another order in every run. :func:`init` therefore turns fusion off
-(buckets take its place) unless the user chose otherwise, and gives every rank its share of the CPUs, because N
-ranks with a full set of threads each are slower than one. The rest of the module answers questions about the
-job without starting anything: which controller carries it, the MPI communicator over its ranks, what Horovod
-was built with.
+(buckets replace it) unless the user has set it. It also gives every rank its share of the CPUs, because N
+ranks with a full set of threads each are slower than one. The other functions return facts about the
+job and start nothing: its controller, the MPI communicator over its ranks, and the build of Horovod.
 
 Importing this module loads ``horovod.torch`` but neither initializes MPI nor imports mpi4py.
 """

@@ -1,10 +1,10 @@
 """Agreement of ranks before a collective.
 
-An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank brings what it
-has (a value, or an error), all ranks see all of it, and all of them continue or raise together.
+An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank contributes
+a value or an error, all ranks get all of them, and all continue or raise together.
 
-All exchanges of objects travel under one name and say what they are for, so that ranks which are in different calls get an error
-that names both, where they would wait for each other.
+All exchanges of objects have one name and contain their purpose. So ranks that are in different calls raise an error
+that names both calls, instead of waiting for each other.
 """
 
 from __future__ import annotations

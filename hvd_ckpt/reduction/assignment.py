@@ -170,7 +170,7 @@ class BucketAssignment:
         return index in self.sparse or self.bucket_of[index] is not None
 
     def placement_votes(self, fresh: Sequence[int], last_arrival: Sequence[int] | None) -> torch.Tensor:
-        """What this rank adds to the sum [3, n] over ranks that :meth:`extend` takes, for n parameters without a bucket.
+        """This rank's summand of the sum [3, n] over ranks that :meth:`extend` takes, for n parameters without a bucket.
 
         Rows: place of the last arrival (leader only), whether the gradient is sparse here, its sparse dimensions.
 

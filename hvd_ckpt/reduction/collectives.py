@@ -1,6 +1,6 @@
 """Asynchronous collectives of a process set, over Horovod: each has a name and returns the work that is under way.
 
-A message that is too large for Horovod goes in several, and a dtype that Horovod does not carry goes as another one.
+A message that is too large for Horovod is sent in several, and a dtype that Horovod does not support is sent as another one.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Communicator(Collectives):
 
     @property
     def flag_scale(self) -> float:
-        """What the sum of control flags is multiplied by where they travel in a bucket."""
+        """Factor of the sum of control flags, if they are sent in a bucket."""
         average = self.process_set.size() if self.op == Average else 1
         return self.prescale_factor * self.postscale_factor / average
 

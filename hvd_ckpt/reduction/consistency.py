@@ -1,8 +1,9 @@
-"""Weight consistency: do the ranks still have the same weights? A hash of every parameter is compared.
+"""Weight consistency: a comparison of a hash of every parameter between ranks.
 
-Data parallelism takes it for granted that weights are equal at the start and stay so, and nothing fails when they are not: each
-rank trains a model of its own. A bit that flips, a rank that skips an update or draws a random number the others do not, and the
-average gradient belongs to no model at all. :func:`check_equal_weights` finds it by bits, so nan and -0.0 count as they are.
+Data parallelism assumes that the weights of all ranks are equal at the start and stay equal. If they differ, nothing fails, but
+each rank trains another model, and the average gradient belongs to none of them. Causes are a bit that flips, or a rank that skips
+an update or draws a random number that the others do not draw. :func:`check_equal_weights` compares bits, including those of nan
+and -0.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What all optimizers of ranks need before they are made: named parameters that are the same on every rank, and elastic jobs."""
+"""Checks before the construction of a distributed optimizer: named parameters that are the same on every rank, and elastic
+jobs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
 
 class ControlFlags(NamedTuple):
-    """What a rank tells the others in each synchronization, and their sum over the ranks.
+    """The control flags of a rank in each synchronization, and their sum over the ranks.
 
     Attributes:
         used: of each parameter, whether it has a gradient.

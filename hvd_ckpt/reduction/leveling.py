@@ -1,8 +1,8 @@
-"""Leveling: what the reducers of an optimizer must have in common, made equal again where ranks have loaded or reset it apart.
+"""Leveling: makes the common state of reducers equal again, after ranks have loaded or reset an optimizer separately.
 
-That is the order and layout in which gradients are reduced, and the names of the messages. A rank that loads a state or resets an
-optimizer by itself begins anew; the next call that gives all ranks the state of one also gives them its order, and new names. Where
-ranks differ, the step that has begun is dropped on all of them, as it is where it began anew.
+The common state is the order and layout in which gradients are reduced, and the names of the messages. A rank that loads a state
+or resets an optimizer separately starts with a new state. The next call that broadcasts the state of one rank also broadcasts its
+order and new names. If ranks differ, a step that has begun is dropped on all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PER_RANK = ("counts", "lower_counts", "may_wait")  # parts of a reducer's state 
 
 
 class CommonState(NamedTuple):
-    """What ranks must have in common of a reducer.
+    """The state of a reducer that must be equal on all ranks.
 
     Attributes:
         names: of the parameters; a fingerprint.

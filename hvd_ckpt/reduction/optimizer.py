@@ -1,14 +1,14 @@
-"""The distributed optimizer: Horovod's methods and way of use, with this library's :mod:`.reducer` in place of its hooks.
+"""The distributed optimizer: Horovod's interface, with this library's :mod:`.reducer` in place of its hooks.
 
 A step is a cycle of :class:`Phase`::
 
     ACCUMULATING -- synchronize() --> SYNCHRONIZED -- step() --> STEPPED -- synchronize(), step() ...
                  -- clip_grad_norm_, GradScaler --> REDUCED -- step(), or a step that is skipped --> STEPPED
 
-Only calls that every rank makes change between reduced and not reduced, so that all ranks take the same way. What a backward pass,
-or the user's code, does to gradients on one rank is found when they are needed: where they are reduced already, the ranks ask
-each other whether any of them has new ones (:meth:`ReducedOptimizer._any_new_gradients`), so that one that was not reduced never
-reaches a step. Where nothing may be asked, since the caller says that all is reduced, such a gradient is an error.
+Only collective calls change between reduced and not reduced, so all ranks are in the same phase. A backward pass or the user's
+code may change gradients on one rank. If gradients are reduced already, the ranks exchange whether any of them has new ones
+(:meth:`ReducedOptimizer._any_new_gradients`), so a gradient that was not reduced never reaches a step. If the caller declares that
+everything is reduced, there is no exchange, and such a gradient is an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a synchronization has left in the gradients, by which later changes are found: new ones, dropped ones, changes in place."""
+"""The results of a synchronization, with which later changes of gradients are detected: new, dropped and changed in place."""
 
 from __future__ import annotations
 

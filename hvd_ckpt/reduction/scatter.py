@@ -1,7 +1,7 @@
 """``horovod.torch.reducescatter`` and its three relatives, with a ``prescale_factor`` that needs no fusion buffer.
 
-Horovod scales the input in its fusion buffer, and refuses an input that is larger; with fusion off, that is each one. Here the
-input is scaled before it is handed to Horovod, by the same arithmetic. Arguments, results and gradients are Horovod's.
+Horovod scales the input in its fusion buffer, and refuses an input that is larger. With fusion off, every input is larger. Here
+the input is scaled before Horovod gets it, by the same arithmetic. Arguments, results and gradients are the same as Horovod's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts that show what the reducer did: the evidence for "once, in a fixed order, and overlapped"."""
+"""Counts of the reducer, which show that gradients are reduced once, in a fixed order, and overlapped."""
 
 from __future__ import annotations
 

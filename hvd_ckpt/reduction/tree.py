@@ -2,10 +2,10 @@
 
 The replicas of a job are the leaves of a full binary tree, and each rank computes an aligned subtree of them, one leaf after the
 other. It keeps the sums of the subtrees that are complete, like the digits of a binary counter. During the pass of its last
-replica the buckets leave as ever (:mod:`.reducer`), each with these sums added. The ranks' sums are added in the upper part of
-the same tree: an alltoall gives each rank its part of all of them, an allgather brings the parts together. Nothing is added inside
-the communication library, except over two ranks, where the order of two numbers does not matter. So neither the number of
-ranks nor the controller changes a bit.
+replica the buckets leave as usual (:mod:`.reducer`), each with these sums added. The ranks' sums are added in the upper part of
+the same tree: an alltoall gives each rank its part of all sums, and an allgather collects the parts. Nothing is added inside the
+communication library, except over two ranks, where the order of two numbers does not matter. So the bits do not depend on the
+number of ranks or on the controller.
 
 A replica without a gradient counts as zeros where another one has some. Half-precision gradients are added in float32.
 """
