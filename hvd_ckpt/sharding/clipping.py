@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, wherever they are."""
+"""Clipping by the norm of all gradients, sharded or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The making of a sharded optimizer: checked arguments and parameters, then layout, reducer and store."""
+"""Construction of a sharded optimizer: validation of arguments and parameters, then layout, reducer and store."""
 
 from __future__ import annotations
 
@@ -257,5 +257,5 @@ def _stored(
 
 
 def _memory_of_shards(offload: Offload | None) -> Offload | None:
-    """What has the memory of parameters' and gradients' shards, if that is not beside the parameters."""
+    """The offload that holds the shards of parameters and gradients, or None if they are on the device of the parameters."""
     return offload if offload is not None and offload.parameters else None

@@ -1,4 +1,6 @@
-"""Weights of stages 1 and 2: whole parameters on every rank, each a view into its group's flat tensor, where gathers write."""
+"""Weights of stages 1 and 2: whole parameters on every rank, each a view into the flat tensor of its group, into which gathers
+write.
+"""
 
 from __future__ import annotations
 

@@ -69,11 +69,12 @@ class GroupMemory:
 
     @property
     def source(self) -> torch.Tensor:
-        """What is gathered, unless it must be the exact values."""
+        """The tensor that is gathered, unless exact values are needed."""
         return self.secondary if self.current and self.secondary is not None else self.shard
 
     def keep(self, rank: int, format: WireFormat) -> None:
-        """The shard gets its part of what ``whole`` has; exact values stay where it has what the format makes of them."""
+        """Copies this rank's part of ``whole`` into the shard. An exact value is kept if ``whole`` has its rounding by the format.
+        """
         own = self.group.shard_of(self.whole, rank)
         exact = self.shard.to(self.whole.device, non_blocking=True)
         if format.changes(self.group.dtype):

@@ -1,4 +1,4 @@
-"""Memory for what is offloaded: files that are mapped into memory, or pinned memory beside a CUDA device."""
+"""Memory for offloaded state: files that are mapped into memory, or pinned host memory for a CUDA device."""
 
 from __future__ import annotations
 

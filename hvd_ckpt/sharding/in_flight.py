@@ -1,4 +1,4 @@
-"""Gradients on their way to the ranks that keep them: packed into flat buffers, sent, and added to this rank's shards."""
+"""Gradients in flight: packed into flat buffers, sent to the ranks that keep them, and added to this rank's shards."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Which elements of which parameter lie on which rank: arithmetic that is the same on every rank.
+"""Layout of shards: the elements of each parameter on each rank, by arithmetic that is the same on every rank.
 
-Parameters lie one after the other in *groups*, each one flat run of elements of one dtype on one device. Each parameter begins at a
-multiple of ``ALIGNMENT`` elements, as if it had memory of its own: kernels choose their code by the alignment of their operands, so
-elsewhere they would round in another way. A group is padded so that it divides into one equal *shard* per rank; a parameter that
-lies across an edge is split there. Padding is zero. A *piece* is the part of one parameter that lies in this rank's shard: a 1-D
-parameter of its own, which the wrapped optimizer steps.
+Parameters lie one after the other in *groups*, each a flat run of elements of one dtype on one device. Each parameter begins at a
+multiple of ``ALIGNMENT`` elements, like a separate allocation. Kernels choose their code by the alignment of their operands, so
+with another alignment they would round in another way. A group is padded so that it divides into one equal *shard* per rank; a
+parameter that lies across an edge is split there. Padding is zero. A *piece* is the part of one parameter that lies in this rank's
+shard: a 1-D parameter, which the wrapped optimizer updates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Measurements behind a memory estimate: the activations of a step, and what an optimizer takes per element.
+"""Measurements for a memory estimate: the activations of a step, and the bytes of an optimizer per element.
 
-An optimizer is measured on small vectors: a loop over parameters needs temporaries for the largest of them, one over lists of
-tensors (``foreach``, the default on CUDA) for all of them, a fused one none.
+An optimizer is measured on small vectors. A loop over parameters needs temporaries for the largest of them, and a loop over lists
+of tensors (``foreach``, the default on CUDA) for all of them. A fused optimizer needs none.
 """
 
 from __future__ import annotations

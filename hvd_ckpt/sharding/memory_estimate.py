@@ -1,4 +1,4 @@
-"""The result of :func:`~hvd_ckpt.sharding.estimate.estimate_memory`, and what local SGD adds to it."""
+"""The result of :func:`~hvd_ckpt.sharding.estimate.estimate_memory`, and the additional memory of local SGD."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ DEFAULTS = {"every": 100, "fragments": 1, "delay": 0, "within": 1, "outer": None
 
 
 class LocalMemory:
-    """What averages of local SGD take, by formulas: see :func:`hvd_ckpt.estimate_memory`.
+    """Memory of averages of local SGD, by formulas: see :func:`hvd_ckpt.estimate_memory`.
 
     Args:
         ranks: of the job.

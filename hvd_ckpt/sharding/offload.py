@@ -1,8 +1,9 @@
-"""Offload of what a rank keeps of its shards: to memory-mapped files, or to pinned memory beside a CUDA device.
+"""Offload of a rank's shards: to memory-mapped files, or to pinned host memory for a CUDA device.
 
-Of the optimizer's state, as in ZeRO-Offload (Ren et al., 2021): the wrapped optimizer steps one parameter after the other, so the
-state of one is in use at a time, and the numbers are those of a step without offload. At stage 3 also of the shards of weights and
-gradients, as in ZeRO-Infinity (Rajbhandari et al., 2021): memory holds the units that run, and what the optimizer steps.
+The optimizer's state is offloaded as in ZeRO-Offload (Ren et al., 2021). The wrapped optimizer updates one parameter after the
+other, so the state of one parameter is in use at a time, and results are those of a step without offload. At stage 3 the shards of
+weights and gradients can be offloaded as well, as in ZeRO-Infinity (Rajbhandari et al., 2021). Memory then holds the units in use,
+and the shards that the optimizer updates.
 """
 
 from __future__ import annotations

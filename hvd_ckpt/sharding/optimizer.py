@@ -1,8 +1,9 @@
-"""The sharded ``DistributedOptimizer``: each rank steps its pieces of the parameters, and the ranks gather what they have stepped.
+"""The sharded ``DistributedOptimizer``: each rank updates its pieces of the parameters, and the ranks gather the result.
 
-Rajbhandari et al. (2020), stages 1 to 3. The wrapped optimizer's ``param_groups`` hold this rank's pieces (:mod:`.layout`), so
-its own ``step``, schedules and scalers work as they are. Gradients come from the reducer of stage 0 (stage 1: whole, on every rank)
-or from :class:`.reducer.ShardReducer` (stages 2 and 3); weights live in a store (:mod:`.flat`, :mod:`.parameters`).
+These are stages 1 to 3 of Rajbhandari et al. (2020). The wrapped optimizer's ``param_groups`` hold this rank's pieces
+(:mod:`.layout`), so its ``step``, schedules and scalers work unchanged. Gradients come from the reducer of stage 0 (stage 1:
+whole, on every rank) or from :class:`.reducer.ShardReducer` (stages 2 and 3). Weights are in a store (:mod:`.flat`,
+:mod:`.parameters`).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """Within it every parameter is whole on every rank; what all ranks write to them alike is kept. Collective.
+        """A context in which every parameter is whole on every rank. Values that all ranks write to them are kept. Collective.
 
         Stages 1 and 2: they always are. Stage 3: outside of it and of forward and backward passes a parameter has its shape and no
         values, and reading it raises RuntimeError.

@@ -1,4 +1,4 @@
-"""Stage 3: parameters are split over the ranks, and whole only while their unit runs (Rajbhandari et al., 2020)."""
+"""Parameters of stage 3, which are split over the ranks and whole only while their unit runs (Rajbhandari et al., 2020)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When units are unsharded and resharded: around forward, and from the gradient of the output to that of the input.
+"""Schedule of unsharding and resharding: around the forward pass, and from the gradient of the output to that of the input.
 
     forward pass     pre-forward of a unit's first module: unshard it, begin with the next one
                      post-forward of its last module: reshard it
@@ -7,8 +7,8 @@
                      post-backward, an identity on its inputs, whose backward pass comes after all of the unit's: reshard it
 
 The hook on the outputs runs before anything that is behind them, a recomputation included, so one gather serves both. A region
-that is recomputed reentrantly has no graph to hook; there the recomputation finds the unit sharded and gathers it.
-What nothing reshards (no input requires a gradient) goes at the end of the outermost backward pass.
+that is recomputed reentrantly has no graph to hook; there the recomputation finds the unit sharded and gathers it. If no input
+requires a gradient, the unit is resharded at the end of the outermost backward pass.
 """
 
 from __future__ import annotations

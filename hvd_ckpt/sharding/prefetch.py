@@ -1,4 +1,4 @@
-"""The order in which units are gathered, by which the next one begins while this one computes."""
+"""The order in which units are gathered, with which the next unit is gathered while the current one computes."""
 
 from __future__ import annotations
 

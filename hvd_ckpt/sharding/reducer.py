@@ -2,13 +2,13 @@
 
 The protocol, the same on every rank:
 
-* What leaves in a step is a sequence: round after round, each with all active groups in one order (:mod:`.schedule`). A rank
-  launches along it as its groups become complete. A gradient that comes after its group has left goes into the group's next
-  round: sums are linear.
-* In the backward pass a rank may wait for older launches, so that only few buffers exist at once; but only for those of the
-  rounds that every rank made in the last step, and all ranks make these again before they synchronize.
-* In :meth:`ShardReducer.synchronize` one message carries, for each parameter, whether it is used and came late, for each
-  group how many launches it needs, and how far each rank has come. Then all launch up to the furthest position, and
+* The launches of a step are a sequence of rounds, each with all active groups in one order (:mod:`.schedule`). A rank launches a
+  group when it is complete and all before it have left. A gradient that comes after its group has left joins the group's next
+  round, since sums are linear.
+* In the backward pass a rank may wait for older launches, so that only few buffers exist at once. It only waits for launches of
+  the rounds that every rank made in the last step; all ranks make these again before they synchronize.
+* In :meth:`ShardReducer.synchronize` one message has flags for each parameter (used, late), the number of launches that each
+  group needs, and the position of each rank. Then all ranks launch up to the furthest position, and
   send the groups that need more.
 """
 
@@ -64,7 +64,7 @@ class HowReduced:
     passes: int = 1
 
     def scale(self, ranks: int) -> float:
-        """What the sum over the ranks is multiplied by."""
+        """Factor of the sum over the ranks."""
         return 1.0 / (ranks * self.prescale) if self.op == Average else 1.0
 
 

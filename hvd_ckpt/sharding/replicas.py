@@ -1,8 +1,8 @@
 """Gradients of logical replicas at stage 2: added in the tree of :mod:`hvd_ckpt.reduction.tree`; each rank keeps its shards.
 
-A bucket has the parameters of one group of the layout. When it leaves, the earlier replicas' sums are added to it, an alltoall
-gives each rank its shard of all ranks' sums, and it adds these in the upper part of the tree. Nothing is gathered but single
-parameters whose gradients came late or for the first time. So the sums are those of gradients that are not split.
+A bucket has the parameters of one group of the layout. When it leaves, the sums of earlier replicas are added to it. An alltoall
+gives each rank its shard of all ranks' sums, which it adds in the upper part of the tree. Only single parameters are gathered,
+whose gradients came late or for the first time. So the sums equal those of gradients that are not split.
 """
 
 from __future__ import annotations

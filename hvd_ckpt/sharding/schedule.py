@@ -1,8 +1,8 @@
 """The schedule of reduce-scatters: when a group of gradients leaves.
 
-A *round* sends each active group once, in one order that all ranks share; rounds follow one another. So what leaves in a step is
-one sequence, and each rank is at some position of it. A group is complete once every parameter that is expected to has arrived as
-often as it does in a round. How often that is, is learned from the last steps.
+A *round* sends each active group once, in one order that is the same on all ranks, and rounds follow one another. So the launches
+of a step are one sequence, in which each rank has a position. A group is complete once every expected parameter has accumulated as
+often as it does in a round. This number is learned from the last steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The optimizer's state in parts: what one rank has, and how a job of any size or stage loads it."""
+"""The optimizer's state in parts: the part of one rank, and loading in a job of any size or stage."""
 
 from __future__ import annotations
 

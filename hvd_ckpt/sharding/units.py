@@ -1,7 +1,7 @@
-"""Which parameters of a model are gathered together: its units.
+"""Units of a model: modules whose parameters are gathered together.
 
-A unit should be what is recomputed as one piece. Then the parameters that the recomputation needs are those that the gradient
-needs, at the same time, and one gather serves both.
+A unit should be a part that is recomputed as a whole. Then recomputation and gradient need the same parameters
+at the same time, and one gather serves both.
 """
 
 from __future__ import annotations

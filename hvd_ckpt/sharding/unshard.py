@@ -1,9 +1,9 @@
-"""The parameters of one unit: sharded, on their way, or whole, and what autograd holds of them meanwhile.
+"""The parameters of one unit (sharded, in flight, or whole), and the tensors that autograd has saved of them.
 
-A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor; in
-between, the flat tensor's storage has no bytes, the data is one nan, as often as the shape asks for, and the parameter's
-class makes reading it an error. What autograd has saved, the parameter or a view such as ``weight.t()``, refers to that
-same storage, and is good again once the storage is filled again. PyTorch's FSDP frees memory this way.
+A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor. In
+between, the flat tensor's storage has no bytes, the data is one nan that is expanded to the shape, and the parameter's
+class makes reading it an error. A parameter that autograd has saved, or a view of it such as ``weight.t()``, refers to that
+same storage, and is valid again once the storage is filled. PyTorch's FSDP frees memory in this way.
 """
 
 from __future__ import annotations
@@ -192,13 +192,13 @@ class UnitParameters:
         self.forget_written()
 
     def forget_written(self) -> None:
-        """What was written to the parameters so far is not to be kept: a recomputation has written what the first pass did."""
+        """Discards what was written to the parameters so far, since a recomputation has written the same as the first pass."""
         self._versions = [member.parameter._version for member in self._members]
         for member in self._members:
             forget_data(member.parameter)
 
     def discard_written(self) -> None:
-        """Whatever is written from now on, until the parameters are gathered again, is not to be kept."""
+        """Discards what is written to the parameters after this call, until they are gathered again."""
         self._versions = []
 
     def _changed(self) -> list[Member]:
@@ -268,7 +268,7 @@ class UnitParameters:
         self._release_shards()
 
     def shards_changed(self, groups: Collection[Group]) -> None:
-        """What was gathered of these groups before is not current any more."""
+        """Marks earlier gathers of these groups as outdated."""
         changed = {group.position for group in groups}
         for flat in self._flats:
             if flat.group.position in changed:

@@ -1,7 +1,8 @@
-"""The content of a snapshot on its way to the disk: a rank's shards, staged in host memory, written, and completed by rank 0.
+"""The content of a snapshot: a rank's shards, staged in host memory, written, and completed by rank 0.
 
-:class:`RunShards` (one per run) makes a :class:`ShardState` (tensors of this rank, not copied), :func:`staged_content` a
-:class:`Content` (copies, by file), :func:`write_content` a manifest of the rank, and :func:`complete` that of the snapshot.
+:class:`RunShards` (one per run) makes a :class:`ShardState` (tensors of this rank, not copied). :func:`staged_content` makes a
+:class:`Content` (copies, by file) from it. :func:`write_content` returns the manifest of the rank, and :func:`complete` that of
+the snapshot.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
 
 @dataclass(frozen=True)
 class ShardState:
-    """What a rank of a sharded run writes besides its per-rank state.
+    """The shards that a rank of a sharded run writes besides its per-rank state.
 
     Attributes:
         shards: where its shards are.
@@ -249,7 +250,7 @@ def tensors_of(
 
 @dataclass
 class Content:
-    """What a rank writes.
+    """The files that a rank writes.
 
     Attributes:
         states: state dicts by file name.
@@ -275,7 +276,7 @@ def staged_content(
     changing: Collection[str],
     shard: ShardState | None,
 ) -> Content:
-    """What a rank writes, with copies in place of tensors; those of tensors that may change at once are made.
+    """The files that a rank writes, with copies in place of tensors. Tensors that may change at once are copied here.
 
     For the arguments see :meth:`hvd_ckpt.snapshots.writer.SnapshotWriter.begin`.
 

@@ -1,6 +1,6 @@
 """The whole weights of a snapshot, of any number of ranks and any stage, in one file.
 
-Takes memory for one model, or where ranks have weights of their own for three: their sum is one of float64.
+It needs memory for one model, or for three if each rank has its own weights, since their sum is in float64.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The folder of a run's snapshots: which there are, and how one gets its name, is replaced and removed.
+"""The folder of a run's snapshots: listing, naming, replacing and removing snapshots.
 
-Ranks write into ``.step-00000120.tmp-<token>``, which gets its name when all of it is on the disk. A snapshot of the same step that
-exists already is ``.step-00000120.old-<token>`` for the moment between two renames, and counts as a snapshot if nothing follows.
+Ranks write into ``.step-00000120.tmp-<token>``, which gets its name when all of it is on the disk. An existing snapshot of the
+same step is ``.step-00000120.old-<token>`` between two renames, and counts as a snapshot if the second rename does not happen.
 
-It imports no PyTorch, since the supervisor of a job needs none.
+This module does not import PyTorch, since the supervisor of a job does not need it.
 """
 
 from __future__ import annotations

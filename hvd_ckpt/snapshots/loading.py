@@ -28,7 +28,7 @@ from hvd_ckpt.snapshots.slices import cuts_of
 
 @dataclass(frozen=True)
 class Target:
-    """What a snapshot's state is loaded into.
+    """The objects into which a snapshot's state is loaded.
 
     Attributes:
         optimizer: the ``DistributedOptimizer`` of the model.

@@ -1,11 +1,10 @@
 """Validation of a snapshot's state against the model and optimizer that resume from it, and resharding of the optimizer's state.
 
-Hashes show that a snapshot is what was written, not that a run wrote it, and PyTorch loads state of another model or optimizer and
-fails in the step that follows. So names and shapes are compared before anything is used.
+Hashes show that a snapshot is undamaged, but not that it belongs to this model. PyTorch loads the state of another model or
+optimizer, and fails in the next step. So names and shapes are compared before anything is used.
 
-Resharding: each rank maps the files of the ranks that had elements of its own, of weights as of the optimizer's state, and copies
-only these elements. So a job of any size and stage, sharded or not, resumes from any other, and no rank holds more than it will
-have.
+Resharding: each rank maps the files with elements of its shards (of weights and of the optimizer's state), and copies
+only these elements. So a job of any size and stage resumes from any other, and no rank holds more than its shards.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def _check_entries(
 
 
 def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[dict[str, Any]]:
-    """What the optimizer keeps of each parameter once it has taken a step, as tensors without values.
+    """The optimizer's state of each parameter after a step, as tensors without values.
 
     Args:
         flat: as if each parameter had one dimension with ``FLAT`` elements.
@@ -255,7 +254,7 @@ def check_sharding(
 
 
 def state_of_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of a shard of each parameter once it has taken a step, for :func:`read_shards`.
+    """The optimizer's state of a shard of each parameter after a step, for :func:`read_shards`.
 
     Args:
         optimizer: as it was made, or distributed: then of the parameters of which this rank has a shard.

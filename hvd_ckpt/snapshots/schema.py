@@ -8,8 +8,8 @@
         weights-00000.safetensors  where weights are sharded, too: this rank's shards, by parameter
         manifest.json              step, ranks, shards, and size and SHA-256 of each file: written last, read first
 
-The manifest has a SHA-256 of its own, so that no bit of a snapshot can change unnoticed. Hashes find damage but are no signature,
-so whatever is read is also validated.
+The manifest contains its own SHA-256, so every changed bit of a snapshot is detected. Hashes detect damage but are not a
+signature, so everything that is read is also validated.
 """
 
 from __future__ import annotations

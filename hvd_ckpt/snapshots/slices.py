@@ -1,7 +1,7 @@
-"""Slices of tensor parallelism in snapshots: a snapshot of any number of parts, for the part that resumes from it.
+"""Slices of tensor parallelism in snapshots: loads a snapshot of any number of parts into one part.
 
-A snapshot describes whole parameters, and how each is cut. Where the parts are those of this job, a part reads its own slices. Else
-whole tensors are put together, one parameter at a time, and cut anew.
+A snapshot describes whole parameters, and how each is cut. If it has as many parts as this job, a part reads its own slices.
+Otherwise whole tensors are put together, one parameter at a time, and cut again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Snapshots of a training loop: saved beside training, resumed in the same bits, and written when the run is to stop."""
+"""Snapshots of a training loop: saved in the background, resumed with the same bits, and written when a stop is requested."""
 
 from __future__ import annotations
 

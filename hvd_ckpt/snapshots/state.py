@@ -1,4 +1,4 @@
-"""The state in a snapshot besides weights: its schema, and whether it fits the model and optimizer that resume from it."""
+"""The state in a snapshot besides weights: its schema, and its comparison with the model and optimizer that resume from it."""
 
 from __future__ import annotations
 

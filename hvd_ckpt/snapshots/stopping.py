@@ -1,6 +1,6 @@
 """Requests to stop: signals, and the file ``stop`` in a run's folder.
 
-It imports no PyTorch, since the supervisor of a job needs none.
+This module does not import PyTorch, since the supervisor of a job does not need it.
 """
 
 from __future__ import annotations

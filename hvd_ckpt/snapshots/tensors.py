@@ -1,4 +1,4 @@
-"""State as plain values and tensors: checked, copied in host memory, and in files that execute nothing when they are loaded.
+"""State as plain values and tensors: validated, copied to host memory, and saved in files that execute nothing when loaded.
 
 A *state dict* here is any nesting of dict, list, tuple, str, int, float, bool, None and dense tensors. Its file is that of
 ``torch.save``, read with ``torch.load(weights_only=True)``; weights alone are safetensors files.

@@ -1,11 +1,11 @@
 """Snapshots that are written while training continues.
 
-A thread copies the state while the next forward and backward pass run, which only read it, and writes the copy to the disk while
+A thread copies the state during the next forward and backward pass, which only read it. It writes the copy to the disk while
 training changes the state again. Training waits only before the optimizer's update, if the copy is not complete by then (CheckFreq,
 Mohan et al., FAST 2021).
 
-The ranks' threads meet in the file system (:mod:`hvd_ckpt.snapshots.barrier`). When rank 0 has the manifests of all ranks, it
-writes that of the snapshot and gives the folder its name, or removes it and says why.
+The ranks' threads synchronize through the file system (:mod:`hvd_ckpt.snapshots.barrier`). When rank 0 has the manifests of all
+ranks, it writes that of the snapshot and renames the folder. If a rank has failed, it removes the folder and reports the reason.
 """
 
 from __future__ import annotations

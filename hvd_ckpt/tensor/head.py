@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is split: no part ever has the scores of all tokens, not even of one row."""
+"""Cross entropy over a split vocabulary: no part ever has the logits of all tokens, not even of one row."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which layers of a model are split how: :func:`tensor_parallel`, and recipes for the transformers that this library knows.
+"""Splitting of a model's layers: :func:`tensor_parallel`, and recipes for known transformers.
 
-A recipe maps names of modules to a kind of split, in the manner of PyTorch's ``parallelize_module``:
+A recipe maps names of modules to a kind of split, like PyTorch's ``parallelize_module``:
 
     "column"      ``nn.Linear``: a part has a slice of the outputs
     "row"         ``nn.Linear``: a part has a slice of the inputs; outputs are summed

@@ -1,8 +1,8 @@
-"""``hvd-ckpt doctor``: what is installed here, what really works, and the way out where something is missing.
+"""``hvd-ckpt doctor``: a report of what is installed, what works, and how to install what is missing.
 
-It is the command for environments in which nothing else runs, so this module imports neither PyTorch nor Horovod
-before it asks for them, and every question that fails becomes an answer. Whether a controller works is not read off
-Horovod's build but tried with two ranks (:mod:`hvd_ckpt.processes.probe`).
+The command must run in environments in which nothing else runs. So this module does not import PyTorch or Horovod
+at its top, and every check that fails becomes a line of the report. A controller is not judged by
+Horovod's build flags, but tried with two ranks (:mod:`hvd_ckpt.processes.probe`).
 """
 
 from __future__ import annotations

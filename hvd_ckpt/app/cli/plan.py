@@ -1,7 +1,7 @@
 """``hvd-ckpt plan``: make or load a plan, measure it, and write tables, the plan and its pictures.
 
-Exit status 0 if the plan stays within its budget when measured, 1 if it does not, 2 for a bad argument, a budget that
-cannot be met, or a plan file that cannot be used.
+The exit status is 0 if the plan stays within its budget when measured, and 1 if it does not. It is 2 for an invalid argument, a
+budget that cannot be met, or a plan file that cannot be used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models for ``hvd-ckpt plan``: one of the catalog with a random batch and its objective, or what a function returns.
+"""Models for ``hvd-ckpt plan``: a model of the catalog with a random batch and its objective, or the result of a function.
 
 Weights and batches are random: a plan follows from shapes alone. Default sizes are those of ``hvd-ckpt train`` and its default
 data, so that a plan made for a model fits that model in training.
@@ -50,7 +50,7 @@ def build(
     """The model of that name in :mod:`hvd_ckpt.app.models.catalog`, of that folder, or what ``module:function`` returns.
 
     Args:
-        name: of the model, of a folder of a Hugging Face model, or of the function, which gets sizes and options as keyword
+        name: name of the model, of a folder of a Hugging Face model, or of the function, which gets sizes and options as keyword
             arguments and returns (model, tuple of sample arguments, loss or None).
         sizes: of the batch and what is in it: ``batch``, and by kind of model ``length`` and ``vocabulary``, or ``pixels``,
             ``channels`` and ``classes``.

@@ -1,7 +1,8 @@
-"""``hvd-ckpt train``: flags and files to a configuration, one line for an invalid setting, a run.
+"""``hvd-ckpt train``: makes a configuration from flags and files, and runs it; an invalid setting is one line.
 
-Exit status 0 after a run, or when the file ``stop`` in its folder has stopped it; 128 + signal when a signal has; 2 for an invalid
-setting; 1 for anything else: in one line, or with the traceback of the rank where it happened.
+The exit status is 0 after a run, or after the file ``stop`` in its folder has stopped it, and 128 + signal after a signal. It is 2
+for an invalid setting, and 1 for any other error. Errors are shown in one line, or with the traceback of the rank that raised
+them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recipe of a build of Horovod for one PyTorch: source, patches and environment of the build.
 
-The key of :class:`Target` has everything by which wheels differ.
+The key of :class:`Target` contains everything that distinguishes wheels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lightning over Horovod: a strategy for its Trainer, also by the name ``"hvd_ckpt"`` once this module is imported.
 
-The launcher (``horovodrun``, ``mpirun``, ``torchrun``) starts the processes. Lightning's loop stays as it is: the strategy gives it
-distributed optimizers, reduces before hooks and clipping see gradients, and adds each rank's own state to checkpoints.
+The launcher (``horovodrun``, ``mpirun``, ``torchrun``) starts the processes. The strategy keeps Lightning's loop: it provides
+distributed optimizers, reduces gradients before hooks and clipping, and adds each rank's own state to checkpoints.
 """
 
 from __future__ import annotations

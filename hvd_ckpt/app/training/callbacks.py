@@ -1,8 +1,8 @@
 """Callbacks of a training run, and trackers: callbacks that write its log for TensorBoard, Weights & Biases or MLflow.
 
-A callback is any object with some of the methods in :data:`METHODS`. They run on the first process of a job alone, on its main
-thread, so they must not communicate. An exception of one ends all ranks; one of a tracker is a warning, after which it hears no
-more.
+A callback is any object with some of the methods in :data:`METHODS`. They run only on the first process of a job, on its main
+thread, so they must not communicate. An exception of a callback ends all ranks. An exception of a tracker gives a warning, and the
+tracker is not called again.
 """
 
 from __future__ import annotations

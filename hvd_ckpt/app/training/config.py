@@ -336,7 +336,7 @@ class Config(Strict):
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Config:
-        """The configuration with these values; dashes in names are underscores, and None stands for the default.
+        """The configuration with these values. Dashes in names become underscores, and None means the default.
 
         Raises:
             ConfigError: a name is unknown (names the nearest), the model is missing, or a value is not allowed.
@@ -359,7 +359,7 @@ class Config(Strict):
     def write_yaml(self, path: Path) -> None:
         """Writes the settings that differ from the defaults, with the model, as a file for :func:`read_yaml`.
 
-        The file is complete or not there at all; one with the same content is left as it is.
+        The file is written completely or not at all. A file with the same content is not changed.
 
         Raises:
             ConfigError: it cannot be written.

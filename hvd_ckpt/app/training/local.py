@@ -1,4 +1,4 @@
-"""Local SGD in a run: its optimizer, and where a run may resume."""
+"""Local SGD in a run: its optimizer, and the snapshots from which a run may resume."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
 A global batch has parts, and each rank computes some of them:
 
-- :class:`Plain`: one for each rank, and all ranks average their gradients.
-- :class:`Stages`: one for each replica of the pipeline, whose blocks are on different ranks.
-- :class:`Replicas`: one for each logical replica; the number of ranks does not change the order in which gradients are added up.
-- :class:`Local`: one for each rank, which steps on its own; now and then the ranks average their weights.
+- :class:`Plain`: one part for each rank, and all ranks average their gradients.
+- :class:`Stages`: one part for each replica of the pipeline, whose blocks are on different ranks.
+- :class:`Replicas`: one part for each logical replica; the number of ranks does not change the order in which gradients are added.
+- :class:`Local`: one part for each rank, which steps on its own; the ranks average their weights at intervals.
 
 In each step of any mode the loop calls :meth:`~Plain.run` and :meth:`~Plain.finish`, then :meth:`~Plain.skip`, or
-:meth:`~Plain.clip` (if configured) and :meth:`~Plain.step`.
-Sharding (ZeRO) goes with each of them.
+:meth:`~Plain.clip` (if configured) and :meth:`~Plain.step`. Sharding (ZeRO) can be combined with each mode.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class Plain:
         return {}
 
     def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
-        """What the next entry of the log had counted when a snapshot was written, of each of this rank's parts.
+        """The counts of the next log entry when the snapshot was written, for each of this rank's parts.
 
         Args:
             of_rank: whether the snapshot has this rank's own state.
@@ -342,7 +341,7 @@ class Replicas(Plain):
 
 
 class Local(Plain):
-    """Local SGD: each rank, or group of ranks, steps on its own, and all average their weights every so many steps."""
+    """Local SGD: each rank, or group of ranks, steps on its own, and all average their weights at intervals."""
 
     same_state = scales_rate = False  # a step is one of each rank, on any number of ranks
     reports = LocalReports

@@ -1,11 +1,11 @@
 """Optimizers of torch.optim by name, and the learning rate as a function of the step.
 
-Weight decay pulls matrices towards zero and leaves biases and the scales of norms alone, as BERT (Devlin et al., 2018) and
-GPT (Radford et al., 2018; Brown et al., 2020) were trained: a vector's length is not what makes a network overfit.
+Weight decay applies to matrices, and not to biases and the scales of norms. BERT (Devlin et al., 2018) and
+GPT (Radford et al., 2018; Brown et al., 2020) were trained in this way.
 
-PyTorch's schedulers count their own calls, so they carry a state that snapshots must save, and their values come from
-the value before, rounding included. A pure function of the step has no state: a run that resumes at step k has the
-rate it would have had, from k alone.
+PyTorch's schedulers count their own calls, so snapshots would have to save their state. Each value is computed from
+the previous one, including its rounding. A pure function of the step has no state: a run that resumes at step k gets the
+same learning rate from k alone.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer for the model's trained parameters.
 
-    It has two groups, each in the order of ``model.named_parameters()``: tensors of two or more dimensions, which decay, and
-    the others, which do not. There are two whatever the weight decay, so a state can be loaded after it was changed;
-    one if all parameters are of one kind, or the optimizer has no weight decay. A tied parameter is included once, a frozen one not
-    at all.
+    It has two groups, each in the order of ``model.named_parameters()``: tensors of two or more dimensions, which decay, and the
+    others, which do not. There are two groups for any weight decay, so a state can be loaded after it was changed; one if all
+    parameters are of one kind, or the optimizer has no weight decay. A tied parameter is included once, a frozen one not at all.
 
     Args:
         name: a class of torch.optim in lower case, such as ``adamw``.
@@ -56,7 +55,7 @@ def build_optimizer(
         lr: the learning rate.
         weight_decay: of the first group; it replaces the class's own default.
         options: other keyword arguments of the class; lists stand for tuples.
-        layer_decay: each block of a chain has groups of its own, with the learning rate of the block behind it times this
+        layer_decay: each block of a chain has its own groups, with the learning rate of the next block times this factor
             ("ELECTRA", Clark et al., 2020), in their option ``lr_scale``; the last block has ``lr``.
 
     Raises:

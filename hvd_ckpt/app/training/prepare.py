@@ -1,11 +1,11 @@
-"""The start of a run, from its configuration to its first step; for a resume it is the same, with the state of a snapshot.
+"""The start of a run, from its configuration to its first step. A resume has the same steps, with the state of a snapshot.
 
-One function calls all steps, :func:`prepare`. Their order follows from what each of them needs:
+:func:`prepare` calls all steps. Their order follows from their requirements:
 
-- The snapshot is compared with a model and an optimizer that are whole and of one rank, so it is read before these are distributed.
-- Planning runs the whole model with the weights of the snapshot, so it comes between the two.
-- Gradient hooks see the modules that the plan has changed and the blocks of this rank's stage, so the optimizer comes after both.
-- What shards, moments and random states a rank has is known last, and loaded last.
+- The snapshot is compared with a whole model and the optimizer of one rank, so it is read before these are distributed.
+- Planning runs the whole model with the weights of the snapshot, so it comes after reading and before distribution.
+- Gradient hooks need the modules that the plan has changed and the blocks of this rank's stage, so the optimizer comes after both.
+- The shards, moments and random states of a rank are known last, and loaded last.
 """
 
 from __future__ import annotations

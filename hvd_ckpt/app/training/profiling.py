@@ -1,4 +1,4 @@
-"""Profiles of a run: traces of some steps, and how much of the devices' peak it uses."""
+"""Profiles of a run: traces of some steps, and the share of the devices' peak that it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trained model of a run, made anew from a snapshot without the run's data, for transformers; and text that models write."""
+"""The trained model of a run, built from a snapshot without the run's data, for transformers; and text generation."""
 
 from __future__ import annotations
 
