@@ -42,7 +42,7 @@ class ReplicasState(State):
 class Replica:
     """One logical replica in one step; a context within which this rank computes it.
 
-    Within it the generators of PyTorch, NumPy and Python are seeded for the seed of the job, the step and the replica, and the
+    In this context the generators of PyTorch, NumPy and Python are seeded by the seed of the job, the step and the replica. The
     model's buffers (batch norm statistics) are the replica's own. Afterwards both are as they were before.
 
     Attributes:

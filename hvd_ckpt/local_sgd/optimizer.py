@@ -51,7 +51,7 @@ class LocalOptimizer(_Base):
 
     @property
     def divergence(self) -> float:
-        """How far ranks (groups) had moved from the anchor in the last averages: the root of their mean squared distance.
+        """Distance of ranks (groups) to the anchor in the last averages: the root of their mean squared distance.
 
         Over all parameters, and the same on every rank. It comes with the weights of the ranks, in a message of 16 bytes.
         """
@@ -93,7 +93,8 @@ class LocalOptimizer(_Base):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it parameters and floating-point buffers are the mean of all ranks': to evaluate, or to save them. Collective.
+        """A context in which parameters and floating-point buffers are the mean over all ranks, to evaluate or save them.
+        Collective.
 
         Each rank (group) counts the same. It sends the parameters once more, as they are (``traffic`` counts them), and nothing
         where all ranks have the same. Afterwards each rank has its own again, bit for bit; a copy is kept meanwhile. ``step()``
@@ -132,7 +133,7 @@ class LocalOptimizer(_Base):
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Within it ``step()`` does not reduce; a step that was not taken counts as skipped."""
+        """A context in which ``step()`` does not reduce. A step that was not taken counts as skipped."""
         self._stepped = False
         with super().without_reduction():
             yield

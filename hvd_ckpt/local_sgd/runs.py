@@ -1,7 +1,8 @@
 """Runs: flat tensors of some parameters, moments or buffers, each averaged with one reduce-scatter and one all-gather.
 
-A run has ``parts * peers`` rows. If the ranks of a group have equal values, each rank averages one part, that of its place in the
-group, with the ranks of the same place in other groups. The group then gathers the parts. Each peer adds up one row.
+A run has ``parts * peers`` rows. If the ranks of a group have equal values, each rank averages one part, which its place in the
+group determines. It does so with the ranks of the same place in other groups. The group then gathers the parts. Each peer adds up
+one row.
 """
 
 from __future__ import annotations

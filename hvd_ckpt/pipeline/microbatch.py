@@ -1,8 +1,8 @@
 """Micro-batches: the gradients of a large batch in the memory of a small one.
 
 A mini-batch is split into micro-batches, and each of them runs forward and backward before the next begins. Gradients add up as
-over several backward passes. The difficulty is their weights: the loss of a mini-batch is a mean over terms (samples, or tokens
-that are predicted), and micro-batches and ranks may have different numbers of terms.
+over several backward passes. Their weights differ, since the loss of a mini-batch is a mean over terms (samples, or predicted
+tokens), and micro-batches and ranks may have different numbers of terms.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def one_element(loss: Any) -> Tensor:
 def silence(loss: Tensor) -> None:
     """Makes the gradients of a loss without terms zero even if it is nan, since 0 times nan is nan.
 
-    The backward pass must run all the same: it takes part in collectives of the other ranks' backward passes, and the gradients
+    The backward pass must run nevertheless. It takes part in collectives of the other ranks' backward passes, and the gradients
     that a synchronized batch norm receives from their losses are not zero.
     """
     # Each node between the loss and the leaves gets a hook that replaces nan by 0 in the gradients that it passes on.

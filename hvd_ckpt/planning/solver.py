@@ -4,7 +4,7 @@ One dynamic programme over *levels*, as in Beaumont et al. (2019), "Optimal chec
 choices per block. Level (s, t) runs blocks s to t forward and backward while the gradient of the output of block t waits outside.
 
 Each level has a Pareto frontier: the pairs of bytes needed and seconds such that no other schedule of the level needs less and is
-faster. Frontiers are exact up to a size that depends on the length of the chain. Beyond that size, they are thinned, which drops
+faster. Frontiers are exact up to a size that depends on the length of the chain. Beyond that size, they are thinned. This drops
 schedules and leaves the others exact: a schedule never needs more than its point says, and the smallest peak and the fastest
 schedule are always there. Small chains are never thinned; on others, the result is within 1 % of the best schedule.
 

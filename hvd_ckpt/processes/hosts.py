@@ -1,8 +1,8 @@
 """The other ranks of a job: their hosts, and whether these still answer.
 
-Each rank sends its location once (:meth:`Peer.here`). When a wait has lasted too long, this distinguishes a machine that is
-down or cut off from a rank that is stuck: a running machine answers an attempt to connect, even if it refuses it. Ranks on this
-machine are looked up in its process table.
+Each rank sends its location once (:meth:`Peer.here`). When a wait has lasted too long, this distinguishes a machine that is down
+or cut off from a rank that is stuck. A running machine answers an attempt to connect, even if it refuses it. Ranks on this machine
+are looked up in its process table.
 """
 
 from __future__ import annotations

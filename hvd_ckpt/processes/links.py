@@ -1,9 +1,9 @@
 """Links between all processes of a job with pipeline stages or parts, and the set-up of its grid before Horovod starts.
 
-- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator.
-- Over Gloo, Horovod is initialized with a rendezvous server of the stage, as Horovod's own Ray and Spark integrations do; the
-  links are a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the
-  launcher's rendezvous server.
+- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator. - Over
+  Gloo, Horovod is initialized with a rendezvous server of the stage, as in Horovod's own Ray and Spark integrations. The links are
+  a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the launcher's
+  rendezvous server.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
 
 @contextlib.contextmanager
 def starting(grid: Grid) -> Iterator[None]:
-    """Within it Horovod's environment is that of the stage's own world."""
+    """A context in which Horovod's environment is that of the stage's own world."""
     before = {name: os.environ.get(name) for name in grid.horovod.get("environment", {})}
     # Horovod reads rank and size from the environment as it starts.
     # Afterwards they are those of the whole job again, as in launched_rank().

@@ -61,8 +61,8 @@ class Listener:
     """Socket at which the others of this host reach this process.
 
     Attributes:
-        host: equal for processes that can reach each other: of one boot of a kernel, one network namespace and one user; None if
-            the system has no such sockets and memory, or hides what they need.
+        host: a value that is equal for processes that can reach each other: of one boot of a kernel, one network namespace and one
+            user. None if the system has no such sockets and memory, or hides the facts that they need.
         name: of the socket.
     """
 

@@ -1,9 +1,9 @@
 """Uncaught errors on ranks: one traceback per error and host, and one line from each other rank.
 
-:func:`install` replaces Python's own ``sys.excepthook``, but never that of a user. Three cases print one line: an error that
-another rank of this host already shows, an error that only reports the end of another rank, and a Ctrl-C that names the
-operation that it interrupted. Every other error is shown in full.
-Ranks need not wait for each other: the first rank binds a socket whose name is made of the job and the text of the traceback,
+:func:`install` replaces Python's own ``sys.excepthook``, but never that of a user. An error is one line if another
+rank of this host already shows it, or if it only reports the end of another rank. A Ctrl-C that names the operation that it
+interrupted is one line, too. Every other error is shown in full.
+Ranks need not wait for each other. The first rank binds a socket whose name is made of the job and the text of the traceback,
 and others cannot bind it as long as that rank lives. Exit status and exit handlers are Python's own.
 """
 

@@ -73,8 +73,8 @@ def checkpoint(
     - batch norms, which count each batch once, and synchronized batch norms, which communicate once;
     - modules whose training flags change before the backward pass: the recomputation uses those of the first pass.
 
-    The last two apply to modules that ``function`` can reach: itself, or through its object, closure, defaults, partial arguments
-    and globals, in lists and dicts of those, and in its arguments.
+    The last two apply to modules that ``function`` can reach. These are the function itself, and modules in its object, closure,
+    defaults, partial arguments, globals (also in lists and dicts of those), and in its arguments.
 
     Under :class:`torch.no_grad` and :func:`hvd_ckpt.without_recomputation`, the function runs without a checkpoint. While a model
     is being compiled, it runs eagerly. The function itself may be a compiled one.

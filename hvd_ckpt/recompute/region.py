@@ -1,7 +1,7 @@
 """A region: a checkpointed function with the modules and tensors that it can reach, and its first pass and recomputations.
 
-A checkpointed function is often not a module but something around modules: a bound method, a lambda, a ``partial``, a list of
-layers. :func:`reach` looks into such objects, without running them, for the modules whose state a recomputation must restore
+A checkpointed function is often not a module but an object that contains modules: a bound method, a lambda, a ``partial``, a list
+of layers. :func:`reach` looks into such objects, without running them, for the modules whose state a recomputation must restore
 (:mod:`.state`) and for the parameters that need gradients.
 """
 

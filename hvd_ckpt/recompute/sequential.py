@@ -43,8 +43,8 @@ def checkpoint_sequential(
         shared: keyword arguments; each layer gets those that it accepts.
 
     Raises:
-        TypeError: ``segments`` is neither an int nor a sequence of ints, ``functions`` are not callables, a layer cannot take the
-            number of its arguments, or no layer accepts a shared keyword argument.
+        TypeError: ``segments`` is neither an int nor a sequence of ints, or ``functions`` are not callables. Or a layer cannot
+            take the number of its arguments, or no layer accepts a shared keyword argument.
         ValueError: ``segments`` is less than 1 or larger than the number of layers, or the lengths do not sum to that number.
 
     If the first layer of a segment raises an error in the first pass, the error is raised again with the segment and its layers in

@@ -10,9 +10,9 @@ keep the result of a matrix product.
 A replay runs torch functions only: no module code, no hooks, no side effects. A batch norm counts its batch once, because its
 module runs once. The graph is the one that autograd built in the forward pass, so each parameter's gradient accumulates once.
 
-Some results cannot be dropped: those of custom autograd functions and of compiled functions, which the tape does not see, and
-those of calls that change a tensor in place and cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate (Zhao et al., 2023)
-also keep some tensors of a block and recompute others. They trace the model into a graph and run the graph in its place.
+Some results cannot be dropped. These are results of custom autograd functions and of compiled functions, which the tape does not
+see, and of calls that change a tensor in place and cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate (Zhao et al.,
+2023) also keep some tensors of a block and recompute others. They trace the model into a graph and run the graph in its place.
 """
 
 from __future__ import annotations

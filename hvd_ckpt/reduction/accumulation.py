@@ -21,9 +21,9 @@ from hvd_ckpt.utils import backward_errors
 class AccumulationCounts:
     """Learns how many accumulations each of ``n`` gradients takes between two synchronizations.
 
-    A count rises at once; it falls only after two equal lower steps, so that one short step (the last, shorter accumulation
-    group of an epoch, say) does not make the next full one late. ``expected`` is a plain list so that the hook which runs once
-    per gradient costs two list look-ups.
+    A count rises at once. It falls only after two equal lower steps, so that one short step (the last, shorter accumulation group
+    of an epoch, say) does not make the next full one late. ``expected`` is a plain list so that the hook which runs once per
+    gradient costs two list look-ups.
     """
 
     def __init__(self, n: int) -> None:

@@ -30,8 +30,8 @@ def lay_out(
         order: indices of the parameters to place, in the order in which their gradients become final.
         parameters: all parameters, by index.
         cap_bytes: a bucket is closed before it grows past this size (one parameter may be larger by itself).
-        groups: instead of the cap, a number of buckets, or lists of parameter indices that each travel together
-            (the meaning of ``groups`` in Horovod); a parameter in no list travels alone.
+        groups: instead of the cap, a number of buckets, or lists of parameter indices that each share a bucket (the meaning of
+            ``groups`` in Horovod). A parameter in no list has its own bucket.
 
     Returns:
         Buckets in launch order. Without ``groups`` the last one is small (about 1 MiB): it cannot leave before the backward

@@ -139,7 +139,7 @@ def agree_at_construction(
 ) -> tuple[int, list[tuple[str, torch.Tensor]]]:
     """Compares options, errors and parameters of all ranks, before anything else happens. Collective over all ranks.
 
-    In an elastic job ranks do not construct at the same time, but for optimizers with logical replicas and of local SGD: a new
+    In an elastic job ranks do not construct at the same time, except for optimizers with logical replicas and of local SGD. A new
     worker does while the others wait for it in ``state.sync()``. There the comparison is left to Horovod's own checks.
 
     Args:

@@ -71,8 +71,8 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
 class Live:
     """All optimizers of this process, to be leveled.
 
-    They are held: Python may collect an optimizer at any time, on one rank before another, and a rank that had told the others of
-    one and then had it no more would leave them waiting.
+    They are kept alive. Python may collect an optimizer at any time, on one rank before another. If a rank had announced an
+    optimizer and then lost it, the others would wait.
 
     Attributes:
         states: of each, by its identity, which ranks have agreed on; to be gathered.

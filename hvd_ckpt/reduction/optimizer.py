@@ -136,7 +136,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it ``step()`` does not reduce, because ``synchronize()`` already has."""
+        """A context in which ``step()`` does not reduce, because ``synchronize()`` already has."""
         if self._op == Adasum and self.reducer is not None:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         with self._stepping(StepReduces.NOT_IN_SKIP):
@@ -164,8 +164,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Args:
             closure: computes the loss and its gradients. Each call of it is followed by a reduction. Gradients that there are
                 before (SAM takes its first step on them) are reduced, too. If the closure returns a real number or a tensor with
-                one, on every rank, it is averaged over the ranks, so an optimizer that calls it often (LBFGS) does so equally
-                often everywhere; anything else is handed on as it is.
+                one, on every rank, it is averaged over the ranks. So an optimizer that calls it often (LBFGS) does so equally
+                often on every rank. Any other value is returned unchanged.
 
         Raises:
             RuntimeError: within :meth:`skip_synchronize`, a backward pass has added to gradients since ``synchronize()``.
@@ -325,7 +325,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """Within it every parameter is whole, as it always is where nothing is split."""
+        """A context in which every parameter is whole; without sharding this is always so."""
         yield
 
     def unshard(self) -> None:
@@ -346,7 +346,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return self.reducer.stats if self.reducer is not None else ReductionStats()
 
     def notify(self) -> None:
-        """Has the next :meth:`synchronize` tell every rank, at no cost, that a rank has something to say: see :attr:`notified`.
+        """Sets a flag that the next :meth:`synchronize` sends to every rank at no cost: see :attr:`notified`.
 
         So that ranks need a collective of their own only where something has happened on one of them: a signal, a loss that is nan.
         """
@@ -402,7 +402,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     @contextmanager
     def unscaling(self) -> Iterator[None]:
-        """Within it ``param_groups`` hold what carries the gradients that a scaler divides: the parameters, as ever.
+        """A context in which ``param_groups`` hold the parameters whose gradients a scaler divides; here these are all parameters.
 
         All ranks divide them alike.
         """
@@ -412,8 +412,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def reduce_for_caller(self) -> None:
         """Reduces this step's gradients for a caller that changes them before a plain ``step()``, or within this library.
 
-        Where they are reduced already, one small allreduce asks whether any rank has had new gradients since; not within
-        :meth:`skip_synchronize`, where a gradient of a backward pass since then is an error.
+        If they are reduced already, one small allreduce finds whether any rank has had new gradients since. Within
+        :meth:`skip_synchronize` there is no such allreduce, and a gradient of a later backward pass is an error.
         """
         if self._phase.is_reduced and self._step_reduces is not StepReduces.YES:
             self.check_reduced()
@@ -422,13 +422,13 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._phase = Phase.REDUCED
 
     def note_changes(self) -> None:
-        """All ranks have changed their reduced gradients alike, so that they need not be reduced again."""
+        """Declares that all ranks have changed their reduced gradients in the same way, so that they are not reduced again."""
         if self.reducer is not None:
             self.reducer.note_changes()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
+        """A context in which ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
         try:
             with self._stepping(StepReduces.NOT_FOR_SCALER):
                 yield

@@ -12,8 +12,8 @@ A fingerprint is computed while the last gradients of a step are in flight, from
 flags of the next step, so it only uses time that would be spent waiting.
 
 After the flags all ranks have the same information. If there is a difference, they exchange the fingerprints of all compared
-parameters, in one allreduce in which absent ranks also take part. This table decides: it names the parameter and the ranks, or
-shows that weights have become equal since, or that the ranks were at different parts, which are then made equal.
+parameters, in one allreduce in which absent ranks also take part. This table decides. It names the parameter and the ranks, or
+shows that weights have become equal since. It may also show that the ranks were at different parts, which are then made equal.
 
 Only parameters that have been reduced are compared, since ranks that average a gradient need the same weight for it. A parameter
 that is not reduced (frozen, or never used) may differ. The first step compares nothing, so weights may be broadcast after it.

@@ -42,7 +42,7 @@ class Divergence:
 
     @contextlib.contextmanager
     def awaiting(self, title: str) -> Iterator[None]:
-        """Within it this rank waits for a unit."""
+        """A context in which this rank waits for a unit."""
         self._unit = self._titles.index(title)
         try:
             yield

@@ -1,10 +1,10 @@
 """Estimates of the memory of a training step on any number of ranks, in one process: :func:`estimate_memory`.
 
-Parameters, gradients, optimizer state and master weights are computed from the layout of the sharded optimizer.
-Activations are measured in one forward and backward pass on this machine, with the gradients that are final at
-each peak. A formula for each stage gives the memory of communication: gradients that wait for their bucket or are in flight, and
-the parameters of two units that are gathered (stage 3). The reducer is not simulated event by event, so the peak is an
-estimate, at most about 10 % from the measured peak (``docs/sharding/memory.md``).
+Parameters, gradients, optimizer state and master weights are computed from the layout of the sharded optimizer. Activations are
+measured in one forward and backward pass on this machine, with the gradients that are final at each peak. A formula for each stage
+gives the memory of communication. This is the memory of gradients that wait for their bucket or are in flight, and of the
+parameters of two gathered units (stage 3). The reducer is not simulated event by event, so the peak is an estimate, at most about
+10 % from the measured peak (``docs/sharding/memory.md``).
 """
 
 from __future__ import annotations

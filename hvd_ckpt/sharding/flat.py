@@ -103,12 +103,12 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it parameters are whole, as they always are."""
+        """A context in which parameters are whole, as they always are."""
         yield
 
     @contextlib.contextmanager
     def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:
-        """Within it parameters are whole, as they always are; no copies were needed."""
+        """A context in which parameters are whole, as they always are; no copies were needed."""
         yield []
 
     def unshard(self) -> None:

@@ -288,7 +288,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _alone(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> Iterator[None]:
-    """Within it the optimizer has one parameter to step, in its group."""
+    """A context in which the optimizer has one parameter to step, in its group."""
     groups, params = optimizer.param_groups, group["params"]
     try:
         optimizer.param_groups, group["params"] = [group], [parameter]

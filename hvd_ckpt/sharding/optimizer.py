@@ -75,7 +75,7 @@ class ShardedOptimizer(ReducedOptimizer):
         self.sharding.masters.follow(self.sharding.store.shards)
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
-        """The ``state_dict()`` of the model, whole, in memory of its own on the CPU. Collective.
+        """The whole ``state_dict()`` of the model, as copies in CPU memory. Collective.
 
         At stage 3 units are gathered one after the other, so a rank that does not get it holds one unit at a time.
 
@@ -91,7 +91,7 @@ class ShardedOptimizer(ReducedOptimizer):
             return copied_state(model, {copy.data_ptr() for copy in copies}) if here else None
 
     def unshard(self) -> None:
-        """Gives the model whole parameters of its own on every rank; another optimizer can be made for it then. Collective.
+        """Gives the model whole parameters on every rank. Afterwards another optimizer can be created for it. Collective.
 
         This one cannot be used any more: take its :meth:`full_state_dict` before. Gradients that no step has used are dropped.
 
@@ -136,7 +136,7 @@ class ShardedOptimizer(ReducedOptimizer):
         self.sharding.drop_gradients()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes are added up on each rank before they are reduced (stages 2 and 3), from the next step on."""
+        """Sets the number of backward passes that each rank adds up before a reduction (stages 2 and 3), from the next step on."""
         ReducedOptimizer.set_backward_passes_per_step(self, passes)
         if isinstance(self.reducer, ShardReducer):
             self.reducer.set_passes(passes)
@@ -159,7 +159,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
+        """A context in which ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
         try:
             with ReducedOptimizer.without_reduction(self):
                 yield
@@ -172,7 +172,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:
-        """Within it ``param_groups`` hold what carries the gradients that a scaler divides: at stage 1 the whole parameters."""
+        """A context in which ``param_groups`` hold the parameters whose gradients a scaler divides: at stage 1 the whole ones."""
         if self.sharding.stage > 1:
             yield
         else:
@@ -182,7 +182,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def _whole_groups(self) -> Iterator[None]:
-        """Within it ``param_groups`` hold the whole parameters."""
+        """A context in which ``param_groups`` hold the whole parameters."""
         pieces = [group["params"] for group in self.param_groups]
         try:
             for group, whole in zip(self.param_groups, self.sharding.groups):
@@ -235,7 +235,7 @@ class ShardedOptimizer(ReducedOptimizer):
         return result
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
-        """Within it a lack of room for offloaded state is an error on all ranks. Collective, where state is offloaded."""
+        """A context in which a lack of room for offloaded state is an error on all ranks. Collective, where state is offloaded."""
         return raised_everywhere(self.sharding.exchange, self.sharding.offload)
 
     def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:

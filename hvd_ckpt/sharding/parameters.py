@@ -140,7 +140,7 @@ class ShardedParameters:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it all parameters are whole and exact, whatever the format; what is written to them is kept. Collective.
+        """A context in which all parameters are whole and exact, whatever the format; what is written to them is kept. Collective.
 
         Raises:
             RuntimeError: inside a backward pass.

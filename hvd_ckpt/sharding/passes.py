@@ -256,7 +256,7 @@ class Passes:
 
     @contextlib.contextmanager
     def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:
-        """Within it parameters are whole and exact, to be read, where ``here`` says so. Collective.
+        """A context in which parameters are whole and exact, to be read, where ``here`` says so. Collective.
 
         Units are gathered one after the other, so a rank that reads none holds one unit at a time.
 

@@ -108,8 +108,8 @@ class Schedule:
         return not self._waiting[position]
 
     def ready(self) -> int:
-        """How many groups may leave now: all up to the next one that expects gradients, if that is complete; if it is the last such
-        group of the round, the rest of the round, too.
+        """The number of groups that may leave now: all up to the next one that expects gradients, if that is complete. If it is
+        the last such group of the round, the rest of the round may leave as well.
         """
         # In the order 2, 0, 1, where nothing is expected for group 0: once 2 is complete,
         # it leaves alone. Once 1 is, 0 and 1 leave.

@@ -40,11 +40,11 @@ def find_units(
 ) -> list[UnitModules]:
     """The units of a model.
 
-    By default: the segments of each :class:`hvd_ckpt.CheckpointSequential` and of each chain with a ``checkpoint_interval``, the
-    blocks, spans and segments of an applied plan, and else the children of ``nn.ModuleList`` and ``nn.Sequential`` that a planner
-    would take for blocks. What lies in none of them, and what several of them share, is the last unit, whose module is the model
-    itself: it is whole for as long as the model runs forward and backward. So is a head whose cross entropy a plan computes in
-    chunks, which needs its weight after it has run.
+    By default, units are the segments of each :class:`hvd_ckpt.CheckpointSequential` and of each chain with a
+    ``checkpoint_interval``, and the blocks, spans and segments of an applied plan. In other models they are the children of
+    ``nn.ModuleList`` and ``nn.Sequential`` that a planner would take for blocks. What lies in none of them, and what several of
+    them share, is the last unit, whose module is the model itself: it is whole for as long as the model runs forward and backward.
+    So is a head whose cross entropy a plan computes in chunks, which needs its weight after it has run.
 
     Args:
         model: all its parameters are in one unit each.

@@ -284,7 +284,7 @@ class UnitParameters:
 
     @contextlib.contextmanager
     def lent(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within it the parameters, which are sharded, have these values, to be read: those of :meth:`copied`."""
+        """A context in which the parameters, which are sharded, have these values, to be read: those of :meth:`copied`."""
         assert self._state is _State.SHARDED
         self._present(values, watched=False)
         try:

@@ -88,12 +88,12 @@ def load_state(
     target: Target,
     options: bool = False,
 ) -> bool:
-    """Loads everything but the weights; returns whether that includes this rank's own state. Collective.
+    """Loads everything except the weights. Returns whether this includes this rank's own state. Collective.
 
     Args:
-        expected: the state that the optimizer keeps of each shard, see :func:`hvd_ckpt.snapshots.resume.state_of_shards`; to resume
-            in stages from a snapshot that has none, of the whole model, in the order of its optimizer.
-        target: what the state is loaded into.
+        expected: the state that the optimizer keeps of each shard, see :func:`hvd_ckpt.snapshots.resume.state_of_shards`. To
+            resume in stages from a snapshot without stages, it is the state of the whole model, in the order of its optimizer.
+        target: the objects into which the state is loaded.
         options: whether the optimizer's groups get the options of the snapshot, such as the learning rate, or keep theirs.
     """
     model, optimizer, shards = target.model, target.optimizer, target.shards

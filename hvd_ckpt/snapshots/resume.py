@@ -174,8 +174,8 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
 def read_weights(snapshot: Snapshot, wanted: Sequence[ShardRange]) -> list[tuple[str, int, int, Tensor]]:
     """Weights that have these elements: name, first and last + 1 element, and values (1-D), mapped from files where they can be.
 
-    Of the weights in shards, only files with some of the elements are read; all that have some of a parameter, if it is cut anew
-    or its elements lie in another order.
+    For weights in shards, only files with some of the elements are read. All files with a part of a parameter are read if it is
+    cut again or its elements lie in another order.
 
     Args:
         snapshot: whose names and shapes are those of the elements, see :func:`check_tensors`.

@@ -26,7 +26,7 @@ _HEADS = 1  # the dimension of heads in scores of attention, (batch, heads, quer
 
 
 class WholeDraws(TorchFunctionMode):
-    """Within it dropout masks are slices of those of the whole layer, until :func:`end_split`.
+    """A context in which dropout masks are slices of those of the whole layer, until :func:`end_split`.
 
     Args:
         positions: each part has a share of the positions instead of one of the heads or features, up to the end.

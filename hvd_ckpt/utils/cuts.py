@@ -1,7 +1,7 @@
 """Cuts of parameters over the parts of tensor parallelism: which slices of a whole tensor a part has.
 
-A cut is along one dimension. A dimension may consist of several blocks of equal size, which are cut separately: the rows of a
-fused query-key-value weight are three blocks, and a part has the rows of its heads in each.
+A cut is along one dimension. A dimension may consist of several blocks of equal size, which are cut separately. For example, the
+rows of a fused query-key-value weight are three blocks, and a part has the rows of its heads in each.
 """
 
 from __future__ import annotations

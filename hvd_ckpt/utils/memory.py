@@ -50,9 +50,10 @@ def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     """A context that measures its body. The figures are set when the body has ended.
 
     On CPU, each block that PyTorch allocates in the body counts with its requested size, including workspaces of operators, on the
-    calling thread and on autograd's threads. Two kinds of blocks do not count: those allocated before the start (freeing one does
-    not lower the figures, so start where the work starts), and those of other threads, such as the communication threads of
-    Horovod and Gloo. On CUDA, the figures are ``torch.cuda.max_memory_allocated`` of the device, for all threads.
+    calling thread and on autograd's threads. Two kinds of blocks do not count. Blocks that were allocated before the start are not
+    counted, and freeing one does not lower the figures, so start where the work starts. Neither are blocks of other threads, such
+    as the communication threads of Horovod and Gloo. On CUDA, the figures are ``torch.cuda.max_memory_allocated`` of the device,
+    for all threads.
 
     Raises:
         ValueError: the device is neither CPU nor CUDA.

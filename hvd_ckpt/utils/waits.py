@@ -10,7 +10,7 @@ _awaited: dict[int, str] = {}  # by thread
 
 
 class waiting_for:
-    """Within it this thread waits for ``what``; an error that leaves it keeps these words (:func:`awaited_by`)."""
+    """A context in which this thread waits for ``what``; an error that leaves it keeps these words (:func:`awaited_by`)."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -50,8 +50,8 @@ def build(
     """The model of that name in :mod:`hvd_ckpt.app.models.catalog`, of that folder, or what ``module:function`` returns.
 
     Args:
-        name: name of the model, of a folder of a Hugging Face model, or of the function, which gets sizes and options as keyword
-            arguments and returns (model, tuple of sample arguments, loss or None).
+        name: name of the model, of a folder of a Hugging Face model, or of the function. The function gets sizes and options as
+            keyword arguments, and returns (model, tuple of sample arguments, loss or None).
         sizes: of the batch and what is in it: ``batch``, and by kind of model ``length`` and ``vocabulary``, or ``pixels``,
             ``channels`` and ``classes``.
         options: of the model.

@@ -46,17 +46,18 @@ def build_optimizer(
     """An optimizer for the model's trained parameters.
 
     It has two groups, each in the order of ``model.named_parameters()``: tensors of two or more dimensions, which decay, and the
-    others, which do not. There are two groups for any weight decay, so a state can be loaded after it was changed; one if all
-    parameters are of one kind, or the optimizer has no weight decay. A tied parameter is included once, a frozen one not at all.
+    others, which do not. There are two groups for any weight decay, so a state can be loaded after the weight decay was changed.
+    There is one group if all parameters are of one kind, or the optimizer has no weight decay. A tied parameter is included once,
+    a frozen one not at all.
 
     Args:
         name: a class of torch.optim in lower case, such as ``adamw``.
-        model: whose parameters are optimized.
+        model: the model whose parameters are optimized.
         lr: the learning rate.
         weight_decay: of the first group; it replaces the class's own default.
         options: other keyword arguments of the class; lists stand for tuples.
-        layer_decay: each block of a chain has its own groups, with the learning rate of the next block times this factor
-            ("ELECTRA", Clark et al., 2020), in their option ``lr_scale``; the last block has ``lr``.
+        layer_decay: factor of the learning rate from each block of a chain to the block before it ("ELECTRA", Clark et al., 2020).
+            Each block then has its own groups, with the option ``lr_scale``; the last block has ``lr``.
 
     Raises:
         ValueError: the optimizer is unknown (the message names the nearest) or unsuitable, refuses an option or has no weight
@@ -138,10 +139,10 @@ def _groups(parameters: list[nn.Parameter], weight_decay: float, decays: bool) -
 class Schedule:
     """A linear warm-up to ``lr``, then a decay.
 
-    The decays: ``constant`` stays; ``linear`` and ``cosine`` (Loshchilov and Hutter, "SGDR", 2017, without restarts) fall
-    to 0, reached where training ends; ``inverse-sqrt`` falls with one over the square root of the step (Vaswani et al.,
-    "Attention Is All You Need", 2017, scaled so that its top is lr); ``step`` is divided by 10 at 50 % and at 75 % of all steps (as
-    DenseNet, Huang et al., 2017, and nearly as ResNet, He et al., 2016).
+    The decays: ``constant`` does not change; ``linear`` and ``cosine`` (Loshchilov and Hutter, "SGDR", 2017, without restarts)
+    fall to 0, reached where training ends; ``inverse-sqrt`` falls with one over the square root of the step (Vaswani et al.,
+    "Attention Is All You Need", 2017, scaled so that its top is lr); ``step`` is divided by 10 at 50 % and at 75 % of all steps
+    (as DenseNet, Huang et al., 2017, and nearly as ResNet, He et al., 2016).
 
     Attributes:
         name: one of :data:`~hvd_ckpt.utils.text.SCHEDULES`.

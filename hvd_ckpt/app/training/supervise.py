@@ -74,8 +74,8 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             the early warning of a scheduler.
 
     Returns:
-        the exit status: the job's; 128 + signal if a signal stopped it; 2 if a setting is invalid, and 1 if a restart would fail in
-        the same way for another reason
+        The exit status: that of the job; 128 + signal if a signal stopped it; 2 if a setting is invalid, and 1 if a restart would
+        fail in the same way for another reason.
     """
     for left in (FAILURE_FILE, STOP_FILE):  # of an earlier job
         _remove(commands.run / left)
