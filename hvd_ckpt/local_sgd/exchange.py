@@ -1,4 +1,4 @@
-"""The collectives of an average among some ranks of a process set: alltoalls that send nothing to the others, so no set is added."""
+"""The collectives of an average among some ranks of a process set: alltoalls with no data for the others, so no set is added."""
 
 from __future__ import annotations
 

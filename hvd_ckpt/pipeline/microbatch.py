@@ -65,7 +65,7 @@ def accumulate(
             counts the samples, which may be nested in lists, tuples and dicts.
         micro_batches: number of micro-batches; there are fewer if there are fewer samples.
         checkpoint: the micro-batches whose checkpointed parts are recomputed in the backward pass, as in GPipe (Huang et al.,
-            2019): ``"always"``, ``"except_last"`` (the backward pass of the last one follows at once) or ``"never"``.
+            2019). ``"always"``, ``"except_last"`` (the backward pass of the last one follows at once) or ``"never"``.
         weight: takes a micro-batch and returns the number of terms that its loss is the mean of; by default its number of samples.
         across_ranks: whether to weight by the terms of all ranks. The gradients that a ``DistributedOptimizer`` averages are then
             those of the mean over the terms of all ranks. One number is summed over the ranks during the first forward pass.

@@ -57,9 +57,9 @@ def plan(
         args, kwargs: a sample batch: the step is ``loss(model(*args, **kwargs)).backward()``.
         loss: takes the output of the model and returns one number. By default, it is the output if that is one number, else its
             ``loss`` attribute, else the sum of its tensors.
-        budget: limit of the peak of a step above its start, where the gradients of the parameters exist already. Bytes, or
-            text: ``"6GiB"``; ``"0.3x"`` of the peak without recomputation; ``"80%"`` of the device's memory; ``"min"``, the
-            smallest peak that does not double the time; None for the fastest plan at any memory.
+        budget: limit of the peak of a step above its start, where the gradients of the parameters exist already. It is given as
+            bytes, or as text: ``"6GiB"``; ``"0.3x"`` of the peak without recomputation; ``"80%"`` of the device's memory.
+            ``"min"`` is the smallest peak that does not double the time, and None means the fastest plan at any memory.
         blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default, the planner finds
             them.
         autocast: dtype of :class:`torch.autocast`, if the forward pass will run under it.

@@ -73,7 +73,7 @@ class GroupMemory:
         return self.secondary if self.current and self.secondary is not None else self.shard
 
     def keep(self, rank: int, format: WireFormat) -> None:
-        """Copies this rank's part of ``whole`` into the shard. An exact value is kept if ``whole`` has its rounding by the format."""
+        """Copies this rank's part of ``whole`` into the shard. An exact value is kept where ``whole`` has its rounding."""
         own = self.group.shard_of(self.whole, rank)
         exact = self.shard.to(self.whole.device, non_blocking=True)
         if format.changes(self.group.dtype):

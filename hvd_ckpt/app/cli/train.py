@@ -203,7 +203,7 @@ def run(config: Config) -> None:
     """Trains as configured, on all ranks; ends the process with the status of a run that was stopped or failed.
 
     Raises:
-        ConfigError: on every rank alike.
+        ConfigError: raised on every rank.
     """
     import horovod.torch as hvd
 
@@ -221,7 +221,7 @@ def run(config: Config) -> None:
         for name, lost in (("tensor", "parts"), ("stages", "stages")):
             if getattr(config, name) > 1 and is_elastic():
                 raise ConfigError(
-                    f"{name} {getattr(config, name)}: ranks of an elastic job come and go, and take their {lost} with them, "
+                    f"{name} {getattr(config, name)}: ranks of an elastic job come and go, and their {lost} would be lost, "
                     "leave it out"
                 )
         # Each group of ranks is a process set, which Horovod must be told before it starts.

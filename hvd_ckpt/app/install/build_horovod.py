@@ -249,7 +249,7 @@ def install(wheel: Path, log: Path) -> None:
         raise BuildError(f"Horovod's wheel could not be installed: {_cause(log)}\n  the log is {log}")
     if _run_logged([sys.executable, "-c", "import horovod.torch"], log) != 0:
         raise BuildError(
-            f"the installed Horovod does not load: {_cause(log)}\n  remove {wheel.parent} to build it anew; the log is {log}"
+            f"the installed Horovod does not load: {_cause(log)}\n  remove {wheel.parent} to build it again; the log is {log}"
         )
 
 

@@ -48,7 +48,7 @@ class HorovodStrategy(ParallelStrategy):
         options: further arguments of :func:`hvd_ckpt.DistributedOptimizer`.
 
     Raises:
-        ValueError: a setting of the Trainer or the module does not go with these; when training begins, on every rank.
+        ValueError: a setting of the Trainer or the module cannot be used with these; raised when training begins, on every rank.
     """
 
     strategy_name = "hvd_ckpt"
@@ -177,7 +177,7 @@ class HorovodStrategy(ParallelStrategy):
         return whole
 
     def _check(self, trainer: Trainer) -> None:
-        """Raises ValueError for a setting that does not go with another one."""
+        """Raises ValueError for a setting that cannot be used with another one."""
         if not self.lightning_module.automatic_optimization:
             for name, value in (("budget", self._budget), ("replicas", self._replicas)):
                 if value is not None:
@@ -187,7 +187,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._replicas is not None:
             if trainer.accumulate_grad_batches != 1:
                 raise ValueError(
-                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) does not go with "
+                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) cannot be used with "
                     f"HorovodStrategy(replicas={self._replicas}): give more replicas instead"
                 )
             trainer.accumulate_grad_batches = local_replicas(self._replicas, hc.size())

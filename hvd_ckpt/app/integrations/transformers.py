@@ -171,7 +171,7 @@ class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore
 
 
 def _check(args: Any, budget: Any, shard: Any, options: dict[str, Any]) -> None:
-    """Raises ValueError for a setting that does not go with Horovod, or with another one."""
+    """Raises ValueError for a setting that cannot be used with Horovod, or with another one."""
     whole = shard in ("parameters", 3)
     wrong = {
         "auto_find_batch_size=True": args.auto_find_batch_size

@@ -77,12 +77,12 @@ class RunState(TorchState):  # type: ignore[misc]
 
 
 def train(config: Config) -> Outcome:
-    """Trains as configured on ranks that come and go.
+    """Trains as configured on ranks that join and leave.
 
     To be called after ``init()`` on every rank of an elastic job, new ones included.
 
     Raises:
-        ConfigError: on every rank alike.
+        ConfigError: raised on every rank.
         RuntimeError: Horovod could not start again.
     """
     # What Horovod does around _train(), on old and new ranks:

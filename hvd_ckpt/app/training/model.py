@@ -156,7 +156,7 @@ def cut_into_stages(
         plan: gives the cuts and the policy of each block; without a plan both are as configured.
 
     Raises:
-        ConfigError: the model cannot be cut so; on every rank alike.
+        ConfigError: the model cannot be cut so; raised on every rank.
     """
     with errors_everywhere("hvd_ckpt.train.cut"):
         if plan is not None:

@@ -105,7 +105,7 @@ class Plain:
             model: on its device and with its plan, since blocks that are recomputed together are gathered together at stage 3.
 
         Raises:
-            ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; on every rank alike.
+            ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; raised on every rank.
         """
         options = _options_of_shards(config, model)
         try:
@@ -399,7 +399,7 @@ class Local(Plain):
 
 
 def mode_of(config: Config) -> type[Plain]:
-    """The configured mode. The settings of no two modes go together."""
+    """The configured mode. The settings of two modes cannot be combined."""
     if config.local_steps is not None:
         return Local
     if config.replicas is not None:
@@ -418,7 +418,7 @@ def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
         return {}
     if is_elastic():
         raise ConfigError(
-            f"shard {config.shard}: ranks of an elastic job come and go, and take what they hold with them, leave it out"
+            f"shard {config.shard}: ranks of an elastic job come and go, and their shards would be lost, leave it out"
         )
     options = {name: getattr(config, name) for name in ("shard", "offload", "offload_folder", "wire")}
     options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1

@@ -328,7 +328,7 @@ def objective_of(config: Config, kind: str) -> Objective:
     metrics = {}
     for name, function in config.metrics.items():
         if name in KEYS:
-            raise ValueError(f"metrics: {name} is the name of something else in the log, choose another name")
+            raise ValueError(f"metrics: {name} is a key of the log already, choose another name")
         if not isinstance(function, str):
             raise ValueError(f"metrics: {name} is {function!r}, give the name of a function, module:function")
         metrics[name] = import_named("metric", function)

@@ -40,7 +40,7 @@ def choose_plan(
         text: of the run's earlier plan, if it is still valid.
 
     Raises:
-        ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit; on every rank alike.
+        ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit; raised on every rank.
     """
     if config.budget is None and config.plan is None:
         return None, None

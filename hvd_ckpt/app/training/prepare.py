@@ -121,7 +121,7 @@ def prepare(config: Config, assembly: Assembly, point: ResumePoint | None = None
         point: where the run starts, and its folder; by default as configured.
 
     Raises:
-        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; on every rank alike.
+        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; raised on every rank.
         DryRun: the configuration asks for the summary of the run alone.
     """
     Mode = mode_of(config)

@@ -53,7 +53,7 @@ def settings_of(path: Path) -> Trained:
     state = open_snapshot(path).state(REPLICATED)
     if not isinstance(state, dict) or "config" not in state:
         raise ConfigError(
-            f"'{path}' was written by a loop of your own, which says nothing of the model: export its weights with --format "
+            f"'{path}' was written by a loop of your own, so the model is not known: export its weights with --format "
             "safetensors or pt, and load them into your model"
         )
     return trained_on_text(Config.make(state["config"]))
