@@ -15,7 +15,7 @@ class PeerExchange:
     """Exchanges flat runs of equal rows, a row for each peer. All ranks of the process set launch the same ones.
 
     Args:
-        collectives: of the process set, which carry the messages.
+        collectives: collectives of the process set, which carry the messages.
         peers: positions in the set of the ranks that exchange with this one, in rank order, with its own.
         traffic: counts what this rank sends.
 

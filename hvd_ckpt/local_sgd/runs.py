@@ -29,7 +29,7 @@ class Segment:
     """One tensor of a run.
 
     Attributes:
-        name: of the parameter or buffer.
+        name: name of the parameter or buffer.
         owner: the whole parameter, or the buffer.
         like: what this rank has of it (its piece, where parameters are split); ``value`` has the same shape.
         value: reads the tensor; None where this rank has none yet, which counts as zeros.
@@ -293,11 +293,11 @@ class Fragment:
         runs: what is averaged, each with its period, counted in averages of the fragment.
         sent_at: the step after which the average under way has left; None if nothing is under way.
         gathering: its rows have been added up.
-        weight: of this rank in it.
+        weight: weight of this rank in the average.
         moved: what this rank had moved from the anchor, squared.
         marks: this rank's steps and tokens until then.
         squares: the sum of what all ranks had moved in the last average.
-        weights, distances: of all ranks, on their way.
+        weights, distances: weights and distances of all ranks, in flight.
     """
 
     number: int

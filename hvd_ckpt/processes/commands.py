@@ -22,7 +22,7 @@ class Process:
     Args:
         command: to run.
         log_file: for standard output and standard error.
-        environment: of the command.
+        environment: environment of the command.
     """
 
     def __init__(

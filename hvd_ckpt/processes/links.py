@@ -55,7 +55,7 @@ class MpiLink:
     """Messages over mpi4py: requests that are tested, since the process that they wait for may have failed meanwhile.
 
     Args:
-        communicator: of all processes, for messages of this library.
+        communicator: communicator of all processes, for messages of this library.
         name: gives a process in words.
     """
 

@@ -63,7 +63,7 @@ class Listener:
     Attributes:
         host: a value that is equal for processes that can reach each other: of one boot of a kernel, one network namespace and one
             user. None if the system has no such sockets and memory, or hides the facts that they need.
-        name: of the socket.
+        name: name of the socket.
     """
 
     def __init__(self) -> None:

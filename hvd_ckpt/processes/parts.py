@@ -56,8 +56,8 @@ def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> lis
     """The tensors of all parts, in their order. Collective over the parts.
 
     Args:
-        tensor: of this part; on a GPU it travels through memory of the host.
-        shapes: of each part's; by default that of this one.
+        tensor: tensor of this part; on a GPU it is sent through host memory.
+        shapes: shape of each part's tensor; by default that of this part.
 
     Raises:
         StageFailed: another part has ended by an error.

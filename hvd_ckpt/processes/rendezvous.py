@@ -29,8 +29,8 @@ def rank_variables(hosts: Sequence[Hashable], address: str, port: int) -> list[d
     """The environment variables that ``horovodrun --gloo`` would set for each rank.
 
     Args:
-        hosts: of all ranks, in their order.
-        address, port: of the rendezvous server.
+        hosts: hosts of all ranks, in their order.
+        address, port: address and port of the rendezvous server.
     """
     # Local rank: the number among the ranks of this host. Cross rank: the number of this host among those with such a local rank.
     #

@@ -50,7 +50,7 @@ class Failure:
 
     Attributes:
         classes: module and name of its class and of the bases, which a rank may have to do without.
-        text: of the error.
+        text: text of the error.
     """
 
     classes: Sequence[tuple[str, str]]
@@ -327,7 +327,7 @@ def check_described(
     """Raises ValueError for the first option that is not the same on every rank.
 
     Args:
-        tables: what :func:`described` returns, by rank.
+        tables: result of :func:`described`, by rank.
         call: whose options they are.
         failures: what is wrong with the arguments of each rank, which the difference may explain.
     """
@@ -351,7 +351,7 @@ def agree_on_options(call: str, options: Mapping[str, Any], error: Exception | N
 
     Args:
         call: in words.
-        options: what :func:`described` returns.
+        options: result of :func:`described`.
         error: what is wrong with the arguments on this process.
 
     Raises:

@@ -175,7 +175,7 @@ class BucketAssignment:
         Rows: place of the last arrival (leader only), whether the gradient is sparse here, its sparse dimensions.
 
         Args:
-            last_arrival: of all parameters, on the leader: places in its sequence of gradients.
+            last_arrival: last position of each parameter in the leader's sequence of gradients.
         """
         votes = torch.zeros(3, len(fresh), dtype=torch.float64)
         for column, index in enumerate(fresh):

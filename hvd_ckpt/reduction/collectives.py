@@ -47,7 +47,7 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     Horovod's looks without a pause, on a core that the thread which does the work may need.
 
     Args:
-        name: of the tensor; the watchdog reads it from the stack.
+        name: name of the tensor; the watchdog reads it from the stack.
         awaited: in words what is waited for, which it says in place of that.
     """
     with span("wait", lambda: f"wait for {name}"), waiting_for(awaited):
@@ -176,7 +176,7 @@ class Collectives:
 
     Args:
         process_set: Horovod's, the ranks that take part.
-        prefix: of all names, unique to the owner of these collectives and the same on every rank.
+        prefix: prefix of all names, unique to the owner of these collectives and the same on every rank.
     """
 
     def __init__(self, process_set: Any, prefix: str) -> None:

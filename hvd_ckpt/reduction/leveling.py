@@ -23,8 +23,8 @@ class CommonState(NamedTuple):
     """The state of a reducer that must be equal on all ranks.
 
     Attributes:
-        names: of the parameters; a fingerprint.
-        naming: of the messages: identity and generation.
+        names: fingerprint of the names of the parameters.
+        naming: identity and generation in the names of the messages.
         order: and layout; a fingerprint.
     """
 
@@ -47,7 +47,7 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     """Gives all ranks of an optimizer's process set the order of one of them, and new names, if they differ. Collective.
 
     Args:
-        states: what :func:`common_state` returns, by rank.
+        states: result of :func:`common_state`, by rank.
         root_rank: the rank whose order counts, or the first of the process set where it is not in that.
     """
     if common_state(optimizer) is None:
@@ -75,7 +75,7 @@ class Live:
     optimizer and then lost it, the others would wait.
 
     Attributes:
-        states: of each, by its identity, which ranks have agreed on; to be gathered.
+        states: state of each optimizer, by the identity that ranks have agreed on; to be gathered.
     """
 
     def __init__(self) -> None:

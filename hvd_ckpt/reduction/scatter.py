@@ -45,7 +45,7 @@ def reducescatter(
 
     Args:
         tensor: of one or more dimensions, of the same shape on every rank; it is not modified.
-        name: of the operation; Horovod numbers unnamed ones.
+        name: name of the operation; Horovod numbers unnamed ones.
         compression: the communication format of the input.
         op: ``Average`` or ``Sum``.
         process_set: the ranks that take part.

@@ -86,7 +86,7 @@ class TreeCommunicator(Communicator):
     """Reduces what the last replica of each rank has, with the :class:`Leaves` of the earlier ones, to the mean over replicas.
 
     Args:
-        replicas: of all ranks.
+        replicas: number of replicas of all ranks.
         process_set: a power of two ranks.
     """
 
@@ -132,7 +132,7 @@ class TreeCommunicator(Communicator):
         """Starts to add up all ranks' ``total`` in the upper part of the tree, divided by the number of replicas.
 
         Args:
-            total: of this rank's subtree, 1-D and contiguous; over one rank or two it becomes the result.
+            total: total of this rank's subtree, 1-D and contiguous; over one rank or two it becomes the result.
             keep: leave ``total`` as it is.
         """
         if total.is_complex():

@@ -151,7 +151,7 @@ class WeightVerification:
     """The comparison of one optimizer's weights. All ranks call its methods in the same order.
 
     Args:
-        names, parameters: of the optimizer; the lists may grow.
+        names, parameters: names and parameters of the optimizer; the lists may grow.
         process_set: the ranks that compare.
         flags: how its values travel.
 

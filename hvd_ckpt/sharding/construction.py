@@ -49,7 +49,7 @@ class ShardOptions:
         master_weights: whether half-precision parameters have float32 copies in the shards.
         within: groups of ranks that have shards of their own: None, ``"host"``, or lists of ranks.
         bucket_bytes: largest group of parameters at stages 1 and 2.
-        op, prescale: Horovod's operation, and what gradients are multiplied by before it.
+        op, prescale: Horovod's operation, and the factor of gradients before it.
     """
 
     stage: int

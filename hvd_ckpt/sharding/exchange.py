@@ -61,10 +61,10 @@ class Exchange(Collectives):
 
     Args:
         process_set: Horovod's, the ranks that take part.
-        prefix: of all names.
+        prefix: prefix of all names.
 
     Attributes:
-        ranks, rank: of the process set.
+        ranks, rank: number of ranks of the process set, and this rank in it.
         within: the exchange of this rank's group of ranks, where such groups keep a second copy; it shares the traffic.
         hosts: positions in the process set of the ranks of each host, as :func:`levels` takes them; None for one level.
     """
@@ -98,7 +98,7 @@ class Exchange(Collectives):
         Args:
             flat: contiguous, untouched until the work is done.
             what: names it, the same on every rank.
-            scale: of the sum; 1 / ranks gives the average.
+            scale: scale of the sum; 1 / ranks gives the average.
             format: of what travels; with one rank nothing does, and nothing is rounded.
 
         Returns:

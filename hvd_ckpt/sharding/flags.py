@@ -14,10 +14,10 @@ class ShardFlags(NamedTuple):
     """The flags of a rank in each synchronization, and the greatest of each over the ranks.
 
     Attributes:
-        states: of each parameter, 0, USED or LATE.
-        by_hand: of each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
-        needs: of each group, how many launches it needs.
-        last_arrivals: of each group, where it was completed on rank 0.
+        states: for each parameter, 0, USED or LATE.
+        by_hand: for each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
+        needs: for each group, how many launches it needs.
+        last_arrivals: for each group, where it was completed on rank 0.
         notice: a rank has a notice for the caller.
         converted: 1 + the number of a parameter that was converted, or 0.
         position: in the schedule.

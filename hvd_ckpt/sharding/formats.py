@@ -27,7 +27,7 @@ class WireFormat:
 
     Attributes:
         name: the format's.
-        bytes_per_element: of float32 elements on the wire (of int8: with the scales).
+        bytes_per_element: bytes that are sent for a float32 element (for int8: with the scales).
     """
 
     name = "fp32"

@@ -33,7 +33,7 @@ class ShardedGradient(Absent, torch.Tensor):  # type: ignore[misc]
 
     Args:
         like: the parameter, or what else has its shape, dtype and device.
-        name: of the parameter.
+        name: name of the parameter.
         where: has the gradient, and what to do instead of using this, for messages.
     """
 
@@ -103,7 +103,7 @@ class SentGradients:
 
     Attributes:
         rounds: by parameter whose gradient left since the last synchronization, in which round last.
-        held: of each parameter, whether the shards of the last synchronization have its gradient.
+        held: for each parameter, whether the shards of the last synchronization have its gradient.
         begun_anew: by parameter whose gradient was dropped, what had left until then; ranks that add it up must have the same.
     """
 
@@ -187,7 +187,7 @@ def check_by_hand(names: Sequence[str], by_hand: Sequence[float]) -> None:
     """Raises RuntimeError where a gradient that had left was replaced on some rank.
 
     Args:
-        by_hand: of each parameter, what was done to it: the greatest over the ranks.
+        by_hand: for each parameter, what was done to it: the greatest over the ranks.
     """
     for name, done in zip(names, by_hand):
         if done == REPLACED:

@@ -30,7 +30,7 @@ class GroupMemory:
         shard: this rank's exact values, 1-D.
         secondary: with ``within``, this rank's part of the copy that its group of ranks keeps of what was gathered last, 1-D.
         current: whether ``secondary`` is up to date.
-        identity, absence: of the storages of ``whole`` and of the placeholders.
+        identity, absence: identities of the storages of ``whole`` and of the placeholders.
         whole: all ranks' values, 1-D; without memory while the unit is sharded.
     """
 

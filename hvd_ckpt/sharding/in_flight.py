@@ -68,7 +68,7 @@ class InFlight:
 
     Args:
         exchange, format: how gradients travel.
-        scale: of the sums over the ranks.
+        scale: scale of the sums over the ranks.
         offload: has the memory of the shards, if that is not the parameters' own.
         groups: have that memory from the start, if they are trained.
 

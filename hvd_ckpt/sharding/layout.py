@@ -86,7 +86,7 @@ class Group:
 
     Attributes:
         position: the group's number in its layout.
-        indices: of its parameters, in the layout's list.
+        indices: indices of its parameters, in the layout's list.
         offsets, numels: where each begins, and its size, in elements.
         numel: elements of all parameters; ``padded``: with what aligns them and makes the group divide by the ranks.
         requires_grad: whether its parameters did when it was laid out (all or none).
@@ -156,7 +156,7 @@ class Layout:
 
     Attributes:
         names, parameters: all of them, by index.
-        specs: of each when it was laid out.
+        specs: spec of each parameter when it was laid out.
         ranks: how many ranks they are split over.
         groups: by position.
         group_of: each parameter's group.
@@ -237,10 +237,10 @@ class Piece:
     """A part of one parameter that this rank holds and updates.
 
     Attributes:
-        name: of the whole parameter.
+        name: name of the whole parameter.
         start, stop: its elements, in the parameter's memory order.
         spec: shape and strides of the whole.
-        index: of the whole parameter in the layout.
+        index: index of the whole parameter in the layout.
         parameter: what the wrapped optimizer steps, 1-D; float32 where there are master weights.
         weights: the part of this rank's shard that it stands for: the same memory but for master weights.
         span: where it lies in the shard of its group.

@@ -75,7 +75,7 @@ class OptimizerMemory(NamedTuple):
 
     Attributes:
         state: per element.
-        temporaries: of a step, per element of what it steps at once.
+        temporaries: bytes of temporaries in a step, for each element that it updates at once.
         at_once: it steps all parameters at once (``foreach``, the default on CUDA), not one after the other.
     """
 

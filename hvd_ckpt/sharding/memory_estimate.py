@@ -62,8 +62,8 @@ class MemoryEstimate:
         at_peak: bytes of each part at the peak; the values add up to the peak.
         recorded_peak: peak without the memory that Horovod's own threads allocate (the results of gathers and
             alltoalls until they are copied). :func:`hvd_ckpt.utils.memory.recording_peak` measures this peak on a CPU.
-        averages: of local SGD, between averages: the anchor, the exact values and outer optimizer's state of this rank's part, and
-            rounding errors of a lossy wire. 0 if they are offloaded.
+        averages: state of local SGD between averages: the anchor, the exact values and outer optimizer's state of this rank's
+            part, and rounding errors of a lossy wire. 0 if they are offloaded.
     """
 
     ranks: int
@@ -125,7 +125,7 @@ class LocalMemory:
     """Memory of averages of local SGD, by formulas: see :func:`hvd_ckpt.estimate_memory`.
 
     Args:
-        ranks: of the job.
+        ranks: number of ranks of the job.
         options: arguments of ``LocalSGD``.
         offload: what is kept between averages is in files.
 
@@ -164,7 +164,7 @@ class LocalMemory:
         """The estimate of a step within a group, with the averages.
 
         Args:
-            parameters: of the model.
+            parameters: parameters of the model.
             device: where the outer optimizer is tried out.
         """
         trained: Counter[torch.dtype] = Counter()

@@ -50,7 +50,7 @@ class Offload:
 
     Args:
         folder: on a CPU: where the files are; by default the temporary folder.
-        device: of the parameters. On CUDA devices state is in pinned memory.
+        device: device of the parameters. On CUDA devices state is in pinned memory.
         parameters: shards of weights and gradients, too, are in memory of :meth:`empty`; the step is then on the CPU.
     """
 

@@ -52,7 +52,7 @@ class ShardedUnit:
     Attributes:
         number: its place among the units; the last one is that of the model itself.
         modules: how many run, one after the other.
-        parameters: of the unit.
+        parameters: parameters of the unit.
         running: how many calls of its modules have begun and not ended.
         call: in which its modules run now.
         in_backward: calls whose backward pass has begun and not ended.

@@ -54,7 +54,7 @@ class HowReduced:
     Attributes:
         format: what they travel as.
         op: Horovod's, ``Average`` or ``Sum``.
-        prescale: of each rank's gradients, before the sum.
+        prescale: factor of each rank's gradients before the sum.
         passes: backward passes that are accumulated in full before a round.
     """
 

@@ -32,8 +32,8 @@ class ShardedTreeCommunicator(TreeCommunicator):
     """Reduces buckets, each of one group's parameters, to this rank's shards.
 
     Args:
-        replicas: of all ranks.
-        layout, exchange: of the sharded optimizer.
+        replicas: number of replicas of all ranks.
+        layout, exchange: layout and exchange of the sharded optimizer.
     """
 
     def __init__(self, replicas: int, layout: Layout, exchange: Exchange) -> None:

@@ -193,7 +193,7 @@ class Schedule:
         """Settles the order of the next step, from what all ranks know.
 
         Args:
-            used: of each parameter, whether any rank had a gradient for it.
+            used: for each parameter, whether any rank had a gradient for it.
             leaders_last_arrivals: :meth:`last_arrival` of each group on rank 0.
         """
         active = set(self.order)

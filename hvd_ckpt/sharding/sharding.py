@@ -162,7 +162,7 @@ class Sharding:
         """The shards have been changed, by a step say: gathers them (stages 1 and 2), or drops what was gathered. Collective.
 
         Args:
-            used: of each parameter, whether it may have changed on some rank; by default all.
+            used: for each parameter, whether it may have changed on some rank; by default all.
         """
         self.masters.round_into(self.store.shards)
         groups = self.layout.groups

@@ -129,7 +129,7 @@ class Sources:
     """States of pieces or of whole parameters, found by name.
 
     Args:
-        parts: of each rank, its state; one without ``"pieces"`` is of whole parameters.
+        parts: for each rank, its state; one without ``"pieces"`` is of whole parameters.
         whole: the whole parameters.
     """
 

@@ -207,7 +207,7 @@ def check_memory(
 
     Args:
         named: those that are to be split.
-        others: of the same model; they may share memory among themselves, but not with those.
+        others: other parameters of the same model; they may share memory among themselves, but not with ``named``.
 
     Raises:
         ValueError: one has none, or shares it.

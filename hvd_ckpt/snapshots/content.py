@@ -59,7 +59,8 @@ class ShardState:
     Attributes:
         shards: where its shards are.
         aliases: further names of tied parameters, and the name under which each is in ``shards.parameters``.
-        state: of the optimizer, ``{"state", "param_groups"}``, with ``"master_weights"`` and ``"averages"`` by number of the shard.
+        state: state of the optimizer, ``{"state", "param_groups"}``, with ``"master_weights"`` and ``"averages"`` by number of the
+            shard.
         weights: its shards of the exact weights, by parameter; None where the model's own are exact and whole.
     """
 
@@ -81,7 +82,7 @@ class RunShards:
 
     Attributes:
         aliases: further names of tied parameters, and the name under which each is in a snapshot.
-        stage: of sharding, from 0 to 3.
+        stage: stage of sharding, from 0 to 3.
         sharded: whether the optimizer's state is split over the ranks.
         is_first: whether this rank's group is that of rank 0, which without local SGD is all ranks.
         splits_each: whether exact weights are split, too, since the model's own are not whole or not exact.
@@ -116,7 +117,7 @@ class RunShards:
 
         Args:
             optimizer: a ``DistributedOptimizer``.
-            averages: of the weights, by number of the shard.
+            averages: averages of the weights, by number of the shard.
         """
         if not self.sharded:
             return None

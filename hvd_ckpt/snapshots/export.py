@@ -42,8 +42,8 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
     completely or not at all.
 
     Args:
-        path: of a snapshot.
-        output: of the file, in a folder that exists.
+        path: path of a snapshot.
+        output: path of the file, in a folder that exists.
         ema: write the moving averages of the weights in their place.
         write: writes a file or folder of another format under the name that it is given.
 

@@ -32,8 +32,8 @@ class Target:
 
     Attributes:
         optimizer: the ``DistributedOptimizer`` of the model.
-        shards: of the run.
-        average: of the weights, if the run has one; ``scaler`` likewise.
+        shards: shards of the run.
+        average: average of the weights, if the run has one; ``scaler`` likewise.
     """
 
     model: nn.Module

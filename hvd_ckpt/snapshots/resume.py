@@ -87,7 +87,7 @@ def check_optimizer(
     """Raises Wrong unless a state of valid structure fits the optimizer: its groups, and names and shapes of its entries.
 
     Args:
-        state: of whole parameters.
+        state: state of whole parameters.
         sharded: whether the optimizer has shards, some of them on this rank: then the names of entries are looked at that it keeps
             of each.
     """
@@ -118,7 +118,7 @@ def _check_entries(
     """Raises Wrong unless what an optimizer keeps of a parameter, if anything, has the names and shapes that are expected.
 
     Args:
-        size: of a shard, in place of FLAT elements.
+        size: size of a shard, in place of FLAT elements.
     """
     for name, value in expected.items() if kept else ():
         assert kept is not None
@@ -237,7 +237,7 @@ def check_sharding(
     """Raises Wrong unless what was sharded is the model's and the optimizer's: names, sizes, order in memory.
 
     Args:
-        specs: of the optimizer's parameters, by name.
+        specs: specs of the optimizer's parameters, by name.
         cuts: how tensor parallelism cuts them here.
     """
     stored = {shard.name for shards in sharding.optimizer for shard in shards}
@@ -278,8 +278,8 @@ def read_shards(
 
     Args:
         snapshot: a snapshot of a sharded run.
-        wanted: what :func:`hvd_ckpt.sharding.state.ranges_of` returns.
-        expected: what :func:`state_of_shards` returns.
+        wanted: result of :func:`hvd_ckpt.sharding.state.ranges_of`.
+        expected: result of :func:`state_of_shards`.
         groups: parameter groups of the optimizer.
         cuts: how tensor parallelism cuts its parameters, by their names there.
 

@@ -149,7 +149,8 @@ class ShardingMetadata(Strict):
 
     Attributes:
         stage: 0 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.
-        pipeline_stages, tensor: of the job; rank ``(stage * replicas + replica) * tensor + part`` wrote the files of a part.
+        pipeline_stages, tensor: numbers of stages and parts of the job; rank ``(stage * replicas + replica) * tensor + part``
+            wrote the files of a part.
         parameters: all of the model, by name, and with pipeline stages the buffers that are part of its weights; tied ones once.
         optimizer: for each rank the shards that it has optimizer state of, in the order of that state.
         weights: for each rank the shards whose exact weights it has; None where rank 0 has written whole ones.
@@ -261,11 +262,11 @@ class Manifest(Strict):
     Attributes:
         step: training steps taken.
         ranks: number of ranks that wrote the snapshot.
-        time: of writing, in UTC, such as "2030-01-31T12:00:00Z".
+        time: time of writing, in UTC, such as "2030-01-31T12:00:00Z".
         libraries: their versions.
         files: every other file of the snapshot.
         aliases: names of tied weights, and the name each is stored under.
-        sharding: of a run that splits state over its ranks.
+        sharding: sharding of a run that splits state over its ranks.
     """
 
     format: Literal["hvd_ckpt snapshot"]

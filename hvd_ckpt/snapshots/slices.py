@@ -86,8 +86,8 @@ class Slices:
     """Which shards of a snapshot this part reads, and those that are cut anew.
 
     Args:
-        sharding: of the snapshot.
-        cuts: of the parameters here, by the names that they have there.
+        sharding: sharding of the snapshot.
+        cuts: cuts of the parameters here, by the names that they have there.
     """
 
     def __init__(self, sharding: ShardingMetadata, cuts: Mapping[str, Cut]) -> None:

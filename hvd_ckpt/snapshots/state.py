@@ -165,8 +165,8 @@ def check_fits(
     Args:
         snapshot: that :func:`check_state` has passed.
         model: whose weights they are to be; that of one pipeline stage is to have those of its blocks.
-        optimizer: of the model, distributed or not.
-        specs: of the optimizer's parameters, by name.
+        optimizer: optimizer of the model, distributed or not.
+        specs: specs of the optimizer's parameters, by name.
     """
     stage = getattr(optimizer, "shard_stage", 0)
     known = named_tensors(model) if stage == 3 else model.state_dict()

@@ -28,7 +28,7 @@ class StopRequest:
     A second Ctrl-C interrupts at once.
 
     Args:
-        folder: of the run, on the rank that looks for ``stop`` in it; None on the others.
+        folder: folder of the run, on the rank that looks for ``stop`` in it; None on the others.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -75,7 +75,7 @@ class SnapshotWriter:
     It is a context manager. An exception that leaves the context waits at most 3 seconds for a snapshot under way, and gives it up.
 
     Args:
-        folder: of the run's snapshots, such as RUN/snapshots; made if missing; all ranks must see the same one.
+        folder: folder of the run's snapshots, such as RUN/snapshots; made if missing; all ranks must see the same one.
         keep: number of snapshots that stay, the newest ones; at least 1.
         token: 8 hexadecimal digits, the same on every rank, and new for each writer.
         rank, ranks: this process's rank and the number of ranks.

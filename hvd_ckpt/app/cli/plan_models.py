@@ -32,7 +32,7 @@ class Job(NamedTuple):
         model: in training mode.
         sample: the model's positional arguments.
         kwargs: its keyword arguments.
-        loss: of the model's output, or None as for :func:`hvd_ckpt.plan`.
+        loss: loss of the model's output, or None as for :func:`hvd_ckpt.plan`.
     """
 
     model: nn.Module
@@ -52,9 +52,9 @@ def build(
     Args:
         name: name of the model, of a folder of a Hugging Face model, or of the function. The function gets sizes and options as
             keyword arguments, and returns (model, tuple of sample arguments, loss or None).
-        sizes: of the batch and what is in it: ``batch``, and by kind of model ``length`` and ``vocabulary``, or ``pixels``,
+        sizes: sizes of the batch and its content: ``batch``, and by kind of model ``length`` and ``vocabulary``, or ``pixels``,
             ``channels`` and ``classes``.
-        options: of the model.
+        options: options of the model.
         device: for model and sample.
 
     Raises:

@@ -40,9 +40,9 @@ class HorovodStrategy(ParallelStrategy):
         trainer = Trainer(strategy=HorovodStrategy(budget="0.5x"), max_epochs=3)    # under horovodrun -np 4
 
     Args:
-        budget: of the memory of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch before training.
+        budget: memory budget of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch before training.
             Needs automatic optimization.
-        shard: what is split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
+        shard: the states that are split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
         replicas: a number of logical replicas, whose weights have the same bits on 1, 2, 4, ... ranks. ``batch_size`` is that of a
             replica, the steps of an epoch are full ones, and each rank evaluates on all data. Needs automatic optimization.
         options: further arguments of :func:`hvd_ckpt.DistributedOptimizer`.

@@ -32,7 +32,7 @@ class Tracker(ABC):
     """A callback that writes numbers of a run for a tool.
 
     Attributes:
-        name: of the tool.
+        name: name of the tool.
     """
 
     name = ""

@@ -96,7 +96,7 @@ class Reports:
     """Reports of single ranks, on which all ranks act after the same step: a request to stop, or a loss that is not finite.
 
     Args:
-        config: of the run.
+        config: config of the run.
         stop: records requests to this rank.
         say: shows a line of text.
 
@@ -187,8 +187,8 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
     ``SystemExit`` and ``ConfigError``, which a command reports in its own way, pass.
 
     Args:
-        folder: of the run. Where a supervisor has started the ranks, an error that would come again is written there for it, as
-            ``failure.txt``.
+        folder: folder of the run. If a supervisor has started the ranks, an error that would occur again is written there for it,
+            as ``failure.txt``.
     """
     try:
         yield

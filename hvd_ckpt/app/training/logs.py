@@ -58,11 +58,11 @@ class Logs:
     ``"nan"``, ``"inf"`` and ``"-inf"``, which :func:`read` turns back.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         step: steps taken; records of later steps are dropped, since a resumed run writes them anew.
 
     Attributes:
-        path: of ``log.jsonl``.
+        path: path of ``log.jsonl``.
 
     Raises:
         ValueError: a line of the log is not a record.
@@ -150,7 +150,7 @@ def loss_plot(
 
     Args:
         runs: logs (``log.jsonl``), by the name of the run; at least one.
-        path: of the PNG.
+        path: path of the PNG.
         title: above the picture.
 
     Raises:

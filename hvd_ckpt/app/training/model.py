@@ -152,7 +152,7 @@ def cut_into_stages(
     """The model in the configured pipeline stages, of which this rank's is on its device. Collective.
 
     Args:
-        optimizer: of the model, without state; it keeps the parameters of this rank's stage.
+        optimizer: optimizer of the model, without state; it keeps the parameters of this rank's stage.
         plan: gives the cuts and the policy of each block; without a plan both are as configured.
 
     Raises:

@@ -53,9 +53,9 @@ class Plain:
 
     Args:
         model: with its plan, in pipeline stages if configured.
-        optimizer: what :meth:`distribute` has made.
+        optimizer: result of :meth:`distribute`.
         objective: the loss.
-        device: of the batches.
+        device: device of the batches.
 
     Attributes:
         parts: the number of parts of a global batch that this rank computes.

@@ -54,7 +54,7 @@ def build_optimizer(
         name: a class of torch.optim in lower case, such as ``adamw``.
         model: the model whose parameters are optimized.
         lr: the learning rate.
-        weight_decay: of the first group; it replaces the class's own default.
+        weight_decay: weight decay of the first group; it replaces the class's own default.
         options: other keyword arguments of the class; lists stand for tuples.
         layer_decay: factor of the learning rate from each block of a chain to the block before it ("ELECTRA", Clark et al., 2020).
             Each block then has its own groups, with the option ``lr_scale``; the last block has ``lr``.
@@ -147,7 +147,7 @@ class Schedule:
     Attributes:
         name: one of :data:`~hvd_ckpt.utils.text.SCHEDULES`.
         lr: the highest rate.
-        steps: of the whole training.
+        steps: number of steps of the whole training.
         warmup: steps of the warm-up; the first has lr / warmup, the last lr.
 
     Raises:

@@ -66,24 +66,24 @@ class Run:
 
     Attributes:
         config: the settings.
-        folder: of logs, plan, pictures and snapshots.
+        folder: folder of logs, plan, pictures and snapshots.
         objective, train, test: the loss, and the samples; ``test`` is None without a validation split.
         sampler: the order of the samples to train on.
-        device, precision: of the passes.
+        device, precision: device and precision of the passes.
         model: on the device, with its plan; in pipeline stages this rank's part.
         optimizer: the ``DistributedOptimizer``, or that of ``LocalSGD``.
         mode: how the ranks share the work of a step.
-        average: of the weights, if configured.
+        average: average of the weights, if configured.
         plan, plan_text: the plan that recomputation follows, and its file, or None.
         prompt: a text that the model continues at each evaluation, or None.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         first_ranks: with which the run began.
         rate_scale: factor of the configured learning rate: 1, but in an elastic job the number of ranks over that at the start.
-        schedule: of the learning rate.
+        schedule: schedule of the learning rate.
         progress: how far the run has come.
         report: what it counts, shows and logs.
-        trace: of the configured steps.
-        snapshots: of the run, and requests to stop it.
+        trace: trace of the configured steps.
+        snapshots: snapshots of the run, and requests to stop it.
         reports: requests to stop and losses that are not finite, which single ranks report to all.
     """
 

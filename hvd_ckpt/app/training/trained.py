@@ -176,7 +176,7 @@ def generate(
     """Continues a text, token by token; yields the text so far, after the prompt.
 
     Args:
-        path: of a snapshot of a causal language model.
+        path: path of a snapshot of a causal language model.
         tokens: to make at most.
         temperature: divides the scores; 0 takes the likeliest token.
         top_k: draw among that many likeliest tokens.
@@ -209,7 +209,7 @@ class Start:
         prompt: the text.
 
     Attributes:
-        ids: of its tokens.
+        ids: token ids of the text.
 
     Raises:
         ConfigError: the model does not predict the next token, or the prompt has no tokens.

@@ -42,7 +42,7 @@ class Outcome:
         steps: taken, those before a resume included.
         evaluation: the last one, by names; empty without a validation split.
         ended_early: whether the evaluations stopped improving.
-        folder: of logs, plan, pictures and snapshots.
+        folder: folder of logs, plan, pictures and snapshots.
         stopped: the name of the signal that stopped it, ``"stop"`` for the file of that name in the folder, or None.
     """
 
