@@ -87,7 +87,7 @@ class Options:
         return 1.0 / self.gradient_predivide_factor if self.op == Average else 1.0
 
     def communicator(self) -> Communicator:
-        """How buckets are allreduced."""
+        """The communicator that allreduces buckets."""
         postscale = self.gradient_predivide_factor if self.op == Average else 1.0
         return Communicator(
             self.process_set,

@@ -69,7 +69,7 @@ def split_into_runs(segments: Iterable[Segment]) -> list[list[Segment]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands in an average.
+    """Place of this rank in an average.
 
     Attributes:
         exchange: the ranks that average the same part.

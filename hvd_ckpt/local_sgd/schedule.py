@@ -48,7 +48,7 @@ class Schedule:
         return [fragment for fragment in range(self.fragments) if self._offset(fragment) == place]
 
     def turn(self, fragment: int, step: int) -> int:
-        """How many averages of a fragment have left after ``step`` steps."""
+        """Number of averages of a fragment that have left after ``step`` steps."""
         return (step - self._offset(fragment)) // self.every + (1 if self._offset(fragment) else 0)
 
     def _offset(self, fragment: int) -> int:

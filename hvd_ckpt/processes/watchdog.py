@@ -246,7 +246,7 @@ def have_met() -> bool:
 
 
 def lost_hosts() -> str:
-    """Which hosts do not answer, as the end of a sentence; empty if all do, or ranks have not met. Takes 1.5 s at most."""
+    """The hosts that do not answer, as the end of a sentence; empty if all do, or ranks are not connected. Takes 1.5 s at most."""
     own = _dog.own
     if own is None:
         return ""

@@ -53,7 +53,7 @@ _MADE = "_hvd_ckpt_made"
 
 @dataclass(frozen=True)
 class Policy:
-    """Which calls of a function are dropped, and how the tensors of the others are kept.
+    """The calls of a function that are dropped, and the format in which the tensors of the others are kept.
 
     Attributes:
         calls: names of the torch functions that the code calls and that return tensors, in order. If a pass calls other functions

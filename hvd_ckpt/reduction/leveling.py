@@ -34,7 +34,7 @@ class CommonState(NamedTuple):
 
 
 def common_state(optimizer: Any) -> CommonState | None:
-    """That of an optimizer; None where it is not distributed or reduces nothing."""
+    """The common state of an optimizer; None if it is not distributed or reduces nothing."""
     if not isinstance(optimizer, ReducedOptimizer) or optimizer.reducer is None:
         return None
     state = optimizer.reducer.state_dict()

@@ -412,7 +412,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
 
 def _ranges(pieces: Iterable[Piece]) -> list[list[str | int]]:
-    """Which parts of parameters these are, as plain data."""
+    """The parts of parameters that this rank has, as plain data."""
     return [[piece.name, piece.start, piece.stop] for piece in pieces]
 
 

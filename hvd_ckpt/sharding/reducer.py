@@ -49,7 +49,7 @@ from hvd_ckpt.sharding.schedule import Schedule
 
 @dataclass(frozen=True)
 class HowReduced:
-    """How gradients become those of all ranks.
+    """Options of the reduction of gradients.
 
     Attributes:
         format: what they travel as.

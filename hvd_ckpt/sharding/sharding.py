@@ -48,7 +48,7 @@ class Masters:
             self._offload.release(master)
 
     def follow(self, shards: Sequence[torch.Tensor]) -> None:
-        """Where a weight is not what its master rounds to, somebody has set it: the master becomes that."""
+        """Sets a master weight to its weight where the weight differs from the rounded master, since it was then set by hand."""
         for position, master in self.by_group.items():
             shard = shards[position]
             same = master.to(shard.dtype) == shard

@@ -44,7 +44,7 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True)
 class Gathering:
-    """How the units of a model are gathered, and what they share.
+    """Options for gathering the units of a model, and their common objects.
 
     Attributes:
         layout: all parameters.

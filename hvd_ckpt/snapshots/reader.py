@@ -104,7 +104,7 @@ class Snapshot:
 
     @property
     def sharding(self) -> ShardingMetadata | None:
-        """Where the ranks' shards are; None if nothing was sharded."""
+        """The place of the ranks' shards; None if nothing was sharded."""
         return None if self.manifest is None else self.manifest.sharding
 
 

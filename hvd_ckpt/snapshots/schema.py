@@ -82,7 +82,7 @@ class TensorMetadata(Strict):
 
     @property
     def how(self) -> Cut | None:
-        """How it is cut."""
+        """The cut of the parameter."""
         return None if self.cut is None else Cut(self.cut[0], self.size[self.cut[0]], self.cut[1])
 
     def spec_of(self, parts: int, part: int) -> TensorSpec:
@@ -145,7 +145,7 @@ Shards = tuple[tuple[ShardMetadata, ...], ...]
 
 
 class ShardingMetadata(Strict):
-    """Which elements of which parameter are in the files of which rank.
+    """The elements of each parameter in the files of each rank.
 
     Attributes:
         stage: 0 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.

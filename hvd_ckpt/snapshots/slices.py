@@ -25,7 +25,7 @@ Piece = tuple[int, int, int, Tensor]  # part, first and last + 1 element of its 
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """How parameters of the model are cut, under all their names; empty without tensor parallelism."""
+    """The cuts of the model's parameters, under all their names; empty without tensor parallelism."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: cut for name, parameter in named if (cut := cut_of(parameter)) is not None}
 
@@ -83,7 +83,7 @@ def local_spec(there: TensorMetadata, cut: Cut | None) -> TensorSpec:
 
 
 class Slices:
-    """Which shards of a snapshot this part reads, and those that are cut anew.
+    """The shards of a snapshot that this part reads, and those that are cut again.
 
     Args:
         sharding: sharding of the snapshot.

@@ -44,7 +44,7 @@ WHOLE, POSITIONS = Edges(enter, leave), Edges(enter_positions, leave_positions)
 
 
 def cuts_in(module: nn.Module) -> dict[str, Cut]:
-    """How the module's own parameters are cut, by name; empty for a module that is not split."""
+    """The cuts of the module's own parameters, by name; empty for a module that is not split."""
     cuts: dict[str, Cut] = module.__dict__.get(_CUTS, {})
     return cuts
 

@@ -209,7 +209,7 @@ def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]
 
 
 def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, Cut]:
-    """How the parameters of a module are cut.
+    """The cuts of the parameters of a module.
 
     Raises:
         ValueError: it cannot be split so.

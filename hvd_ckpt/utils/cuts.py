@@ -17,7 +17,7 @@ _ATTRIBUTE = "_hvd_ckpt_cut"
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut: along ``dim``, of ``size`` elements in ``blocks`` blocks.
+    """The cut of a tensor: along ``dim``, of ``size`` elements in ``blocks`` blocks.
 
     A block that the number of parts does not divide gives the first parts one element more.
     """
@@ -65,7 +65,7 @@ class Cut:
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """How a parameter is cut; None for one that every part has whole."""
+    """The cut of a parameter; None for one that every part has whole."""
     cut: Cut | None = getattr(parameter, _ATTRIBUTE, None)
     return cut
 

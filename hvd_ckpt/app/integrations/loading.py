@@ -52,7 +52,7 @@ class ResumableLoader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches of the epoch it has given; none of the next one."""
+        """Number of batches of the epoch that the loader has returned; batches of the next epoch are not counted."""
         return {"batches": 0 if self._is_last() else self._batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -50,7 +50,7 @@ PLANNED = (
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts.
+    """The start of a run: its beginning, or a snapshot.
 
     Attributes:
         folder: folder of the run.
