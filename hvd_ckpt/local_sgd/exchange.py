@@ -45,7 +45,7 @@ class PeerExchange:
         """Sends ``row`` [m] to all peers.
 
         Returns:
-            Its result is [ranks * m], a new tensor: every peer's row as it travelled, the same on all of them.
+            Its result is [ranks * m], a new tensor: every peer's row as it was sent, the same on all of them.
         """
         if self.ranks == 1:
             return Work((), lambda _: row.clone())

@@ -27,7 +27,7 @@ class WeightRun(ValueRun):
 
     Args:
         outer: makes the outer optimizer; None: the anchor moves by the mean change.
-        wire: format in which changes travel; what it rounds away is added to the next change.
+        wire: communication format of changes; rounding errors are added to the next change.
         offload: makes what has the state that is kept between averages, for the parameters' device; the outer step is then on the
             CPU. None: it is beside the parameters.
 

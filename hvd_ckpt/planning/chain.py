@@ -229,7 +229,7 @@ class _Walk:
         return between
 
     def reach(self, block: int, held: int) -> None:
-        """Notes that so many bytes are held during a pass of a block."""
+        """Records the bytes that are held during a pass of a block."""
         if held > self.peak:
             self.peak, self.block = held, block
 

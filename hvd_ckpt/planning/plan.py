@@ -152,7 +152,7 @@ class StagePlan:
         forward_seconds, backward_seconds: time of one micro-batch, where the backward pass includes all recomputation.
         state_bytes: parameters, buffers, gradients and optimizer state.
         activation_bytes: inputs, outputs, kept and recomputed tensors of all micro-batches in flight, at the peak.
-        transport_bytes: gradients that travel to the previous stage and from the next stage.
+        transport_bytes: gradients that are sent to the previous stage and received from the next stage.
     """
 
     blocks: Annotated[int, Field(ge=1)]

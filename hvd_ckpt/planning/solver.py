@@ -307,7 +307,7 @@ def _thinned(need: Integers, size: int) -> Integers:
 
 
 def _size(pairs: int) -> int:
-    """The number of points of a frontier if so many pairs of frontiers are combined."""
+    """The number of points of a frontier if this number of pairs of frontiers is combined."""
     return min(max(_WORK // max(pairs, 1), _POINTS[0]), _POINTS[1])
 
 

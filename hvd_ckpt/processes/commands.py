@@ -45,7 +45,7 @@ class Process:
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status, None if the command still runs after so many seconds."""
+        """The exit status, or None if the command still runs after this number of seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None

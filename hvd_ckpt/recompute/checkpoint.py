@@ -153,7 +153,7 @@ class _FlatRun:
     """A region as a function of the tensors among its arguments.
 
     PyTorch's variants save these tensors with the graph, and raise an error if one of them was changed in place since. Containers
-    are made anew for each recomputation.
+    are made again for each recomputation.
     """
 
     def __init__(

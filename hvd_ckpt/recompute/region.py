@@ -323,7 +323,7 @@ def title_of(function: Any) -> str:
 
 
 def _code_of(function: Any) -> Any:
-    """An object that is the same in each step, although a loop makes the function anew: its code, or the class of the object."""
+    """An object that is the same in each step, although a loop makes a new function: its code, or the class of the object."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)

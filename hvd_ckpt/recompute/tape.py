@@ -1,6 +1,6 @@
 """Selective recomputation of single torch functions, in code that stays as it is.
 
-A region that is recomputed as a whole (:func:`hvd_ckpt.checkpoint`) drops cheap and expensive results alike. Here a function runs
+A region that is recomputed as a whole (:func:`hvd_ckpt.checkpoint`) drops both cheap and expensive results. Here a function runs
 once, unchanged, under a *tape*: a torch function mode that sees each torch function that the code calls. A :class:`Policy` names
 some of these calls by their numbers. Their results are *dropped*: where autograd would save such a result, it saves a small
 :class:`.replay.Holder` instead. The first holder that the backward pass opens *replays* its group: the dropped calls that are
@@ -272,8 +272,8 @@ class Tape(TorchFunctionMode):
     ) -> bool:
         """Whether the call gives the same results when it runs again with the same arguments.
 
-        A call that changes its first argument in place is repeatable if a replay allocates that argument anew: if the argument lies
-        in memory that dropped calls have allocated.
+        A call that changes its first argument in place is repeatable if a replay allocates that argument again, that is, if it
+        lies in memory that dropped calls have allocated.
         """
         if func in UNREPEATABLE or any(
             isinstance(value, torch.Generator) for value in (*args, *kwargs.values())

@@ -46,7 +46,7 @@ class FailedElsewhere(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it travels to the other ranks.
+    """An error in the form in which it is sent to the other ranks.
 
     Attributes:
         classes: module and name of its class and of the bases, which a rank may have to do without.

@@ -78,7 +78,7 @@ def lay_out(
 
 
 def pack(items: Iterable[tuple[T, Hashable, int]], cap_bytes: float) -> list[list[T]]:
-    """Packs items into runs that travel together, in order of their first items.
+    """Packs items into runs that are sent together, in order of their first items.
 
     Args:
         items: each with its kind, which all items of a run share, and its bytes.
@@ -129,7 +129,7 @@ class BucketAssignment:
         names, parameters: all parameters, by index; the same on every rank.
         order: those that are placed in buckets, in the order in which their gradients become final.
         sparse: those whose gradients are sparse, with their number of sparse dimensions; gathered, in no bucket.
-        densified: those whose gradients are sparse but travel dense, in a bucket; with their number of sparse dimensions.
+        densified: those whose gradients are sparse but are sent dense, in a bucket; with their number of sparse dimensions.
         buckets: in launch order.
         bucket_of, entry_of: the bucket of each parameter and its place in it, or None.
     """

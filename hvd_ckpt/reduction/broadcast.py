@@ -284,7 +284,7 @@ def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor 
 def broadcast_tensors(
     tensors: Iterable[torch.Tensor], root_rank: int, name: str, process_set: Any = global_process_set
 ) -> None:
-    """One rank's values of tensors that are known to be alike on the ranks of the set, which all call this; in place.
+    """Broadcasts one rank's values in place. All ranks of the set call it with tensors of the same names, shapes and dtypes.
 
     Args:
         root_rank: among all ranks.

@@ -451,7 +451,7 @@ class Reducer(OwningReducer):
             bucket.waiting += not self._shared.isdisjoint(bucket.indices)
 
     def abandon(self) -> None:
-        """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. To be called on every rank.
+        """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. Call it on every rank.
 
         Work in flight ends in memory and under names that are not used again.
         """
@@ -468,7 +468,7 @@ class Reducer(OwningReducer):
         self._communicator.rename(prefix)
 
     def reset(self) -> None:
-        """Forgets order, layout and counts: the next step learns them anew. To be called on every rank."""
+        """Forgets order, layout and counts: the next step learns them again. Call it on every rank."""
         self.abandon()
         self.assignment.forget()
         self._counts = AccumulationCounts(len(self.assignment.parameters))

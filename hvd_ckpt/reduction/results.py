@@ -54,7 +54,7 @@ class Results:
                 self._others[index] = weakref.ref(gradient), gradient._version
 
     def note_changes(self) -> None:
-        """All ranks alike have changed gradients in place, which count as the last synchronization's from now on."""
+        """All ranks have changed gradients in place in the same way, which now count as results of the last synchronization."""
         for bucket in self._assignment.buckets:
             # A bucket in flight keeps the version that it left with, by which changes in flight are found.
             if bucket.flat is not None and not bucket.launched:

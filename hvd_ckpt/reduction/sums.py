@@ -66,7 +66,7 @@ def keep_sum(gradient: torch.Tensor) -> None:
 
 
 def changed_sum(gradient: torch.Tensor) -> None:
-    """A gradient was changed in place as it may be: a backward pass has added to it, or all ranks have changed their sum alike."""
+    """A gradient was changed in place in an allowed way: by a backward pass, or by all ranks in the same way."""
     known: _Sum | None = vars(gradient).get(_ATTRIBUTE)
     if known is not None:
         known["version"] = gradient._version

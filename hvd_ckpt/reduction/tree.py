@@ -174,8 +174,7 @@ class ReplicaReducer(Reducer):
     """Reduces the gradients of logical replicas, of which this rank computes as many as any other.
 
     :meth:`begin_replica` and :meth:`end_replica` enclose the passes of each, and buckets leave during the last one. The results of
-    a step come in storage of their own, so that a late gradient can still be added where it belongs; its parameter is then
-    reduced anew.
+    a step are in separate storage, so that a late gradient can still be added in its place; its parameter is then reduced again.
 
     Attributes:
         local: number of the replicas that each rank computes.
@@ -295,7 +294,7 @@ class ReplicaReducer(Reducer):
 
 @dataclass(frozen=True)
 class _Unbucketed(UnbucketedGradients):
-    """Reduces a parameter anew where a part of its gradient came late: a sum of sums would be another one.
+    """Reduces a parameter again where a part of its gradient came late: a sum of sums would be another one.
 
     Attributes:
         last: gradients of the last replica, without late parts, by index.

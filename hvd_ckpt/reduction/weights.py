@@ -153,7 +153,7 @@ class WeightVerification:
     Args:
         names, parameters: names and parameters of the optimizer; the lists may grow.
         process_set: the ranks that compare.
-        flags: how its values travel.
+        flags: control flags that carry its values.
 
     Attributes:
         turn: the part that is compared next.
@@ -188,7 +188,7 @@ class WeightVerification:
             self._prepared = self._sent = None
 
     def restart(self) -> None:
-        """Forgets everything. To be called on every rank."""
+        """Forgets everything. Call it on every rank."""
         self.compare(())
         self.turn, self._steps, self.alone = 0, 0, False
         self._ignored.clear()

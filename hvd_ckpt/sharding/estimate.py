@@ -219,7 +219,7 @@ class Estimator:
         wire: str | Mapping[str, str] = "fp32",
         within: int | None = None,
     ) -> MemoryEstimate:
-        """The estimate for so many ranks and this stage.
+        """The estimate for this number of ranks and this stage.
 
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
@@ -396,7 +396,7 @@ def _flat_bytes(group: Group) -> int:
 
 
 def _wire_bytes(group: Group, wire: WireFormat) -> int:
-    """Bytes of a group from all ranks as they travel."""
+    """Bytes of a group from all ranks in the communication format."""
     return group.ranks * wire.row_bytes(group.shard_numel, group.dtype)
 
 

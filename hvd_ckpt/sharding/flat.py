@@ -26,7 +26,7 @@ class FlatParameters:
     Args:
         layout: the parameters; each is given a place in its group's flat tensor, with its value.
         exchange: how the ranks' shards are gathered.
-        format: in which they travel. A lossy one makes the ranks' weights differ from the exact ones in the shards.
+        format: communication format of the weights. A lossy one makes the ranks' weights differ from the exact ones in the shards.
 
     Attributes:
         shards: by group: this rank's exact values, 1-D; a view into the flat tensor unless the format is lossy.

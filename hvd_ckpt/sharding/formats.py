@@ -37,7 +37,7 @@ class WireFormat:
         return f"<wire format {self.name}>"
 
     def changes(self, dtype: torch.dtype) -> bool:
-        """True if elements of ``dtype`` are encoded; False if they travel as they are."""
+        """True if elements of ``dtype`` are encoded; False if they are sent unchanged."""
         return False
 
     def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -45,7 +45,7 @@ class WireFormat:
         return numel * dtype.itemsize
 
     def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
-        """The wire [rows, any] of ``flat`` [rows * m]: its own storage where it travels as it is."""
+        """The wire [rows, any] of ``flat`` [rows * m]: its own storage if it is sent unchanged."""
         return flat.view(rows, -1)
 
     def decode(self, wire: torch.Tensor, flat: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ class ShardSpan(NamedTuple):
 # So rank 1 has two pieces, [192, 200) of A and [0, 30) of B, and rank 0 has one.
 @dataclass
 class Group:
-    """One flat run of elements that travels together.
+    """One flat run of elements that are sent together.
 
     Attributes:
         position: the group's number in its layout.

@@ -10,7 +10,7 @@ class Pass:
     """One forward or backward pass.
 
     Attributes:
-        kind: passes of one kind that begin with the same unit are taken to be alike.
+        kind: passes of one kind that begin with the same unit are assumed to be equal.
         taken: the units gathered so far.
         learned: those of the last pass like it, while this one is like it.
         differentiated: it is a backward pass that makes a graph of its own (``create_graph=True``).

@@ -52,7 +52,7 @@ class HowReduced:
     """Options of the reduction of gradients.
 
     Attributes:
-        format: what they travel as.
+        format: communication format of gradients.
         op: Horovod's, ``Average`` or ``Sum``.
         prescale: factor of each rank's gradients before the sum.
         passes: backward passes that are accumulated in full before a round.
@@ -124,11 +124,11 @@ class ShardReducer(OwningReducer):
     # ---------------------------------------------------------------------------------- parameters come and go
 
     def set_passes(self, passes: int) -> None:
-        """Another number of backward passes in a round, from the next step on. To be called on every rank."""
+        """Another number of backward passes in a round, from the next step on. Call it on every rank."""
         self._schedule.set_passes(passes)
 
     def add_groups(self) -> None:
-        """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
+        """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         fresh = range(len(self.used), len(self._layout.parameters))
         self.used.extend([False] * len(fresh))
         self._ever_used.extend([False] * len(fresh))
@@ -176,7 +176,7 @@ class ShardReducer(OwningReducer):
         return [] if unchanged else None
 
     def note_changes(self) -> None:
-        """Nothing is to be noted of gradients that are in shards."""
+        """Does nothing for gradients that are in shards."""
 
     # ---------------------------------------------------------------------------------- the backward pass
 
@@ -430,7 +430,7 @@ class ShardReducer(OwningReducer):
         self._exchange.rename(prefix)
 
     def reset(self) -> None:
-        """Forgets order and expectations: the next step learns them anew. To be called on every rank."""
+        """Forgets order and expectations: the next step learns them again. Call it on every rank."""
         self._schedule.reset()
         self.abandon()
         self._forget_weights()

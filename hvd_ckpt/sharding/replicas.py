@@ -88,7 +88,7 @@ class ShardReplicaReducer(ReplicaReducer):
         return [layout.parameters_of([group]) for group in layout.groups]
 
     def add_groups(self) -> None:
-        """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
+        """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         layout, known = self._communicator.layout, len(self.used)
         self.used.extend([False] * (len(layout.parameters) - known))
         self.assignment.groups = self._groups(layout)

@@ -206,7 +206,7 @@ def check_memory(
     """Checks that each parameter has memory, and has it for itself.
 
     Args:
-        named: those that are to be split.
+        named: parameters that will be split.
         others: other parameters of the same model; they may share memory among themselves, but not with ``named``.
 
     Raises:

@@ -50,7 +50,7 @@ class Gathering:
         layout: all parameters.
         exchange: the ranks. Where its groups of ranks have shards of their own (hpZ of ZeRO++, Wang et al., 2023), all but the
             first gather after a change are within the group.
-        format: what shards travel as.
+        format: communication format of shards.
         offload: has the memory of the shards; None for memory of the parameters' device.
         written: what this rank has written to parameters.
     """

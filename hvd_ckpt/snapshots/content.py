@@ -174,7 +174,7 @@ class RunShards:
 
 
 def _is_own(tensor: Tensor) -> bool:
-    """Whether this part writes a tensor: its slice of one that is cut; the first part what all have alike."""
+    """Whether this part writes a tensor: each part its slice of a cut tensor, the first part those that are equal on all parts."""
     return current().part == 0 or cut_of(tensor) is not None
 
 
@@ -193,7 +193,7 @@ def _flatten(state: Mapping[str, Any], ranges: Sequence[ShardRange]) -> list[tup
 
 
 def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]) -> list[Any]:
-    """Leaves those pieces of a state that are of these parameters and have elements, numbered anew; returns them."""
+    """Leaves those pieces of a state that are of these parameters and have elements, renumbered; returns them."""
     kept = [number for number, (name, start, stop) in enumerate(pieces) if name in names and start < stop]
     renumbered = {old: new for new, old in enumerate(kept)}
     for entry in ("state", "master_weights", "averages"):

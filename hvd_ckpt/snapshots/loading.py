@@ -166,9 +166,9 @@ def load_optimizer(
 
 
 def _load_rank_state(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> None:
-    """Loads this rank's own state. Without it a rank draws new random states, and learns anew when gradients are final.
+    """Loads this rank's own state. Without it a rank draws new random states, and learns again when gradients are final.
 
-    Its random state is the same on all pipeline stages; its buffers are on the stages of their blocks. The reducer learns anew if
+    Its random state is the same on all pipeline stages; its buffers are on the stages of their blocks. The reducer learns again if
     there were other stages.
     """
     buffers = dict(model.named_buffers())

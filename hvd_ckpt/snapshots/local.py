@@ -61,7 +61,7 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
 def load_local(
     snapshot: Snapshot, model: nn.Module, optimizer: Any, expected: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Snapshot, dict[str, Any] | None]:
-    """Loads this rank's own weights, if the period goes on, and returns the snapshot with its optimizer state and loss scale.
+    """Loads this rank's own weights, if the period continues, and returns the snapshot with its optimizer state and loss scale.
 
     Collective. Otherwise a new period begins with what rank 0 had, and outer momentum begins at zero.
 

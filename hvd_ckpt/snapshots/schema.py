@@ -311,7 +311,7 @@ class Manifest(Strict):
         """A manifest of now, by this process.
 
         Raises:
-            pydantic.ValidationError: the files or shards are not those of so many ranks.
+            pydantic.ValidationError: the files or shards are not those of this number of ranks.
         """
         return cls(
             format="hvd_ckpt snapshot",

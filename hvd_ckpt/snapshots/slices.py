@@ -110,11 +110,11 @@ class Slices:
         return self._sharding.parameters[name].how is None or rank % self._sharding.tensor == current().part
 
     def takes(self, shard: ShardMetadata, rank: int, elements: ShardRange) -> bool:
-        """Whether these elements of this part come from a rank's shard: all shards of a parameter that is cut anew do."""
+        """Whether these elements of this part come from a rank's shard: all shards of a parameter that is cut again do."""
         return self.is_cut_anew(shard.name) or (self.is_own(shard.name, rank) and shard.overlaps(elements))
 
     def note(self, rank: int, part: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[list[Any]]:
-        """The pieces of a rank's state: names, first and last + 1 elements. Those of other parts have no name; what is cut anew
+        """The pieces of a rank's state: names, first and last + 1 elements. Those of other parts have no name; what is cut again
         is kept for :meth:`cut_anew`."""
         pieces = []
         for number, shard in enumerate(self._sharding.optimizer[rank]):
@@ -126,7 +126,7 @@ class Slices:
         return pieces
 
     def cut_anew(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """State of this part's slices, in the form of a rank's; None where nothing is cut anew."""
+        """State of this part's slices, in the form of a rank's; None where nothing is cut again."""
         if not self._found:
             return None
         made: dict[str, Any] = {"state": {}, "param_groups": groups, "pieces": []}

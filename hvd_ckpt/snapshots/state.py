@@ -164,7 +164,7 @@ def check_fits(
 
     Args:
         snapshot: that :func:`check_state` has passed.
-        model: whose weights they are to be; that of one pipeline stage is to have those of its blocks.
+        model: the model that will have these weights; in a pipeline stage, those of its blocks.
         optimizer: optimizer of the model, distributed or not.
         specs: specs of the optimizer's parameters, by name.
     """

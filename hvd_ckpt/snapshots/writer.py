@@ -196,7 +196,7 @@ class SnapshotWriter:
             self.check()
 
     def before_update(self) -> None:
-        """Returns when the optimizer may change the weights and its state; to be called before each of its steps."""
+        """Waits until the optimizer may change the weights and its state. Call it before each of its steps."""
         if self._job is not None:
             self._job.copied.wait()
 

@@ -105,7 +105,7 @@ def split_positions(x: Tensor) -> Tensor:
 
 
 def join_positions(x: Tensor) -> Tensor:
-    """All positions of those that each part has; in the backward pass this part's gradient of what all have alike."""
+    """All positions, from those of each part; in the backward pass this part's gradient of a tensor that is equal on all parts."""
     return _apply(x, _gather_positions, _own_positions)
 
 

@@ -30,7 +30,7 @@ class Cluster:
         ranks: number of ranks of the largest cluster.
         stage, offload: shown in its parts.
         optimizer: a name of ``torch.optim`` in lower case.
-        wire: the format in which shards travel.
+        wire: communication format of shards.
     """
 
     ranks: int

@@ -73,8 +73,8 @@ def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
 def _run_logged(
     command: list[str], log: Path, environment: dict[str, str] | None = None, cwd: Path | None = None
 ) -> int:
-    """Runs a command, appends its output to the log and prints the progress of the build, or at least that it goes on, every
-    30 seconds. An interrupt also ends the command.
+    """Runs a command, appends its output to the log and prints the progress of the build, or at least one line every 30 seconds.
+    An interrupt also ends the command.
     """
     shown, step, start = -1, "", time.monotonic()
 

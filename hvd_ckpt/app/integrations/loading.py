@@ -15,8 +15,8 @@ import hvd_ckpt as hc
 class ResumableLoader:
     """A loader of numbered samples that counts the batches of an epoch, and begins behind as many after a resume.
 
-    Batches that are passed over are loaded, so that random augmentation goes on as it would have. Workers are seeded by epoch and
-    rank, not by the default generator, which so draws the same numbers after a resume.
+    Batches that are skipped are loaded, so that random augmentation continues as in an undisturbed run. Workers are seeded by
+    epoch and rank, not by the default generator, which so draws the same numbers after a resume.
 
     Args:
         is_last: whether the batch that was given last is the last one of its epoch.

@@ -218,7 +218,7 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _identity(trainer: Trainer, name: str, make: Callable[[], str]) -> str:
-    """The tool's name of the run, which a resumed run goes on with: kept in its folder."""
+    """The tool's name of the run, which is kept in its folder and used by a resumed run."""
     file = trainer.folder / f"{name}-run.txt"
     if not file.is_file():
         file.write_text(make(), "utf-8")

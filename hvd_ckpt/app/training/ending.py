@@ -63,7 +63,7 @@ def errors_everywhere(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def config_errors() -> Iterator[None]:
-    """A ValueError inside, which is raised on all ranks alike, becomes a ConfigError."""
+    """A context in which a ValueError that is raised on all ranks becomes a ConfigError."""
     try:
         yield
     except ValueError as error:
@@ -154,7 +154,7 @@ class Reports:
 
 
 class LocalReports(Reports):
-    """Reports with local SGD, where ranks do not hear of each other in a step: reports wait for the next entry of the log."""
+    """Reports with local SGD, where ranks do not communicate in a step: reports wait for the next entry of the log."""
 
     _waiting: tuple[float, int] | None = None  # a loss and its step
 

@@ -59,7 +59,7 @@ class Logs:
 
     Args:
         folder: folder of the run.
-        step: steps taken; records of later steps are dropped, since a resumed run writes them anew.
+        step: steps taken; records of later steps are dropped, since a resumed run writes them again.
 
     Attributes:
         path: path of ``log.jsonl``.

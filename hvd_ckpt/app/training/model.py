@@ -113,7 +113,7 @@ def check_stages(model: nn.Module, config: Config) -> int:
     """Returns the number of pipeline stages.
 
     Raises:
-        ConfigError: the job was started with another number, or the model cannot be cut into so many.
+        ConfigError: the job was started with another number, or the model cannot be cut into this number.
     """
     stages, each, started = config.stages, config.virtual_stages_of_each, current().stages
     if stages != started:

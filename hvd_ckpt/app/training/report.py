@@ -95,7 +95,7 @@ class Meter:
             self.start()
 
     def read(self, add_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """``loss``, ``rate`` and ``seconds`` since the last reading, and :data:`TIMES`; counting begins anew.
+        """``loss``, ``rate`` and ``seconds`` since the last reading, and :data:`TIMES`; counting begins again.
 
         Args:
             add_ranks: sums a float64 tensor [parts, columns] on the CPU over the parts of all ranks; then every rank has to read.

@@ -236,7 +236,7 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
 
     Args:
         resumed: that :func:`check_state` has passed.
-        model: whose weights they are to be.
+        model: the model that will have these weights.
         optimizer: as it was made, not yet distributed.
     """
     with _naming(resumed, "give the settings that the run had, or another snapshot"):
