@@ -60,9 +60,9 @@ class SyncBatchNorm(ForAnyShape):
     def convert(cls, model: nn.Module) -> nn.Module:
         """Converts each batch norm in ``model``, or the model itself, to a synchronized batch norm.
 
-        These are ``BatchNorm1d``, ``2d`` and ``3d``, and the synchronized batch norms of other libraries: of PyTorch (which without
-        ``torch.distributed`` is a plain batch norm, without a warning), of Horovod and of Apex. The modules remain the same objects
-        with their parameters, buffers, options, hooks and modes.
+        These are ``BatchNorm1d``, ``2d`` and ``3d``, and the synchronized batch norms of PyTorch, Horovod and Apex. (Without
+        ``torch.distributed``, PyTorch's is a plain batch norm, without a warning.) The modules remain the same objects with their
+        parameters, buffers, options, hooks and modes.
 
         Returns:
             ``model``.

@@ -1,4 +1,4 @@
-"""What a training script wraps its own objects with: the optimizer and the gradient scaler.
+"""Wrappers for the objects of a training script: the optimizer and the gradient scaler.
 
 optimizer   DistributedOptimizer, which puts reduction, sharding and replicas together
 precision   automatic mixed precision, with overflows that every rank sees

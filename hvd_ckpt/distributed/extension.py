@@ -74,7 +74,7 @@ class Extension:
         return named
 
     def described(self) -> Mapping[str, Any]:
-        """What follows from the options, and must be equal on all ranks."""
+        """Values that follow from the options, and must be equal on all ranks."""
         return {} if self._shards is None else self._shards.described()
 
     def add(self, optimizer: ReducedOptimizer, named: Named, assign: Callable[[], BucketAssignment]) -> None:
@@ -162,7 +162,7 @@ def _shard_options(given: Options) -> ShardOptions | None:
 
 
 def _check_replica_options(options: Options, sharding: ShardOptions | None) -> None:
-    """Raises ValueError for the first argument that does not go with replicas."""
+    """Raises ValueError for the first argument that cannot be used with replicas."""
     if current().stages > 1:
         raise ValueError(
             f"replicas cannot be used in {current().stages} pipeline stages, whose micro-batches are not those of replicas; leave "
@@ -190,5 +190,5 @@ def _check_replica_options(options: Options, sharding: ShardOptions | None) -> N
         )
     if sharding is not None and not (sharding.gradients is sharding.parameters is FP32):
         raise ValueError(
-            "replicas needs wire='fp32': other formats round what travels, on several ranks only"
+            "replicas needs wire='fp32': other formats round what ranks send, and one rank sends nothing"
         )

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: Horovod's, whose gradients are reduced once and in a fixed order, and whose states may be sharded."""
+"""``DistributedOptimizer``: Horovod's interface, with gradients reduced once and in a fixed order, and optional sharding."""
 
 from __future__ import annotations
 
@@ -57,62 +57,66 @@ def DistributedOptimizer(
 ) -> ReducedOptimizer:
     """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
 
-    The arguments up to ``process_set`` are those of ``horovod.torch.DistributedOptimizer``, with the same meaning. Any number
-    of backward passes may precede a ``step()``, and a parameter may be used any number of times, in recomputed segments or not:
-    what is to come is learned, and what comes late is reduced as well. Collective: to be called on every rank.
+    The arguments up to ``process_set`` are those of ``horovod.torch.DistributedOptimizer``, with the same meaning. Any number of
+    backward passes may precede a ``step()``. A parameter may be used any number of times, in recomputed segments or not: the
+    optimizer learns how often each gradient accumulates, and reduces late gradients as well. Collective: call it on every rank.
 
-    A parameter may be in several optimizers; each gradient is reduced once, by the one that was made or synchronized last. Make an
-    optimizer before the backward pass: gradients that an older one of the same parameters has not reduced yet are dropped.
+    A parameter may be in several optimizers. Each gradient is reduced once, by the optimizer that was created or synchronized
+    last. Create an optimizer before the backward pass: gradients that an older optimizer of the same parameters has not reduced
+    yet are dropped.
 
-    With ``shard`` the model's states are split over the ranks (ZeRO, Rajbhandari et al. 2020), weights (of the whole model with its
-    buffers, where it is known) are rank 0's from the start, and ``param_groups`` hold this rank's pieces of the parameters.
+    With ``shard`` the states of the model are split over the ranks (ZeRO, Rajbhandari et al. 2020), and ``param_groups`` hold this
+    rank's pieces of the parameters. All ranks start with the weights of rank 0; if the whole model is known, this includes its
+    buffers.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``; its state is kept. Use the returned one instead of it from now on. To shard, one
-            that works on each element by itself (see ``elementwise``).
-        named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer, may name more.
-        compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``; applied to
-            whole buckets. Where gradients are sharded, use ``wire``.
-        backward_passes_per_step: where gradients are sharded, how many backward passes are added up on each rank, in full, before
-            they are reduced. The default reduces every pass and keeps the shard only; with all passes of a step the sums are
-            those of a run that is not sharded. Elsewhere accepted for compatibility; the number is learned.
-        op: ``Average``, ``Sum``, ``Adasum`` (combines updates; needs MPI), or ``Min``, ``Max``, ``Product``; to shard, one of the
-            first two.
-        gradient_predivide_factor: with ``Average``, divide by this before the sum and by size / this after it.
-        num_groups, groups: reduce in this many buckets, or in these, instead of by ``bucket_cap_mb``; not at stages 2 and 3.
-        sparse_as_dense: reduce sparse gradients as dense ones; where gradients are sharded they always are.
+        optimizer: any ``torch.optim.Optimizer``; its state is kept. Afterwards, use the returned optimizer instead. With
+            ``shard``, the optimizer must update each element by itself (see ``elementwise``).
+        named_parameters: ``model.named_parameters()``. It must name every parameter of the optimizer, and may name more.
+        compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``, applied to whole
+            buckets. For sharded gradients, use ``wire`` instead.
+        backward_passes_per_step: for sharded gradients, the number of backward passes that each rank adds up, in whole gradients,
+            before they are reduced. The default reduces every pass and keeps only the shard. With all passes of a step, the sums
+            are those of a run without sharding. Without sharded gradients, the number is learned, and the argument has no effect.
+        op: ``Average``, ``Sum``, ``Adasum`` (combines updates; needs MPI), or ``Min``, ``Max``, ``Product``. With ``shard``, only
+            the first two are allowed.
+        gradient_predivide_factor: with ``Average``, a factor f: gradients are divided by f before the sum and by size / f after
+            it.
+        num_groups, groups: the number of buckets, or the parameters of each, in place of ``bucket_cap_mb``. Not at stages 2 and 3.
+        sparse_as_dense: whether to reduce sparse gradients as dense ones. Sharded gradients always are.
         process_set: the ranks to reduce over; a rank outside it steps on its own gradients.
         bucket_cap_mb: size of a bucket in MiB.
-        keep_buckets: keep the storage of buckets between steps (faster); False frees it with the gradients.
-        shard: what is split over the ranks: ``"none"``, ``"optimizer"`` (its state), ``"gradients"`` (these, too),
-            ``"parameters"`` (these, too); or the stage, 0 to 3.
-        model: the module whose parameters are split (``shard="parameters"``); by default the one whose ``named_parameters()``
-            is given.
-        units: its modules, or lists of them, whose parameters are gathered together; by default the segments that are
-            recomputed, else the blocks of the model. All other parameters are a unit of their own.
-        offload: ``"optimizer"`` keeps the optimizer's state in pinned host memory for a GPU, and with master weights in
-            memory-mapped files for a CPU. ``"parameters"``, with ``shard="parameters"``, also the shards of parameters and
-            gradients: memory then holds the units that run. :func:`hvd_ckpt.init_on_disk` makes a model that is larger than memory.
-        offload_folder: where these files are; by default the temporary folder.
-        wire: format in which shards travel: ``"fp32"`` (as they are), ``"fp16"``, ``"bf16"``, ``"int8"``, ``"int4"`` (gradients in
-            4 bits, parameters in 8); or ``{"gradients": ..., "parameters": ...}``, one for each.
-        master_weights: keep float32 copies of half-precision parameters in the shards and step those; by default where there
-            are any.
-        elementwise: promises that an optimizer which is not one of torch.optim's own updates each element from its value,
-            gradient and state alone, so that shards can be stepped.
-        replicas: a number of logical replicas, a power of two; any smaller power of two of ranks then computes the same bits.
-            Each step goes through ``optimizer.local_replicas()``. Needs the model, as ``shard="parameters"`` does, and
-            ``op=Average`` over all ranks; goes with ``shard="optimizer"`` and ``"gradients"``.
+        keep_buckets: whether to keep the storage of buckets between steps (faster), or to free it with the gradients.
+        shard: the states that are split over the ranks: ``"none"``, ``"optimizer"`` (its state), ``"gradients"`` (also gradients),
+            ``"parameters"`` (also parameters); or the stage, 0 to 3.
+        model: the module whose parameters are split (``shard="parameters"``). By default, it is the module whose
+            ``named_parameters()`` is given.
+        units: modules of the model, or lists of them, whose parameters are gathered together. By default, they are the recomputed
+            segments, else the blocks of the model. All other parameters form another unit.
+        offload: ``"optimizer"`` keeps the optimizer's state in pinned host memory for a GPU, or, together with master weights, in
+            memory-mapped files for a CPU. ``"parameters"``, with ``shard="parameters"``, also keeps the shards of parameters and
+            gradients there, so memory holds only the units in use. :func:`hvd_ckpt.init_on_disk` makes a model that is larger than
+            memory.
+        offload_folder: folder of these files; by default the temporary folder.
+        wire: communication format of shards: ``"fp32"`` (unchanged), ``"fp16"``, ``"bf16"``, ``"int8"``, ``"int4"`` (gradients in
+            4 bits, parameters in 8); or ``{"gradients": ..., "parameters": ...}`` with one format for each.
+        master_weights: whether to keep float32 copies of half-precision parameters in the shards, and to update these copies. By
+            default, they are kept if there are such parameters.
+        elementwise: declares that an optimizer of your own updates each element from its value, gradient and state alone, so that
+            it can update shards.
+        replicas: number of logical replicas, a power of two. Any power of two of ranks up to this number then computes the same
+            bits. Each step iterates over ``optimizer.local_replicas()``. Needs the model, as ``shard="parameters"`` does, and
+            ``op=Average`` over all ranks. Can be combined with ``shard="optimizer"`` and ``"gradients"``.
         within: with ``shard="parameters"``, groups of ranks that keep a second copy of the parameters, split over the group:
-            ``"host"``, or lists of ranks of equal size. After a step each parameter is gathered from all ranks once, and in the
-            backward pass and further passes within the group (hpZ of ZeRO++).
+            ``"host"``, or lists of ranks of equal size. After a step, each parameter is gathered once from all ranks. In the
+            backward pass and further passes, it is gathered within the group (hpZ of ZeRO++).
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
 
     Raises:
-        ValueError: arguments are wrong, or parameters differ between ranks (name, shape, dtype, number, ``requires_grad``);
-            raised on every rank, naming the first one.
+        ValueError: an argument is invalid, or parameters differ between ranks (name, shape, dtype, number, ``requires_grad``). The
+            error is raised on every rank and names the first difference.
     """
     # The first statement, so that locals() has the arguments and nothing else.
     options = Options(**locals()).resolved()

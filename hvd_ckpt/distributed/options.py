@@ -1,6 +1,6 @@
 """The arguments of a ``DistributedOptimizer`` as one object, checked and described before the ranks compare them.
 
-This file knows no more of shards than the names of the stages, so that an optimizer that is not sharded loads nothing of them.
+This file imports only the names of the stages from ``sharding``, so an optimizer without sharding does not load that room.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class Options:
 
     @property
     def prescale(self) -> float:
-        """What gradients are multiplied by before they are summed."""
+        """Factor of gradients before they are summed."""
         return 1.0 / self.gradient_predivide_factor if self.op == Average else 1.0
 
     def communicator(self) -> Communicator:
-        """How buckets are allreduced."""
+        """The communicator that allreduces buckets."""
         postscale = self.gradient_predivide_factor if self.op == Average else 1.0
         return Communicator(
             self.process_set,
@@ -98,7 +98,7 @@ class Options:
         )
 
     def described(self) -> dict[str, Any]:
-        """What must be equal on all ranks, but for ``groups``, as plain data."""
+        """The options that must be equal on all ranks, except ``groups``, as plain data."""
         of_rank = {"named_parameters", "num_groups", "groups", "process_set", "offload_folder", "model"}
         fields = [field.name for field in dataclasses.fields(self) if field.name not in of_rank]
         options = {name: getattr(self, name) for name in fields}

@@ -1,7 +1,7 @@
 """Mixed precision that every rank agrees on.
 
-An overflow on one rank must make all ranks skip the same step, or their weights and loss scales drift apart. Here gradients are
-reduced before they are unscaled: an inf or nan on one rank survives the sum, so all see it.
+An overflow on one rank must make all ranks skip the same step; otherwise their weights and loss scales diverge. Here gradients are
+reduced before they are unscaled: an inf or nan on one rank is also in the sum, so all ranks find it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` that agrees across ranks: the plain PyTorch recipe is right as written.
+    """``torch.amp.GradScaler`` that makes the same decision on all ranks, so that PyTorch's usual code is correct.
 
     ::
 
@@ -36,9 +36,9 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)                           # reduces, unless that is done
         scaler.update()
 
-    Works with any optimizer; for a ``DistributedOptimizer`` gradients are reduced before they are unscaled and checked, so every
-    rank finds the same and takes or skips the same step. With pipeline stages or parts, each of which needs one
-    ``DistributedOptimizer``, an overflow on one of them skips the step on all.
+    It works with any optimizer. Gradients of a ``DistributedOptimizer`` are reduced before they are unscaled and checked, so all
+    ranks take or skip the same step. Pipeline stages and tensor-parallel parts each need one ``DistributedOptimizer``; an overflow
+    on one of them skips the step on all.
 
     Args:
         device: the device type of the gradients; by default "cuda" where there is a GPU, else "cpu".
@@ -70,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduces the gradients over the ranks, unless that is done, and divides them by the scale.
 
-        Where you leave out the step that follows, call ``update()`` before the next one, as with ``torch.amp.GradScaler``.
+        If you skip the step that follows, call ``update()`` before the next step, as with ``torch.amp.GradScaler``.
         """
         if not isinstance(optimizer, ReducedOptimizer):
             super().unscale_(optimizer)
@@ -122,7 +122,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Updates the scale, as in ``torch.amp.GradScaler``; every optimizer begins a step anew."""
+        """Updates the scale, as in ``torch.amp.GradScaler``. Every optimizer then begins a new step."""
         self._reduced.clear()
         super().update(new_scale)
 
@@ -133,7 +133,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class Precision:
-    """One precision recipe, whichever library carries it out.
+    """One interface to mixed precision of ``torch.autocast`` and of NVIDIA Apex.
 
     ::
 
@@ -153,7 +153,7 @@ class Precision:
 
     Raises:
         ValueError: the name is not in :data:`PRECISIONS`.
-        RuntimeError: Apex is asked for and cannot be used here; says why.
+        RuntimeError: Apex is requested and cannot be used here; the message has the reason.
     """
 
     def __init__(self, name: str, device: str | None = None, **scaler_options: Any) -> None:
@@ -174,10 +174,11 @@ class Precision:
     def prepare(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Makes model and optimizer ready; the optimizer must be a ``DistributedOptimizer`` already.
+        """Prepares model and optimizer. The optimizer must be a ``DistributedOptimizer`` already.
 
-        Apex's O2 puts float32 master weights into the optimizer and converts the model to float16, O3 converts it only. The
-        gradients that are reduced are those of the model's parameters, so the DistributedOptimizer is made of these, first.
+        Apex's O2 puts float32 master weights into the optimizer and converts the model to float16. O3 only converts the model. The
+        gradients of the model's parameters are reduced, so the ``DistributedOptimizer`` must be created first, from these
+        parameters.
 
         Raises:
             RuntimeError: with Apex, the optimizer is not a ``DistributedOptimizer`` yet.
@@ -225,7 +226,7 @@ class Precision:
             optimizer.reduce_for_caller()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, skipped on every rank alike where gradients overflowed."""
+        """The optimizer's step. It is skipped on every rank if gradients have overflowed."""
         if self.scaler is not None:
             self.scaler.step(optimizer)
             self.scaler.update()

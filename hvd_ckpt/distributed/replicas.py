@@ -1,4 +1,4 @@
-"""Logical replicas: what shapes a result belongs to the replica, and not to the rank that computes it."""
+"""Logical replicas: samples, random state and buffers belong to a replica, and not to the rank that computes it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ReplicasState(State):
 class Replica:
     """One logical replica in one step; a context within which this rank computes it.
 
-    Within it the generators of PyTorch, NumPy and Python are seeded for the seed of the job, the step and the replica, and the
+    In this context the generators of PyTorch, NumPy and Python are seeded by the seed of the job, the step and the replica. The
     model's buffers (batch norm statistics) are the replica's own. Afterwards both are as they were before.
 
     Attributes:
-        index: from 0 to the number of replicas - 1; ``inputs[replica]`` works, too.
-        done: it has been computed.
+        index: number from 0 to the number of replicas - 1; ``inputs[replica]`` works, too.
+        done: whether the replica has been computed.
     """
 
     def __init__(self, replicas: Replicas, index: int) -> None:
@@ -83,15 +83,15 @@ class Replicas:
     """The replicas of a job, and those that this rank computes.
 
     Args:
-        number: of all ranks, a power of two.
-        model: its buffers belong to the replicas.
-        reducer: of the gradients.
-        communicator: of means over replicas.
-        seed: the same on every rank.
+        number: number of replicas of all ranks, a power of two.
+        model: the model, whose buffers belong to the replicas.
+        reducer: the reducer of the gradients.
+        communicator: the communicator of means over replicas.
+        seed: the seed of the job, the same on every rank.
 
     Attributes:
-        step: how many times :meth:`local` has been gone through.
-        seed: of the job.
+        step: number of completed iterations over :meth:`local`.
+        seed: the seed of the job.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class Replicas:
         self._outside: dict[str, torch.Tensor] = {}
 
     def local(self) -> Iterator[Replica]:
-        """This rank's replicas of one step, in order; each is to be entered once.
+        """This rank's replicas of one step, in order. Enter each of them once.
 
         Raises:
-            RuntimeError: one was not entered.
+            RuntimeError: a replica was not entered.
         """
         for index in self._buffers:
             replica = Replica(self, index)
@@ -136,7 +136,7 @@ class Replicas:
         return int.from_bytes(hashlib.blake2b(text, digest_size=GENERATOR_SEED_BYTES).digest(), "little")
 
     def enter(self, index: int) -> None:
-        """Begins a replica: the model's buffers get its values."""
+        """Begins a replica: sets the model's buffers to its values."""
         self._reducer.begin_replica()
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
@@ -144,7 +144,7 @@ class Replicas:
             _copy(own, buffers, own)
 
     def leave(self, index: int, failed: bool) -> None:
-        """Ends a replica: the model's buffers get back the values that they had before it."""
+        """Ends a replica: restores the model's buffers."""
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
             # Buffers that no pass changes, such as tables of positions, are not kept for each replica.
@@ -161,7 +161,7 @@ class Replicas:
     def average_buffers(self) -> None:
         """Gives the model's floating-point buffers the mean over replicas, and other buffers the values of the first. Collective.
 
-        For an evaluation, or to save the model; training goes on with each replica's own.
+        Call it before an evaluation, or before you save the model. Training continues with the buffers of each replica.
         """
         buffers = self._named_buffers()
         own = list(self._buffers.values())
@@ -187,15 +187,15 @@ class Replicas:
                 target.copy_(result.view(target.shape))
 
     def mean(self, values: Sequence[torch.Tensor | float]) -> float:
-        """The mean over all replicas of a number that each has (a loss, say), in float64. Collective.
+        """The mean over all replicas of one number of each, such as a loss, in float64. Collective.
 
         Args:
-            values: of this rank's replicas, in order.
+            values: the numbers of this rank's replicas, in order.
         """
         return self.begin_mean(values)()
 
     def begin_mean(self, values: Sequence[torch.Tensor | float]) -> Callable[[], float]:
-        """Begins a :meth:`mean`, and returns a function that waits for it; to be called before the next one begins."""
+        """Begins a :meth:`mean`, and returns a function that waits for it. Call that function before the next one begins."""
         if len(values) != len(self._buffers):
             raise ValueError(f"{len(values)} values are given for this rank's {len(self._buffers)} replicas")
         numbers = [torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(1) for value in values]
@@ -207,11 +207,11 @@ class Replicas:
         return {index: _clones(values) for index, values in self._buffers.items()}
 
     def restore_buffers(self, buffers: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Takes back what passes have changed since :meth:`buffers` returned these: those of a step that is skipped."""
+        """Restores buffers that :meth:`buffers` returned, after a step that is skipped."""
         self._buffers = {index: _clones(values) for index, values in buffers.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Seed, step, and the buffers of all replicas: plain data, the same on every rank. Collective."""
+        """Seed, step, and the buffers of all replicas, as plain data that is the same on every rank. Collective."""
         of_ranks = self._communicator.objects(self._buffers, "state")
         buffers = {index: values for each in of_ranks for index, values in each.items()}
         return {"number": self.number, "seed": self.seed, "step": self.step, "buffers": buffers}
@@ -220,7 +220,7 @@ class Replicas:
         """Loads a state, saved on any number of ranks.
 
         Raises:
-            ValueError: it is not valid, or that of another number of replicas.
+            ValueError: the state is invalid, or of another number of replicas.
         """
         ReplicasState.check(state, "the state of the replicas")
         if state["number"] != self.number:

@@ -1,4 +1,4 @@
-"""The averages of one optimizer: what is averaged, and which fragment leaves, is added up and is applied after which step."""
+"""The averages of one optimizer: their content, and the steps after which a fragment leaves, is added up and is applied."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Averaging:
         optimizer: reduces gradients within this rank's group.
         options: of :func:`hvd_ckpt.LocalSGD`; persistent buffers of the model are averaged, too, where it is known.
         groups: positions of ranks in the process set, whose gradients are reduced together; of equal size.
-        prefix: of tensor names, the same on every rank and this optimizer's alone.
+        prefix: prefix of tensor names, the same on every rank and unique to this optimizer.
 
     Attributes:
         step: calls of ``optimizer.step()`` so far.

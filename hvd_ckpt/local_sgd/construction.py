@@ -1,4 +1,4 @@
-"""The making of an optimizer of local SGD: checked arguments, groups of ranks, then the optimizer."""
+"""Construction of an optimizer of local SGD: validation of arguments, groups of ranks, then the optimizer."""
 
 from __future__ import annotations
 
@@ -39,46 +39,51 @@ def LocalSGD(
     offload: str | None = None,
     offload_folder: str | Path | None = None,
 ) -> LocalOptimizer:
-    """Wraps an optimizer so that ranks step on their own gradients, and average their parameters every so many steps.
+    """Wraps an optimizer so that ranks step on their own gradients, and average their parameters every ``every`` steps.
 
-    Local SGD (McMahan et al. 2017; Lin et al. 2018), and with ``outer=Nesterov()`` DiLoCo (Douillard et al. 2023): the mean change
-    of the parameters since the last average, the anchor, is the gradient of an outer step. Steps are counted, never time, so a run
-    repeats bit for bit. Weights (and buffers, where the model is known) are rank 0's from the start. Collective.
+    This is local SGD (McMahan et al. 2017; Lin et al. 2018), and with ``outer=Nesterov()`` DiLoCo (Douillard et al. 2023): the
+    mean change of the parameters since the last average (the anchor) is the gradient of an outer step. Periods are counted in
+    steps, not in time, so a run repeats bit for bit. All ranks start with the weights of rank 0 (and its buffers, if the model is
+    known). Collective.
 
-    Every rank calls ``step()`` equally often; one without data calls it without gradients, and counts for nothing in the average.
+    Every rank must call ``step()`` equally often. A rank without data calls it without gradients, and has weight 0 in the average.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``; its state is kept. Use the returned one instead of it from now on.
-        named_parameters: ``model.named_parameters()``; must name every parameter of the optimizer, may name more.
+        optimizer: any ``torch.optim.Optimizer``; its state is kept. Afterwards, use the returned optimizer instead.
+        named_parameters: ``model.named_parameters()``. It must name every parameter of the optimizer, and may name more.
         every: steps between two averages of a parameter.
-        outer: makes the outer optimizer from a list of parameters: ``Nesterov(...)``, or any of torch.optim's that works on each
-            element by itself, such as ``functools.partial(torch.optim.SGD, lr=0.7)``. None: ranks take over the mean.
-        moments: the wrapped optimizer's state: ``"local"`` stays each rank's own, ``"average"`` is averaged with the parameters; or
-            steps by name, multiples of ``every``: ``{"exp_avg": 300, "exp_avg_sq": 600}`` (DES-LOC, 2025).
-        fragments: averages the model's blocks in so many turns, evenly spread over ``every`` steps (Streaming DiLoCo, 2025).
-        delay: steps from when an average leaves to when it is applied, during which it travels beside computation; at most
-            ``every``. What a rank has learned meanwhile is kept on top.
-        wire: format in which changes of parameters travel: ``"fp32"`` (as they are), ``"fp16"``, ``"bf16"``, ``"int8"``; what it
-            rounds away is added to the next change. Moments and buffers travel as they are.
+        outer: makes the outer optimizer from a list of parameters: ``Nesterov(...)``, or an element-wise optimizer of
+            ``torch.optim``, such as ``functools.partial(torch.optim.SGD, lr=0.7)``. With None, ranks use the mean.
+        moments: the wrapped optimizer's state. ``"local"`` keeps it separate on each rank, ``"average"`` averages it with the
+            parameters. A dict has a period for each name, a multiple of ``every``: ``{"exp_avg": 300, "exp_avg_sq": 600}``
+            (DES-LOC, 2025).
+        fragments: number of parts of the model that are averaged in turn, evenly spread over ``every`` steps (Streaming DiLoCo,
+            2025).
+        delay: number of steps between the start of an average and its application, at most ``every``. Communication overlaps with
+            these steps, and a rank keeps the updates of these steps.
+        wire: communication format of changes of parameters: ``"fp32"`` (unchanged), ``"fp16"``, ``"bf16"``, ``"int8"``. Rounding
+            errors are added to the next change. Moments and buffers are sent unchanged.
         within: groups of ranks whose gradients are reduced in every step, as by :func:`DistributedOptimizer`: None (each rank by
             itself), ``"host"``, or a list of lists of ranks, of equal length. Averages are between groups.
-        shard: what is split over the ranks of a group, as in :func:`DistributedOptimizer`.
-        model: the module whose buffers are averaged (and parameters split); by default the one whose ``named_parameters()`` is
-            given.
-        process_set: the ranks that take part; a rank outside it steps on its own.
-        elastic: in an elastic job, the program makes the optimizer anew after each change of ranks, in the function that
-            ``hc.elastic.run`` calls, with the weights of a commit that was taken when ``optimizer.settled``.
-        offload: ``"optimizer"`` keeps what averages need between them (anchor, exact values, the outer optimizer's state, what a
-            lossy wire has rounded away) in memory-mapped files for a CPU, in pinned host memory for a GPU, where the outer step is
-            then on the CPU. With ``shard`` also what it says for :func:`DistributedOptimizer`, of the group.
-        offload_folder: where these files are; by default the temporary folder.
+        shard: the states that are split over the ranks of a group, as in :func:`DistributedOptimizer`.
+        model: the module whose buffers are averaged (and parameters split). By default, it is the module whose
+            ``named_parameters()`` is given.
+        process_set: the ranks that take part; a rank outside of it steps on its own.
+        elastic: must be True in an elastic job. The program must then create the optimizer again after each change of ranks, in
+            the function that ``hc.elastic.run`` calls. The weights must be those of a commit that was taken when
+            ``optimizer.settled``.
+        offload: ``"optimizer"`` offloads the state between averages: anchor, exact values, the outer optimizer's state, and
+            rounding errors of a lossy wire. It is kept in memory-mapped files for a CPU, or in pinned host memory for a GPU; the
+            outer step then runs on the CPU. With ``shard``, the states of the group are also offloaded as by
+            :func:`DistributedOptimizer`.
+        offload_folder: folder of these files; by default the temporary folder.
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
 
     Raises:
-        ValueError: arguments are wrong, or differ between ranks; on every rank.
-        OSError: there is no room for what is offloaded; on the other ranks a ValueError that names this one.
+        ValueError: an argument is invalid, or arguments differ between ranks; raised on every rank.
+        OSError: the disk or memory for offloaded state is full. The other ranks raise a ValueError that names this rank.
     """
     options = LocalOptions(**locals()).resolved()
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""The collectives of an average, among some ranks of a process set: alltoalls with nothing for the others, so no set is added."""
+"""The collectives of an average among some ranks of a process set: alltoalls with no data for the others, so no set is added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PeerExchange:
     """Exchanges flat runs of equal rows, a row for each peer. All ranks of the process set launch the same ones.
 
     Args:
-        collectives: of the process set, which carry the messages.
+        collectives: collectives of the process set, which carry the messages.
         peers: positions in the set of the ranks that exchange with this one, in rank order, with its own.
         traffic: counts what this rank sends.
 
@@ -45,7 +45,7 @@ class PeerExchange:
         """Sends ``row`` [m] to all peers.
 
         Returns:
-            Its result is [ranks * m], a new tensor: every peer's row as it travelled, the same on all of them.
+            Its result is [ranks * m], a new tensor: every peer's row as it was sent, the same on all of them.
         """
         if self.ranks == 1:
             return Work((), lambda _: row.clone())

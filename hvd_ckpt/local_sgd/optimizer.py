@@ -39,7 +39,7 @@ class LocalOptimizer(_Base):
     before_change: Callable[[], None] | None = None  # called before each change by averages
 
     def begin_averages(self, averaging: Averaging, added_sets: Sequence[tuple[int, ...]]) -> None:
-        """From now on steps are followed by averages.
+        """Starts the averages after steps.
 
         Args:
             added_sets: ranks of the process sets that :meth:`close` releases.
@@ -52,9 +52,10 @@ class LocalOptimizer(_Base):
 
     @property
     def divergence(self) -> float:
-        """How far ranks (groups) had moved from the anchor in the last averages: the root of their mean squared distance.
+        """Distance of ranks (groups) to the anchor in the last averages: the root of their mean squared distance.
 
-        Over all parameters, and the same on every rank. It comes with the weights of the ranks, in a message of 16 bytes.
+        It is computed over all parameters, and the same on every rank. It is sent with the weights of the ranks, in a message of
+        16 bytes.
         """
         return self.averaging.divergence if self.averaging is not None else 0.0
 
@@ -65,14 +66,14 @@ class LocalOptimizer(_Base):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this rank has sent for averages, by kind. What its group reduces and gathers by itself is not counted."""
+        """Bytes that this rank has sent for averages, by kind. Reductions and gathers within its group are not counted."""
         return self.averaging.traffic if self.averaging is not None else Traffic()
 
     def weigh(self, amount: float) -> None:
-        """Adds to what this rank counts for in the next average, such as the tokens of a batch. Without it, steps count.
+        """Adds to the weight of this rank in the next average, such as the tokens of a batch. By default the weight counts steps.
 
         Raises:
-            ValueError: it is negative or not finite.
+            ValueError: the number is negative or not finite.
         """
         if not 0 <= amount < float("inf"):
             raise ValueError(f"weigh() takes a finite number of at least 0, not {amount!r}")
@@ -80,8 +81,9 @@ class LocalOptimizer(_Base):
             self.averaging.tokens += float(amount)
 
     def begin_group_mean(self, number: float) -> Callable[[], float]:
-        """Begins the mean of a number that each rank of this rank's group has, and returns a function that waits for it. To be
-        called before the next one begins."""
+        """Begins the mean of one number of each rank of this rank's group, and returns a function that waits for it. Call that
+        function before the next one begins.
+        """
         members = self.process_set
         numbers = torch.tensor([number], dtype=torch.float64)
         work = Collectives(members, "hvd_ckpt.local").allreduce(numbers, "mean")
@@ -94,11 +96,12 @@ class LocalOptimizer(_Base):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it parameters and floating-point buffers are the mean of all ranks': to evaluate, or to save them. Collective.
+        """A context in which parameters and floating-point buffers are the mean over all ranks, to evaluate or save them.
+        Collective.
 
-        Each rank (group) counts the same. It sends the parameters once more, as they are (``traffic`` counts them), and nothing
-        where all ranks have the same. Afterwards each rank has its own again, bit for bit; a copy is kept meanwhile. ``step()``
-        must not be called within it.
+        Each rank (group) has equal weight. The parameters are sent once more, unchanged (``traffic`` counts them); nothing is sent
+        if all ranks have the same. Afterwards each rank has its own values again, bit for bit; a copy is kept until then. Do not
+        call ``step()`` in this context.
         """
         kept = [] if self.averaging is None else self.averaging.take_means()
         self._share_pieces(bool(kept))
@@ -117,10 +120,10 @@ class LocalOptimizer(_Base):
     # -------------------------------------------------------------------------------- steps
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Takes a step of the wrapped optimizer on this rank's gradients (its group's), then averages as far as it is time to.
+        """Takes a step of the wrapped optimizer on this rank's gradients (its group's), then averages that are due.
 
-        Every rank calls it equally often. Without gradients it changes nothing by itself, and counts for nothing in the average: so
-        a rank that has run out of data goes on. Collective.
+        Every rank must call it equally often. A rank that has run out of data calls it without gradients. Such a step changes
+        nothing and has weight 0 in the average. Collective.
         """
         self.worked = False
         found_inf = getattr(self, "found_inf", None)  # a GradScaler's, for an optimizer that skips by itself
@@ -133,7 +136,7 @@ class LocalOptimizer(_Base):
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Within it ``step()`` does not reduce; a step that was not taken counts as skipped."""
+        """A context in which ``step()`` does not reduce. A step that was not taken counts as skipped."""
         self._stepped = False
         with super().without_reduction():
             yield
@@ -160,7 +163,7 @@ class LocalOptimizer(_Base):
     # -------------------------------------------------------------------------------- parameters and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, whose parameters become rank 0's; they are averaged with the last fragment. To be called on every rank."""
+        """Adds a group, whose parameters become rank 0's. They are averaged with the last fragment. Call it on every rank."""
         if self.averaging is None:
             super().add_param_group(param_group)
             return
@@ -176,9 +179,10 @@ class LocalOptimizer(_Base):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the wrapped optimizer's, and under ``"local_sgd"`` anchor, outer state, place and what is under way.
+        """This rank's state: that of the wrapped optimizer, and the state of averages under ``"local_sgd"``.
 
-        Each rank has its own, as it has its own weights between averages; what is under way is sent again after a resume.
+        The latter has the anchor, the outer state, the place in the period and the averages under way, which are sent again after
+        a resume. Each rank has its own state, since it has its own weights between averages.
         """
         state: dict[str, Any] = super().state_dict()
         if self.averaging is not None:
@@ -186,7 +190,7 @@ class LocalOptimizer(_Base):
         return state
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
-        """The wrapped optimizer's state on rank 0, without that of local SGD: any number of ranks can begin with it."""
+        """The wrapped optimizer's state on rank 0, without that of local SGD. Any number of ranks can start from it."""
         state = super().full_state_dict(all_ranks)
         if state is not None:
             state.pop(STATE, None)
@@ -198,7 +202,7 @@ class LocalOptimizer(_Base):
         Load the model's weights of the same rank and step, too.
 
         Raises:
-            ValueError: it is of another rank, number of ranks or schedule; on every rank.
+            ValueError: the state is of another rank, number of ranks or schedule; raised on every rank.
         """
         local = state_dict.get(STATE)
         if self.averaging is not None:
@@ -209,20 +213,20 @@ class LocalOptimizer(_Base):
         self.load_averages(local)
 
     def load_averages(self, state: Mapping[str, Any] | None) -> None:
-        """Loads what a state has under ``"local_sgd"``, that of this rank; with None a new period begins. On every rank."""
+        """Loads this rank's state under ``"local_sgd"``; with None a new period begins. Call it on every rank."""
         if self.averaging is not None:
             self.averaging.load_state_dict(state)
 
     def close(self) -> None:
         """Removes the process sets that were added for ``within``, unless another optimizer uses them. Collective.
 
-        The optimizer cannot be used any more.
+        The optimizer cannot be used afterwards.
         """
         sets, self.added_sets = self.added_sets, ()
         release(sets)
 
     def segments(self) -> list[Segment]:
-        """What this rank has of each parameter, in an order that is the same on all ranks."""
+        """This rank's part of each parameter, in an order that is the same on all ranks."""
         if not self.shard_stage:
             whole = self.parameter_names.items()
             return [

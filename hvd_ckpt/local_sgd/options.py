@@ -83,12 +83,12 @@ class LocalOptions:
 
     @property
     def format(self) -> WireFormat:
-        """What changes of parameters travel as."""
+        """The communication format of changes of parameters."""
         return wire_format(self.wire)
 
     @property
     def stage(self) -> int:
-        """What is split over the ranks of a group: 0 to 3."""
+        """The stage of sharding within a group, 0 to 3."""
         return stage_of(self.shard)
 
     def of_group(self, ranks: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class LocalOptions:
         return lambda device: Offload(folder, device, parameters=True)
 
     def described(self) -> dict[str, Any]:
-        """What must be equal on all ranks, as plain data."""
+        """The options that must be equal on all ranks, as plain data."""
         return described(
             optimizer=self.optimizer,
             every=self.every,

@@ -1,7 +1,8 @@
 """Runs: flat tensors of some parameters, moments or buffers, each averaged with one reduce-scatter and one all-gather.
 
-A run has ``parts * peers`` rows. Where the ranks of a group have equal values, each averages the part of its place in the group
-with the ranks of that place in other groups, and the group gathers the parts. The peers add up a row each.
+A run has ``parts * peers`` rows. If the ranks of a group have equal values, each rank averages one part, which its place in the
+group determines. It does so with the ranks of the same place in other groups. The group then gathers the parts. Each peer adds up
+one row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Segment:
     """One tensor of a run.
 
     Attributes:
-        name: of the parameter or buffer.
+        name: name of the parameter or buffer.
         owner: the whole parameter, or the buffer.
         like: what this rank has of it (its piece, where parameters are split); ``value`` has the same shape.
         value: reads the tensor; None where this rank has none yet, which counts as zeros.
@@ -68,7 +69,7 @@ def split_into_runs(segments: Iterable[Segment]) -> list[list[Segment]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands in an average.
+    """Place of this rank in an average.
 
     Attributes:
         exchange: the ranks that average the same part.
@@ -88,7 +89,7 @@ class Place:
 
 
 class Run(ABC):
-    """What is averaged with one message each way.
+    """Values that are averaged with one message each way.
 
     Attributes:
         sent: what left; None where nothing is under way.
@@ -133,7 +134,7 @@ class Run(ABC):
         self.sent = self._work = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What is under way."""
+        """The state of an average under way."""
         return {"sent": self.sent}
 
     @abstractmethod
@@ -293,11 +294,11 @@ class Fragment:
         runs: what is averaged, each with its period, counted in averages of the fragment.
         sent_at: the step after which the average under way has left; None if nothing is under way.
         gathering: its rows have been added up.
-        weight: of this rank in it.
+        weight: weight of this rank in the average.
         moved: what this rank had moved from the anchor, squared.
         marks: this rank's steps and tokens until then.
         squares: the sum of what all ranks had moved in the last average.
-        weights, distances: of all ranks, on their way.
+        weights, distances: weights and distances of all ranks, in flight.
     """
 
     number: int

@@ -48,7 +48,7 @@ class Schedule:
         return [fragment for fragment in range(self.fragments) if self._offset(fragment) == place]
 
     def turn(self, fragment: int, step: int) -> int:
-        """How many averages of a fragment have left after ``step`` steps."""
+        """Number of averages of a fragment that have left after ``step`` steps."""
         # With every=100 and offset 25 a fragment leaves after steps 25, 125, ..., of which the first would
         # count as 0. With offset 0 it leaves after steps 100, 200, ..., which count as 1, 2, ...
         return (step - self._offset(fragment)) // self.every + (1 if self._offset(fragment) else 0)

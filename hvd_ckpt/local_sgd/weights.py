@@ -1,7 +1,7 @@
-"""Runs of parameters: their anchor, the outer optimizer that moves it, and what a lossy wire rounds away.
+"""Runs of parameters: their anchor, the outer optimizer that updates it, and the rounding errors of a lossy wire.
 
-Whoever adds up a row of weights also keeps their exact values and the outer optimizer's state, so these are split over all ranks,
-and the anchor is split over a group.
+The rank that adds up a row of weights also keeps their exact values and the outer optimizer's state. So these are split over all
+ranks, and the anchor is split over a group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightRun(ValueRun):
 
     Args:
         outer: makes the outer optimizer; None: the anchor moves by the mean change.
-        wire: format in which changes travel; what it rounds away is added to the next change.
+        wire: communication format of changes; rounding errors are added to the next change.
         offload: makes what has the state that is kept between averages, for the parameters' device; the outer step is then on the
             CPU. None: it is beside the parameters.
 
@@ -170,7 +170,7 @@ class WeightRun(ValueRun):
         return exact - self._here(self._own_row(self.anchor)) if self._lossy else exact
 
     def _here(self, kept: torch.Tensor) -> torch.Tensor:
-        """What is kept between averages, on the device of the parameters."""
+        """The state between averages, on the device of the parameters."""
         return kept.to(self.device, non_blocking=True)
 
     def _keep(self, what: str, value: torch.Tensor) -> torch.Tensor:

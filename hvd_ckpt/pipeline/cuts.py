@@ -41,7 +41,7 @@ def cuts_of(plan: Plan, stages: int, options: PipelineOptions) -> PipelinePlan:
     Args:
         plan: a plan for stages.
         stages: number of stages of the pipeline.
-        options: of the pipeline, which must not include what the plan gives.
+        options: options of the pipeline, which must not include what the plan gives.
 
     Raises:
         PlanError: the plan has no stages or another number of stages.

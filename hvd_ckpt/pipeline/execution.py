@@ -194,7 +194,7 @@ class Execution:
     Args:
         rank: chunks of this rank.
         micro_batches: micro-batches of this step.
-        options: of the passes.
+        options: options of the passes.
         recorder: makes a context for each pass, and for each wait and recomputation within or after it. Its arguments are the kind,
             ``"forward"``, ``"backward"``, ``"wait"`` or ``"recompute"``, the chunk and the micro-batch.
     """

@@ -1,8 +1,8 @@
 """Micro-batches: the gradients of a large batch in the memory of a small one.
 
 A mini-batch is split into micro-batches, and each of them runs forward and backward before the next begins. Gradients add up as
-over several backward passes. The difficulty is their weights: the loss of a mini-batch is a mean over terms (samples, or tokens
-that are predicted), and micro-batches and ranks may have different numbers of terms.
+over several backward passes. Their weights differ, since the loss of a mini-batch is a mean over terms (samples, or predicted
+tokens), and micro-batches and ranks may have different numbers of terms.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def accumulate(
         batch: an object with ``split(parts)``, such as :class:`hvd_ckpt.data.objectives.Batch`, or tensors whose first dimension
             counts the samples, which may be nested in lists, tuples and dicts.
         micro_batches: number of micro-batches; there are fewer if there are fewer samples.
-        checkpoint: the micro-batches whose checkpointed parts are recomputed in the backward pass: ``"always"``,
-            ``"except_last"`` (the backward pass of the last one follows at once) or ``"never"``, as in GPipe (Huang et al., 2019).
+        checkpoint: the micro-batches whose checkpointed parts are recomputed in the backward pass, as in GPipe (Huang et al.,
+            2019). ``"always"``, ``"except_last"`` (the backward pass of the last one follows at once) or ``"never"``.
         weight: takes a micro-batch and returns the number of terms that its loss is the mean of; by default its number of samples.
         across_ranks: whether to weight by the terms of all ranks. The gradients that a ``DistributedOptimizer`` averages are then
             those of the mean over the terms of all ranks. One number is summed over the ranks during the first forward pass.
@@ -255,7 +255,7 @@ def one_element(loss: Any) -> Tensor:
 def silence(loss: Tensor) -> None:
     """Makes the gradients of a loss without terms zero even if it is nan, since 0 times nan is nan.
 
-    The backward pass must run all the same: it takes part in collectives of the other ranks' backward passes, and the gradients
+    The backward pass must run nevertheless. It takes part in collectives of the other ranks' backward passes, and the gradients
     that a synchronized batch norm receives from their losses are not zero.
     """
     # Each node between the loss and the leaves gets a hook that replaces nan by 0 in the gradients that it passes on.

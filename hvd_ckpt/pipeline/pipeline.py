@@ -76,8 +76,9 @@ class Pipeline(nn.Module):
 
     The weights after a step equal those of ``hc.accumulate`` with the whole model on each rank, bit for bit, for any number of
     stages, schedule and ``checkpoint``. If the model draws random numbers, the whole model must be given to
-    :func:`hvd_ckpt.seed_blocks`. In two cases, they are equal up to rounding: if blocks on several stages share a parameter, and
-    with more than two replicas, since Horovod's order of additions depends on the place in a bucket.
+    :func:`hvd_ckpt.seed_blocks`. In two cases, weights are equal up to rounding. In the first, blocks on several stages share a
+    parameter. In the second, there are more than two replicas, since Horovod's order of additions depends on the place in a
+    bucket.
 
     Parameters and buffers have the names of the whole model. After construction, only the blocks on this rank have weights; the
     other blocks of the model are on the meta device.
@@ -220,10 +221,10 @@ class Pipeline(nn.Module):
         Collective over the stages of a replica, each of which gets the same batch.
 
         Args:
-            batch: a :class:`hvd_ckpt.data.objectives.Batch`, or ``(inputs, targets)`` or ``(inputs, targets, shared)``: the
-                argument of the model (or a tuple of several positional arguments), the targets of the loss, and a dict of keyword
-                arguments, such as masks, that all blocks share. It is split along the first dimension of its tensors. Micro-batches
-                may differ in size.
+            batch: a :class:`hvd_ckpt.data.objectives.Batch`, or ``(inputs, targets)`` or ``(inputs, targets, shared)``. ``inputs``
+                is the argument of the model, or a tuple of several positional arguments, and ``targets`` are those of the loss.
+                ``shared`` is a dict of keyword arguments that all blocks share, such as masks. The batch is split along the first
+                dimension of its tensors. Micro-batches may differ in size.
             loss_fn: takes the output of the model and the targets of a micro-batch, and returns the mean loss. It is called on the
                 last stage.
             weight: takes a micro-batch, in the form of ``batch``, and returns the number of terms that its loss is the mean of; by

@@ -69,8 +69,8 @@ def find_blocks(
     Blocks that a forward pass calls more than once or not at all are left out.
 
     Raises:
-        ValueError: a name is not that of a module, a named module lies in another one, no block is called, or a block pops a skip
-            connection of another block, so that it cannot be measured by itself.
+        ValueError: a name is not that of a module, a named module is inside another one, or no block is called. Or a block pops a
+            skip connection of another block, so it cannot be measured by itself.
     """
     proposed = _named(model, names) if names is not None else proposed_blocks(model)
     calls: dict[str, int] = {}

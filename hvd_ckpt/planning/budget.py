@@ -20,11 +20,11 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 class BudgetError(ValueError):
-    """No plan fits the budget; the message names the smallest peak and what sets it.
+    """No plan fits the budget. The message names the smallest peak and the block that determines it.
 
     Attributes:
-        smallest: the smallest reachable peak in bytes; a lower bound of it where the budget was refused early.
-        nearest: the measured plan with the smallest peak; None where the budget was refused before the blocks were measured.
+        smallest: the smallest reachable peak in bytes, or a lower bound of it if the budget was refused early.
+        nearest: the measured plan with the smallest peak, or None if the budget was refused before the blocks were measured.
     """
 
     def __init__(self, message: str, smallest: int, nearest: Plan | None = None) -> None:

@@ -1,7 +1,7 @@
 """Cache of plans, which reuses a plan of an earlier process if nothing that it depends on has changed.
 
-The key of a plan is a digest of the model (classes with their code, settings, shapes of parameters), of the shapes and dtypes of
-the sample, and of the code of the loss. It also includes the settings of the plan, the device, the number of threads, and the
+The key of a plan is a digest. It covers the model (classes with their code, settings, shapes of parameters), the shapes and dtypes
+of the sample, and of the code of the loss. It also includes the settings of the plan, the device, the number of threads, and the
 versions of PyTorch and of this library. It does not depend on the values of tensors.
 """
 

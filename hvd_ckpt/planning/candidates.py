@@ -169,8 +169,9 @@ def _retained(trace: Trace, group: Iterable[int]) -> int:
 
 
 def nodes(trace: Trace) -> list[frozenset[int]]:
-    """Sets of calls that can only be dropped together, because their results lie in the same memory: a linear layer and the views
-    of its result, or a batch norm and the relu that changes its result in place."""
+    """Sets of calls that can only be dropped together, because their results are in the same memory. Examples are a linear layer
+    and the views of its result, or a batch norm and the relu that changes its result in place.
+    """
     groups: dict[int, set[int]] = {}
     of_place: dict[int, int] = {}  # the first call with a result there
     for number, call in enumerate(trace.calls):

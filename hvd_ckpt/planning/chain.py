@@ -25,7 +25,7 @@ class Choice:
     """One way to run a block.
 
     Args:
-        seconds: of forward and backward pass, including recomputation.
+        seconds: seconds of forward and backward pass, including recomputation.
         kept: bytes held between the forward and the backward pass, above the start of the block, including its output.
         forward_peak: most bytes during the forward pass, above its start, including the output.
         backward_peak: most bytes during the backward pass, above the start of the *forward* pass: kept bytes, the incoming gradient
@@ -48,7 +48,7 @@ class Block:
     Args:
         choices: the ways to run the block, at least one.
         output: bytes of the output, and of the gradient of the output.
-        forward_seconds: of a forward pass that saves nothing, which is the first pass of a recomputed segment.
+        forward_seconds: seconds of a forward pass that saves nothing, which is the first pass of a recomputed segment.
         forward_working: most bytes during such a pass, above its start, including the output.
         joins_next: whether this block and the next may lie in one recomputed segment. A block that joins neither neighbour lies in
             no segment.
@@ -183,7 +183,7 @@ class _Walk:
         """Runs a level forward and backward; returns the bytes held between the two.
 
         Args:
-            items: of the level.
+            items: the items of the level.
             base: bytes held at its start.
             waiting: bytes of the gradient that waits outside during the forward pass. The backward pass consumes it, and measured
                 backward peaks include it.
@@ -229,7 +229,7 @@ class _Walk:
         return between
 
     def reach(self, block: int, held: int) -> None:
-        """Notes that so many bytes are held during a pass of a block."""
+        """Records the bytes that are held during a pass of a block."""
         if held > self.peak:
             self.peak, self.block = held, block
 

@@ -1,7 +1,7 @@
 """Cost of what a model runs before the first block of its chain (embeddings) and behind the last one (head and loss).
 
-One step has marks at both ends of the chain: hooks on the first and the last block mark the forward pass, and hooks on their input
-and output the backward pass.
+One step has marks at both ends of the chain. Hooks on the first and the last block mark the forward pass, and hooks on their input
+and output mark the backward pass.
 """
 
 from __future__ import annotations

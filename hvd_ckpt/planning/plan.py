@@ -152,7 +152,7 @@ class StagePlan:
         forward_seconds, backward_seconds: time of one micro-batch, where the backward pass includes all recomputation.
         state_bytes: parameters, buffers, gradients and optimizer state.
         activation_bytes: inputs, outputs, kept and recomputed tensors of all micro-batches in flight, at the peak.
-        transport_bytes: gradients that travel to the previous stage and from the next stage.
+        transport_bytes: gradients that are sent to the previous stage and received from the next stage.
     """
 
     blocks: Annotated[int, Field(ge=1)]
@@ -221,8 +221,8 @@ class Plan:
         items: the schedule: numbers of blocks, and segments of them that are recomputed as a whole.
         sample: dtype and shape of each tensor of the sample batch.
         budget: budget in bytes; None for the fastest plan.
-        autocast: dtype of the autocast that the plan was made under, such as ``"bfloat16"``, or None. A model that runs under
-            another one warns.
+        autocast: dtype of the autocast that the plan was made under, such as ``"bfloat16"``, or None. Running the model under
+            another dtype gives a warning.
         predicted: the predicted cost of a step.
         measured: the measured cost of a step with this plan, or None.
         baseline: the predicted cost without recomputation.

@@ -1,7 +1,7 @@
 """Profile of a model: the cost of each block under each candidate policy, measured on this device with the user's own batch.
 
-The chain for the solver has a pseudo-block at each end: one for what runs before the first block (embeddings), and one for what
-runs behind the last block (head and loss). Their cost is the cost of a step of the whole model less that of its blocks.
+The chain for the solver has a pseudo-block at each end. These are the code before the first block (embeddings) and the code after
+the last block (head and loss). Their cost is the cost of a step of the whole model less that of its blocks.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ def plan(
         args, kwargs: a sample batch: the step is ``loss(model(*args, **kwargs)).backward()``.
         loss: takes the output of the model and returns one number. By default, it is the output if that is one number, else its
             ``loss`` attribute, else the sum of its tensors.
-        budget: limit of the peak of a step above its start, where the gradients of the parameters exist already. Bytes, or
-            text: ``"6GiB"``; ``"0.3x"`` of the peak without recomputation; ``"80%"`` of the device's memory; ``"min"``, the
-            smallest peak that does not double the time; None for the fastest plan at any memory.
+        budget: limit of the peak of a step above its start, where the gradients of the parameters exist already. It is given as
+            bytes, or as text: ``"6GiB"``; ``"0.3x"`` of the peak without recomputation; ``"80%"`` of the device's memory.
+            ``"min"`` is the smallest peak that does not double the time, and None means the fastest plan at any memory.
         blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default, the planner finds
             them.
         autocast: dtype of :class:`torch.autocast`, if the forward pass will run under it.
@@ -73,16 +73,16 @@ def plan(
         verbose: whether to print progress on standard error of rank 0; None to print it once planning has taken 10 seconds.
         stages: number of pipeline stages. The model must be a chain of this library or an ``nn.Sequential``, and its children are
             the blocks. The budget then covers all memory of a stage: parameters, gradients and optimizer state (see
-            ``param_scale``), activations, and gradients that travel between stages. ``"0.3x"`` is a share of the memory of the
+            ``param_scale``), activations, and gradients that are sent between stages. ``"0.3x"`` is a share of the memory of the
             largest stage without recomputation. ``"min"`` is the smallest budget that does not double the time of the longest
             stage.
         chunks: number of micro-batches of a step; by default, 2 for each stage.
         schedule, virtual_stages: as in :class:`hvd_ckpt.Pipeline`. If a stage has several parts of the model, each part gets an
             equal share of the budget.
-        param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone: 4 for
-            Adam, 3 for SGD with momentum, 2 for SGD, 2 + 2 / replicas for Adam with ``shard="optimizer"``.
-        cache: a folder for plans. A plan in it is returned without a measurement if it was made for the same model (code, settings
-            and shapes), shapes of the sample, loss, options, device, threads and versions. ``"80%"`` is always measured.
+        param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone. This
+            is 4 for Adam, 3 for SGD with momentum, 2 for SGD, and 2 + 2 / replicas for Adam with ``shard="optimizer"``.
+        cache: a folder for plans. A plan in it is returned without a measurement if nothing has changed. Compared are model (code,
+            settings, shapes), shapes of the sample, loss, options, device, threads and versions. ``"80%"`` is always measured.
 
     Planning runs training steps of the model and restores parameters, buffers, gradients and random state. It can be called before
     or after an optimizer is wrapped. All ranks must call it: rank 0 plans with the smallest budget of all ranks.
@@ -91,9 +91,9 @@ def plan(
         The measured plan, which is not applied yet: call ``plan.apply(model)``.
 
     Raises:
-        ValueError: the model has no blocks, the budget is invalid, the loss is not a single number, ``offload`` is set without a
-            GPU, ``stages`` is set for a model that is not a chain or has too few blocks, or the model is on ``meta`` or on
-            another device than the sample.
+        ValueError: the model has no blocks, or is on ``meta`` or on another device than the sample. Or the budget is invalid, or
+            the loss is not a single number. Or ``offload`` is set without a GPU, or ``stages`` for a model that is not a chain or
+            has too few blocks.
         BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
             and the block that sets it, and the error has the plan that reaches it. A budget in bytes that the code around the
             blocks (embeddings, head, loss) exceeds is refused before the blocks are measured.

@@ -4,7 +4,7 @@ One dynamic programme over *levels*, as in Beaumont et al. (2019), "Optimal chec
 choices per block. Level (s, t) runs blocks s to t forward and backward while the gradient of the output of block t waits outside.
 
 Each level has a Pareto frontier: the pairs of bytes needed and seconds such that no other schedule of the level needs less and is
-faster. Frontiers are exact up to a size that depends on the length of the chain. Beyond that size, they are thinned, which drops
+faster. Frontiers are exact up to a size that depends on the length of the chain. Beyond that size, they are thinned. This drops
 schedules and leaves the others exact: a schedule never needs more than its point says, and the smallest peak and the fastest
 schedule are always there. Small chains are never thinned; on others, the result is within 1 % of the best schedule.
 
@@ -334,7 +334,7 @@ def _pareto(need: Integers, seconds: Seconds) -> Integers:
     """The points that stay of those in order of need: each that is faster than all before it; of several with one need, the last
     one, which is the fastest."""
     best = np.minimum.accumulate(seconds)
-    chosen = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
+    chosen: Integers = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
     return chosen[np.append(need[chosen][1:] > need[chosen][:-1], True)]
 
 
@@ -348,7 +348,7 @@ def _thinned(need: Integers, size: int) -> Integers:
 
 
 def _size(pairs: int) -> int:
-    """The number of points of a frontier if so many pairs of frontiers are combined."""
+    """The number of points of a frontier if this number of pairs of frontiers is combined."""
     return min(max(_WORK // max(pairs, 1), _POINTS[0]), _POINTS[1])
 
 

@@ -22,7 +22,7 @@ class Process:
     Args:
         command: to run.
         log_file: for standard output and standard error.
-        environment: of the command.
+        environment: environment of the command.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Process:
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status, None if the command still runs after so many seconds."""
+        """The exit status, or None if the command still runs after this number of seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None

@@ -21,12 +21,12 @@ def has_gpu_operations() -> bool:
 
 
 def local_device() -> torch.device:
-    """The device of this process: a GPU of its own, which becomes PyTorch's current device, or the CPU on a machine without GPUs.
+    """The device of this process: its own GPU, which becomes PyTorch's current device, or the CPU on a machine without GPUs.
 
-    The processes of a job on one host take its GPUs in order, those of all pipeline stages together (``local_rank()`` counts one
-    stage alone); without NCCL, several may share one. Where a process sees one GPU only, as when the launcher has given each its
-    own, it takes that. With a Horovod that is built without operations on GPUs it is the CPU, and process 0 says so. Call it after
-    ``init()``, and before the model is built.
+    All processes of a job on one host take its GPUs in order. (``local_rank()`` counts only those of one pipeline stage.) Without
+    NCCL, several processes may share a GPU. A process that sees only one GPU, because the launcher has given each its own, takes
+    that one. If Horovod is built without operations on GPUs, the device is the CPU, and process 0 prints this. Call the function
+    after ``init()``, and before you build the model.
 
     Raises:
         RuntimeError: there are more processes on this host than GPUs, and Horovod uses NCCL.

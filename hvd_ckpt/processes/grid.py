@@ -1,10 +1,10 @@
-"""The grid of a job: which stage, replica and part this process is, and what stages and parts tell each other.
+"""The grid of a job: stage, replica and part of this process, and messages between stages and parts.
 
-A job of np processes runs ``stages`` times ``replicas`` times ``tensor`` of them. The process number is
+A job has ``stages`` times ``replicas`` times ``tensor`` processes. The process number is
 ``(stage * replicas + replica) * tensor + part``, so the parts of a layer are next to each other and the replicas of a stage are
-close together. The replicas of each stage and part form a Horovod world of their own. Everything that talks to
+close together. The replicas of each stage and part form a Horovod world. All code that uses
 Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data-parallel job, over MPI and over Gloo.
-How the processes find and reach each other is in :mod:`.links`.
+:mod:`.links` connects the processes.
 """
 
 from __future__ import annotations
@@ -164,17 +164,17 @@ def pretending(grid: Grid) -> Iterator[None]:
 
 
 def stage() -> int:
-    """The pipeline stage of this process, from 0; ``rank()`` is its replica. 0 in a job without stages."""
+    """The pipeline stage of this process, from 0; ``rank()`` is its replica. The stage is 0 in a job without stages."""
     return current().stage
 
 
 def stages() -> int:
-    """The number of pipeline stages, as given to ``init(stages=...)``; ``size()`` is the number of replicas of each."""
+    """The number of pipeline stages, as given to ``init(stages=...)``; ``size()`` is the number of replicas of each stage."""
     return current().stages
 
 
 def tensor_rank() -> int:
-    """The part of each split layer that this process holds, from 0. 0 in a job without tensor parallelism."""
+    """The part of each split layer that this process holds, from 0. It is 0 in a job without tensor parallelism."""
     return current().part
 
 

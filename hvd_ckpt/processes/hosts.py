@@ -1,8 +1,8 @@
-"""The other ranks of a job: where they run, and whether their machines still answer.
+"""The other ranks of a job: their hosts, and whether these still answer.
 
-Each rank says once where it is (:meth:`Peer.here`). When a wait has lasted too long, that is enough to tell a machine that is
-down or cut off from a rank that is stuck: a machine that is up answers an attempt to connect, if only by refusing it. Ranks on this
-machine are looked up in its process table.
+Each rank sends its location once (:meth:`Peer.here`). When a wait has lasted too long, this distinguishes a machine that is down
+or cut off from a rank that is stuck. A running machine answers an attempt to connect, even if it refuses it. Ranks on this machine
+are looked up in its process table.
 """
 
 from __future__ import annotations

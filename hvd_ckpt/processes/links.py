@@ -1,9 +1,9 @@
-"""The links between all processes of a job with pipeline stages, and how its grid is formed before Horovod starts.
+"""Links between all processes of a job with pipeline stages or parts, and the set-up of its grid before Horovod starts.
 
-- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator.
-- Over Gloo, Horovod is initialized with a rendezvous server of the stage, as Horovod's own Ray and Spark integrations do; the
-  links are a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the
-  launcher's rendezvous server.
+- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator. - Over
+  Gloo, Horovod is initialized with a rendezvous server of the stage, as in Horovod's own Ray and Spark integrations. The links are
+  a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the launcher's
+  rendezvous server.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MpiLink:
     """Messages over mpi4py: requests that are tested, since the process that they wait for may have failed meanwhile.
 
     Args:
-        communicator: of all processes, for messages of this library.
+        communicator: communicator of all processes, for messages of this library.
         name: gives a process in words.
     """
 
@@ -200,7 +200,7 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
 
 @contextlib.contextmanager
 def starting(grid: Grid) -> Iterator[None]:
-    """Within it Horovod's environment is that of the stage's own world."""
+    """A context in which Horovod's environment is that of the stage's own world."""
     before = {name: os.environ.get(name) for name in grid.horovod.get("environment", {})}
     # Horovod reads rank and size from the environment as it starts.
     # Afterwards they are those of the whole job again, as in launched_rank().
@@ -322,7 +322,7 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
 
 
 def _world_environment(grid: Grid, board: _Board) -> dict[str, str]:
-    """What a launcher would tell this process if the replicas of its stage and part were the whole job."""
+    """The environment that a launcher would set if the replicas of this process's stage and part were the whole job."""
     key = f"the rendezvous server of stage {grid.stage}, part {grid.part}"
     if grid.replica == 0:
         server = RendezvousServer()  # a daemon thread, which ends with the process

@@ -1,11 +1,11 @@
 """Messages between processes of one host: small ones through a Unix socket, large ones through shared memory.
 
-A message is a packet on the socket of both processes. A large message has its bytes in a slot, memory that the sender has made
-(``memfd_create``) and that both have mapped. The sender copies into a slot and goes on; the receiver copies out and gives the
-slot back. No thread is involved: packets are read while a process waits, so a core that computes is left alone.
+A message is a packet on the socket of both processes. The bytes of a large message are in a slot: memory that the sender has made
+(``memfd_create``) and that both have mapped. The sender copies into a slot and continues. The receiver copies out and returns the
+slot. No thread is involved: packets are read while a process waits, so computation is not interrupted.
 
-A process that waits for a packet, for room in a socket or for a slot reads all packets meanwhile, also those that nobody asked for
-yet. So two processes cannot wait for each other because both have sent much.
+A process that waits for a packet, for room in a socket or for a slot reads all packets, including those that were not requested
+yet. So two processes that have both sent much cannot deadlock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Awaited:
 
 @dataclass
 class _Connection:
-    """What this process has of one other."""
+    """The connection of this process to one other process."""
 
     socket: socket.socket
     ended: bool = False
@@ -61,9 +61,9 @@ class Listener:
     """Socket at which the others of this host reach this process.
 
     Attributes:
-        host: equal for processes that can reach each other: of one boot of a kernel, one network namespace and one user; None if
-            the system has no such sockets and memory, or hides what they need.
-        name: of the socket.
+        host: a value that is equal for processes that can reach each other: of one boot of a kernel, one network namespace and one
+            user. None if the system has no such sockets and memory, or hides the facts that they need.
+        name: name of the socket.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Sums and gathers among the parts of a replica, over the links of the grid and never in Horovod's queue.
 
-Every part sends to and receives from each other one, and adds up in the order of the parts: all of them have the same bits, in
-every run. Two parts exchange whole tensors, which moves as many bytes as a ring and waits once; more reduce-scatter, then gather.
+Every part exchanges tensors with each other part, and adds in the order of the parts, so all have the same bits in every run. Two
+parts exchange whole tensors, which sends as many bytes as a ring and waits once. More parts reduce-scatter, then gather.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> lis
     """The tensors of all parts, in their order. Collective over the parts.
 
     Args:
-        tensor: of this part; on a GPU it travels through memory of the host.
-        shapes: of each part's; by default that of this one.
+        tensor: tensor of this part; on a GPU it is sent through host memory.
+        shapes: shape of each part's tensor; by default that of this part.
 
     Raises:
         StageFailed: another part has ended by an error.

@@ -1,9 +1,8 @@
 """A test of Horovod's operations by two ranks.
 
-The build flags of Horovod say little about what works: a launcher may be missing, a firewall may stand between the
-ranks, a library may be of another build. :func:`probe` starts ranks over one controller, as a user would, and each
-rank runs this module: it tries every operation on small tensors and checks the numbers. A controller that hangs ends at
-the time limit.
+The build flags of Horovod do not show what works: a launcher may be missing, a firewall may block the ranks, a library may be of
+another build. :func:`probe` starts ranks over one controller, as a user would, and each rank runs this module. It tries every
+operation on small tensors and checks the results. A controller that hangs is ended at the time limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Ranks whose launcher knows nothing of Horovod: they meet over a store of PyTorch, and Horovod starts over Gloo.
+"""Start under launchers that do not support Horovod: ranks connect through a PyTorch store, and Horovod starts over Gloo.
 
-``horovodrun`` tells each rank its place on its host and among the hosts, and the address of the rendezvous server that it runs.
+``horovodrun`` gives each rank its place on its host and among the hosts, and the address of its rendezvous server.
 Under ``torchrun`` and ``srun`` the first rank runs that server, as in Horovod's own Ray and Spark integrations.
 """
 
@@ -26,11 +26,11 @@ SECONDS, LONGEST = 300.0, 1e6  # in which all ranks of a job must have started
 
 
 def rank_variables(hosts: Sequence[Hashable], address: str, port: int) -> list[dict[str, str]]:
-    """What ``horovodrun --gloo`` would tell each rank.
+    """The environment variables that ``horovodrun --gloo`` would set for each rank.
 
     Args:
-        hosts: of all ranks, in their order.
-        address, port: of the rendezvous server.
+        hosts: hosts of all ranks, in their order.
+        address, port: address and port of the rendezvous server.
     """
     # Local rank: the number among the ranks of this host. Cross rank: the number of this host among those with such a local rank.
     #

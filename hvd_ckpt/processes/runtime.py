@@ -1,11 +1,10 @@
-"""The processes of a job: starting Horovod with the settings this library relies on, and facts about it.
+"""The processes of a job: the start of Horovod with the settings of this library, and facts about the job.
 
-Gradients are repeatable bit for bit only if Horovod leaves each tensor alone: its fusion packs tensors by
+Gradients are repeatable bit for bit only if Horovod does not fuse tensors. Its fusion packs tensors by
 arrival time, so a ring sums them in another order in every run. :func:`init` therefore turns fusion off
-(buckets take its place) unless the user chose otherwise, and gives every rank its share of the CPUs, because N
-ranks with a full set of threads each are slower than one. The rest of the module answers questions about the
-job without starting anything: which controller carries it, the MPI communicator over its ranks, what Horovod
-was built with.
+(buckets replace it) unless the user has set it. It also gives every rank its share of the CPUs, because N
+ranks with a full set of threads each are slower than one. The other functions return facts about the
+job and start nothing: its controller, the MPI communicator over its ranks, and the build of Horovod.
 
 Importing this module loads ``horovod.torch`` but neither initializes MPI nor imports mpi4py.
 """
@@ -65,64 +64,65 @@ def init(
 ) -> None:
     """Start Horovod: ``horovod.torch.init`` after this library's environment defaults.
 
-    Takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
-    and ``process_sets``. These defaults apply, each only where the user has not chosen:
+    It takes Horovod's own arguments: ``comm`` (a list of ranks of ``MPI_COMM_WORLD`` or an mpi4py communicator)
+    and ``process_sets``. It sets these defaults, and keeps every value that the user has set:
 
-    * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` asks Horovod to tune it. With
-      fusion on, results are right but not repeatable bit for bit; rank 0 says so once.
+    * ``HOROVOD_FUSION_THRESHOLD=0``, unless it is set or ``HOROVOD_AUTOTUNE`` lets Horovod tune it. With
+      fusion on, results are right but not repeatable bit for bit, and rank 0 warns once.
     * ``NCCL_NVLS_ENABLE=0``: sums that NVLink's switches compute (NVLink SHARP, from the H100 on) differ from call to call.
     * ``torch.set_num_threads(CPUs this process may use // local_size)``, at least 1, unless
       ``OMP_NUM_THREADS`` is set.
-    * Where the launcher starts more than one rank for two CPUs of a machine, so that Horovod's background thread has no CPU
-      to itself: ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if they are more) instead of 1, the milliseconds between
-      two rounds in which ranks ask each other for work and keep each other from computing; and
-      ``OMPI_MCA_mpi_yield_when_idle=1``, so that Open MPI gives its CPU away while it waits. A collective of your own that is
-      waited for takes up to that many milliseconds longer. The cycle time is left alone with Horovod's autotuning, and over Gloo
-      with a Horovod that `hvd-ckpt build-horovod` has not built: it cannot start twice with both variables set.
-    * ``OMPI_MCA_btl_vader_single_copy_mechanism=none``, where ranks over Open MPI cannot read each other's memory, as in most
-      containers: Open MPI would say so at every large message.
-    * ``OPAL_PREFIX``, where Open MPI lives in this Python environment: without it, a process that no launcher
+    * ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if there are more) instead of 1, if the launcher starts more than one rank
+      for two CPUs of a machine. Horovod's background thread then has no CPU to itself. The cycle time is the number of
+      milliseconds between two rounds in which ranks negotiate collectives, and keep each other from computing. A collective of
+      your own takes up to that many milliseconds longer. The cycle time is not changed with Horovod's autotuning. It is also not
+      changed over Gloo unless `hvd-ckpt build-horovod` built Horovod: another build cannot start twice with both variables set.
+    * ``OMPI_MCA_mpi_yield_when_idle=1`` under the same condition, so that Open MPI yields its CPU while it waits.
+    * ``OMPI_MCA_btl_vader_single_copy_mechanism=none``, if ranks over Open MPI cannot read each other's memory, as in most
+      containers. Otherwise Open MPI prints a message for every large transfer.
+    * ``OPAL_PREFIX``, if Open MPI is in this Python environment. Without it, a process that no launcher
       started looks for Open MPI's helpers in the folder where the library was compiled.
 
-    The launcher may also be ``torchrun`` or ``srun``, which know nothing of Horovod: its ranks then meet over Gloo, at the
-    address of the first one (``MASTER_ADDR`` and ``MASTER_PORT``, which ``torchrun`` sets and under ``srun`` may be set).
+    The launcher may also be ``torchrun`` or ``srun``, which do not support Horovod. Their ranks connect over Gloo, at the
+    address of the first rank (``MASTER_ADDR`` and ``MASTER_PORT``, which ``torchrun`` sets and under ``srun`` may be set).
 
-    An error that the script does not catch is shown once per host: later ranks that end with the same one, and those that lose
-    another rank, write one line. A ``sys.excepthook`` that is not Python's own is left alone.
+    An error that the script does not catch is shown once per host. Later ranks that end with the same error, and ranks that lose
+    another rank, write one line. A ``sys.excepthook`` that is not Python's own is not replaced.
 
-    Calling it again while Horovod runs changes nothing but ``stall_timeout``, where that is given. After ``shutdown()`` it
-    starts Horovod anew over Gloo; MPI starts once in a process.
+    Calling the function again while Horovod runs changes only ``stall_timeout``, if it is given. After ``shutdown()`` it
+    starts Horovod again over Gloo; MPI can start only once in a process.
 
     Args:
-        stall_timeout: seconds that a wait for other ranks may last: Horovod's start and end, a collective, ``barrier``, ``join``,
-            a loop that polls. A process that waits for longer ends with status 1, within about three seconds more, and a line on
-            stderr that names the hosts that do not answer, or ranks on its own host that have ended or are stopped. None: no
-            limit but Horovod's own; a wait of more than a minute prints one line that says what for. ``math.inf`` takes a limit
-            back. Give it on every rank (it is then collective), and longer
-            than ranks are ever apart: when they start, or while one validates and the others wait. It holds for a Horovod
-            that is shut down and started again; a start of an elastic job, which waits for hosts, may also last for
-            ``HOROVOD_ELASTIC_TIMEOUT`` (600) and ``HOROVOD_GLOO_TIMEOUT_SECONDS``.
-        stages: pipeline stages, for :class:`hvd_ckpt.Pipeline`. The processes of the job are ``stages`` times as many as the
-            replicas of each stage: process ``stage * replicas + replica``. The replicas of a stage are a Horovod world of their
-            own, so that ``rank()``, ``size()`` and every collective are what a data-parallel loop expects: the replica, the
-            number of replicas, and an operation among them. :func:`stage` and :func:`stages` tell the rest.
-        tensor: parts of each split layer, for :func:`hvd_ckpt.tensor_parallel`. Process
-            ``(stage * replicas + replica) * tensor + part`` holds one; Horovod's world is then the replicas of one stage and part,
-            and :func:`tensor_rank` and :func:`tensor_size` tell part and number of parts.
+        stall_timeout: limit in seconds of each wait for other ranks: Horovod's start and end, a collective, ``barrier``, ``join``,
+            a loop that polls. A process that waits longer ends with status 1, within about three more seconds. A line on stderr
+            names the hosts that do not answer, or ranks on its own host that have ended or are stopped. With None there is only
+            Horovod's own limit, and a wait of more than a minute prints one line that names the operation. ``math.inf`` removes an
+            earlier limit. Give it on every rank (it is then collective). It must be longer than ranks are ever apart, such as at
+            the start, or while one rank validates and the others wait. It also applies after Horovod is shut down and started
+            again. The start of an elastic job, which waits for hosts, may also last for ``HOROVOD_ELASTIC_TIMEOUT`` (600) and
+            ``HOROVOD_GLOO_TIMEOUT_SECONDS``.
+        stages: number of pipeline stages, for :class:`hvd_ckpt.Pipeline`. It must divide the number of processes. Each stage has
+            the same number of replicas, and the process number is ``stage * replicas + replica``. The replicas of a stage form a
+            Horovod world, so ``rank()`` is the replica, ``size()`` is the number of replicas, and every collective runs among
+            them. :func:`stage` and :func:`stages` return the stage and the number of stages.
+        tensor: number of parts of each split layer, for :func:`hvd_ckpt.tensor_parallel`. The process number is
+            ``(stage * replicas + replica) * tensor + part``. Horovod's world is then the replicas of one stage and part.
+            :func:`tensor_rank` and :func:`tensor_size` return the part and the number of parts.
 
-    Horovod 0.28.1 has limits of its own (measured). Over Gloo a peer that is stopped or cut off raises ``HorovodInternalError``
-    after ``HOROVOD_GLOO_TIMEOUT_SECONDS`` (30), from which an elastic job recovers: choose a longer ``stall_timeout`` there. A rank
-    that is alive but never comes to a collective raises nothing. Over MPI neither has a limit. Horovod's stall check names the
-    ranks that have not come to a collective after ``HOROVOD_STALL_CHECK_TIME_SECONDS`` (60), and raises ``HorovodInternalError``
-    after ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` (0: never), but over MPI only, and only while all ranks still answer each other.
+    Horovod 0.28.1 has limits of its own (measured). Over Gloo, a peer that is stopped or cut off raises ``HorovodInternalError``
+    after ``HOROVOD_GLOO_TIMEOUT_SECONDS`` (30). An elastic job recovers from this error, so choose a longer ``stall_timeout``
+    there. A rank that is alive but never calls a collective raises nothing. Over MPI neither case has a limit. Horovod's stall
+    check names the ranks that have not called a collective after ``HOROVOD_STALL_CHECK_TIME_SECONDS`` (60). It raises
+    ``HorovodInternalError`` after ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` (0: never), but only over MPI, and only while all ranks
+    still answer each other.
 
     Raises:
-        ValueError: Horovod could not start, or its arguments are wrong (Horovod's own message); or ``stall_timeout`` is not a
-            number above zero, or an environment variable that must be a number is not; or the ranks of ``torchrun`` or ``srun`` do
-            not meet; or ``stages`` times ``tensor`` does not divide the number
-            of processes, or differs from what Horovod was started with, or is given with ``comm``.
-        RuntimeError: Horovod ran over MPI before and ended it with ``shutdown()``; or it would have to start again, now or in an
-            elastic job later, with both variables set, and cannot.
+        ValueError: Horovod cannot start, or its arguments are wrong (Horovod's own message). Or ``stall_timeout`` is not a number
+            above zero, or an environment variable that must be a number is not. Or the ranks of ``torchrun`` or ``srun`` do not
+            connect. Or ``stages`` times ``tensor`` does not divide the number of processes, differs from the value that Horovod
+            was started with, or is given with ``comm``.
+        RuntimeError: Horovod ran over MPI before, and ``shutdown()`` has ended MPI. Or Horovod would have to start again, now or
+            later in an elastic job, with both variables set, and cannot.
     """
     # First of all: everything below reads the rank under Horovod's names of the variables.
     launcher = adopt_launcher()
@@ -322,9 +322,9 @@ def controller() -> str:
 def mpi_communicator() -> MPI.Comm:
     """The mpi4py communicator whose ranks are Horovod's ranks.
 
-    After ``init()`` that is ``COMM_WORLD``; after ``init(comm=[...])`` a communicator of those ranks, which the
-    first call creates, so every one of them has to make it; after ``init(comm=communicator)`` that communicator.
-    Horovod talks over a duplicate of its own, so messages sent here never mix with its messages.
+    After ``init()`` it is ``COMM_WORLD``, and after ``init(comm=communicator)`` that communicator. After ``init(comm=[...])`` it
+    is a communicator of those ranks. The first call creates it, so all of these ranks must make that call. Horovod uses a
+    duplicate of its own, so messages sent here never mix with its messages.
 
     Raises:
         ValueError: Horovod is not initialized.

@@ -1,7 +1,7 @@
-"""Messages within a host that Open MPI copies once, where the system allows that.
+"""Open MPI's single copy of messages within a host, which is turned off if the system does not allow it.
 
-Open MPI 4 reads large messages from the memory of the rank that sends them. Containers mostly forbid that. Open MPI finds out at
-the first message, prints ``Read -1, expected 1198612, errno = 1`` each time and copies twice.
+Open MPI 4 reads large messages from the memory of the rank that sends them. Most containers do not allow this. Open MPI then
+prints ``Read -1, expected 1198612, errno = 1`` for each message and copies twice.
 """
 
 from __future__ import annotations

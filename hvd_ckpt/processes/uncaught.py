@@ -1,10 +1,10 @@
-"""Uncaught errors of a script that runs as ranks: one traceback per error and host, and one line from each other rank.
+"""Uncaught errors on ranks: one traceback per error and host, and one line from each other rank.
 
-:func:`install` replaces Python's own ``sys.excepthook``, never one of a user. Ranks that end with an error that a rank on this host
-is showing already, and those that only notice that another rank has gone, say so in one line; so does a Ctrl-C that names what
-it interrupted. Everything else is shown in full.
-Ranks find each other without waiting: the first one binds a socket whose name is made of the job and the text of the traceback,
-which others cannot bind as long as that rank lives. Exit status and everything that runs at exit are Python's own.
+:func:`install` replaces Python's own ``sys.excepthook``, but never that of a user. An error is one line if another
+rank of this host already shows it, or if it only reports the end of another rank. A Ctrl-C that names the operation that it
+interrupted is one line, too. Every other error is shown in full.
+Ranks need not wait for each other. The first rank binds a socket whose name is made of the job and the text of the traceback,
+and others cannot bind it as long as that rank lives. Exit status and exit handlers are Python's own.
 """
 
 from __future__ import annotations

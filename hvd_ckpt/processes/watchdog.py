@@ -1,15 +1,15 @@
-"""A watchdog over every wait for other ranks: one that lasts too long ends the process, with a line that says why.
+"""A watchdog over every wait for other ranks: a wait that is too long ends the process, with a line that names the reason.
 
-A rank that has died is noticed by Horovod or its launcher. One that is stopped, stuck, or on a machine that has been cut off is
-not: over MPI the others wait inside a collective for ever, over Gloo until its own time limit. A wait gives the interpreter to
-other threads, so a thread of this process can see how long it has lasted, whatever carries it: after a minute, or half of a limit
-that is shorter than two, it says so, once, and at the limit it ends the process. So ranks that wait for different things have all
-said so before the first of them ends.
+Horovod or its launcher detects a rank that has died. They do not detect a rank that is stopped, stuck, or on a machine that is cut
+off. Over MPI the others then wait inside a collective for ever, over Gloo until Gloo's time limit. A waiting thread releases the
+interpreter, so another thread of this process can measure the wait. After a minute, or half of a limit shorter than two minutes,
+it prints one line, and at the limit it ends the process. So ranks that wait for different operations have all printed a line
+before the first of them ends.
 
-Watched are Horovod's start and end, everything that waits for a collective (all of Horovod's calls and this library's go through
-one function), loops that poll for one, and changes of process sets. What is waited for is read from the waiting thread's stack when
-the time is up, so that a wait itself costs two entries in a dictionary. The clock stops while the process itself is stopped: a job
-that is suspended as a whole, and resumed, continues.
+The watchdog covers Horovod's start and end, all waits for collectives (Horovod's calls and this library's go through one
+function), loops that poll for one, and changes of process sets. The name of the operation is read from the stack of the waiting
+thread at the limit, so a wait itself costs two entries in a dictionary. The clock stops while the process is stopped, so a job
+that is suspended as a whole and resumed continues.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def have_met() -> bool:
 
 
 def lost_hosts() -> str:
-    """Which hosts do not answer, as the end of a sentence; empty if all do, or ranks have not met. Takes 1.5 s at most."""
+    """The hosts that do not answer, as the end of a sentence; empty if all do, or ranks are not connected. Takes 1.5 s at most."""
     own = _dog.own
     if own is None:
         return ""
@@ -368,7 +368,7 @@ def _noted(
 
 
 def _waited_for(thread: int) -> str:
-    """What a thread waits for, and where the user's code called it: what its stack tells."""
+    """The operation that a thread waits for and the user's call of it, from its stack."""
     frame = sys._current_frames().get(thread)
     return waited_for([] if frame is None else traceback.walk_stack(frame), awaited_in(thread))
 

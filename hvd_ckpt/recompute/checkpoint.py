@@ -73,19 +73,19 @@ def checkpoint(
     - batch norms, which count each batch once, and synchronized batch norms, which communicate once;
     - modules whose training flags change before the backward pass: the recomputation uses those of the first pass.
 
-    The last two hold for modules that ``function`` can reach: as itself, through its object, closure, defaults, partial arguments
-    and globals, in lists and dicts of those, and in its arguments.
+    The last two apply to modules that ``function`` can reach. These are the function itself, and modules in its object, closure,
+    defaults, partial arguments, globals (also in lists and dicts of those), and in its arguments.
 
     Under :class:`torch.no_grad` and :func:`hvd_ckpt.without_recomputation`, the function runs without a checkpoint. While a model
     is being compiled, it runs eagerly. The function itself may be a compiled one.
 
     Args:
         function: a module or any callable. It must compute the same each time it runs.
-        use_reentrant: False for the non-reentrant variant, which stops recomputing when the last needed tensor is there and works
-            with :func:`torch.autograd.grad`. True for the reentrant variant, which does not. None means False, without a warning
-            (in PyTorch it means True, with a warning).
+        use_reentrant: False for the non-reentrant variant, which stops recomputing at the last tensor that is needed, and works
+            with :func:`torch.autograd.grad`. True for the reentrant variant, which does neither. None means False, without a
+            warning (in PyTorch it means True, with a warning).
         partition: whether each part of a job with tensor parallelism keeps 1 / t of each argument that requires grad, and the
-            backward pass gathers them (partitioned activations of ZeRO-R). For arguments that all parts have alike.
+            backward pass gathers them (partitioned activations of ZeRO-R). The arguments must be equal on all parts.
         preserve_rng_state: whether to recompute with the random state of the first pass, on the CPU and on every device of the
             arguments.
         context_fn, determinism_check, debug, early_stop: as in PyTorch; non-reentrant only.
@@ -153,7 +153,7 @@ class _FlatRun:
     """A region as a function of the tensors among its arguments.
 
     PyTorch's variants save these tensors with the graph, and raise an error if one of them was changed in place since. Containers
-    are made anew for each recomputation.
+    are made again for each recomputation.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Nested containers, taken apart into their values and made anew from other values.
+"""Nested containers, taken apart into their values and made again from other values.
 
 A checkpointed function may change the containers among its arguments (a dict of features, a cache in a list), and its recomputation
-must see them as they were. So a container is described when the first pass begins, and made anew for each recomputation.
+must see them as they were. So a container is described when the first pass begins, and made again for each recomputation.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ become its losses and, in the same memory, the gradient of its logits. Then the 
 as the positions that masked language modelling leaves unchanged, are skipped.
 
 Gradients are computed in the forward pass, while the logits of a chunk exist, as in Liger Kernel's fused linear cross entropy (Hsu
-et al., 2024). This takes 30 % less time than computing the logits again in the backward pass, at the same peak (1024 rows of width
-256, vocabulary 50,257, one thread: 1.46 s and 2.06 s in 16 chunks, 1.81 s unchunked). In four cases, they are computed in the
-backward pass:
+et al., 2024). This takes 30 % less time than computing the logits again in the backward pass, at the same peak. (1024 rows of
+width 256, vocabulary 50,257, one thread: 1.46 s and 2.06 s in 16 chunks, 1.81 s unchunked.) In four cases, they are computed in
+the backward pass:
 
 - in float16, where a gradient without the factor of the loss scale would round to zero;
 - without a reduction, where the factor of each row comes with the backward pass;
@@ -50,15 +50,16 @@ def chunked_cross_entropy(
 
     Args:
         head: the linear layer, an embedding whose weight is tied to it, or its weight (vocabulary, width). Its parameters may be
-            tied or frozen. Each gradient accumulates once per backward pass. Hooks of the module do not run. Of a vocabulary
-            parallel head (:func:`hvd_ckpt.tensor_parallel`), each part computes the scores of its own tokens. Collective then.
+            tied or frozen. Each gradient accumulates once per backward pass. Hooks of the module do not run. With a vocabulary
+            parallel head (:func:`hvd_ckpt.tensor_parallel`), each part computes the logits of its own tokens, and the call is
+            collective over the parts.
         hidden: hidden states, (..., width).
         targets: class numbers, (...).
         chunks: number of chunks. At most the logits of ``ceil(rows / chunks)`` rows are in memory at a time, where ``rows``
             includes rows without a target.
         ignore_index: the target of rows that are ignored.
-        reduction: ``"mean"`` for the weighted mean over the rows with a target (nan without such rows), ``"sum"``, or ``"none"``
-            for the loss of each row, (...), which is 0 without a target.
+        reduction: ``"mean"`` for the weighted mean over the rows with a target (nan without such rows), or ``"sum"``. ``"none"``
+            returns the loss of each row, (...), which is 0 without a target.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         token_weights: factor of the loss of each row, (...); gets no gradient.
 
@@ -67,8 +68,8 @@ def chunked_cross_entropy(
     Results equal those of :func:`torch.nn.functional.cross_entropy` up to rounding: PyTorch rounds the exponentials of a gradient
     differently, and sums over rows are computed chunk by chunk. Relative to their norms, the loss and each gradient are within
     1e-6 in float32. Under bfloat16 autocast, the gradients are within 1e-2 (sums over chunks are in float32). Without a reduction,
-    each row has the same bits if the bits of a row of a matrix product do not depend on the number of rows, as in float32 on CPU.
-    The same call gives the same bits each time.
+    each row has the same bits, provided that a row of a matrix product does not depend on the number of rows, as in float32 on
+    CPU. The same call gives the same bits each time.
 
     Raises:
         TypeError: the head is not linear.

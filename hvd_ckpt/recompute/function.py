@@ -120,7 +120,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 class _Nested:
-    """An input that is not a tensor: its containers, which are made anew for each recomputation, and their values."""
+    """An input that is not a tensor: its containers, which are made again for each recomputation, and their values."""
 
     def __init__(self, value: Any) -> None:
         self._leaves, self._structure = flatten(None if isinstance(value, torch.Tensor) else value)

@@ -1,4 +1,4 @@
-"""Partitioned activations (ZeRO-R, Rajbhandari et al., 2020): each part keeps its share of what all parts have alike."""
+"""Partitioned activations (ZeRO-R, Rajbhandari et al., 2020): each part keeps its share of tensors that are equal on all parts."""
 
 from __future__ import annotations
 

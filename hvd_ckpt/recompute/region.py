@@ -1,7 +1,7 @@
 """A region: a checkpointed function with the modules and tensors that it can reach, and its first pass and recomputations.
 
-A checkpointed function is often not a module but something around modules: a bound method, a lambda, a ``partial``, a list of
-layers. :func:`reach` looks into such objects, without running them, for the modules whose state a recomputation must restore
+A checkpointed function is often not a module but an object that contains modules: a bound method, a lambda, a ``partial``, a list
+of layers. :func:`reach` looks into such objects, without running them, for the modules whose state a recomputation must restore
 (:mod:`.state`) and for the parameters that need gradients.
 """
 
@@ -328,7 +328,7 @@ def title_of(function: Any) -> str:
 
 
 def _code_of(function: Any) -> Any:
-    """An object that is the same in each step, although a loop makes the function anew: its code, or the class of the object."""
+    """An object that is the same in each step, although a loop makes a new function: its code, or the class of the object."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)

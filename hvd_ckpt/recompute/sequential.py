@@ -34,7 +34,7 @@ def checkpoint_sequential(
 
     Args:
         functions: an ``nn.Sequential`` or an iterable of callables. A plain tuple that a layer returns becomes the positional
-            arguments of the next layer. A layer that takes one argument and not that many gets the tuple as it is.
+            arguments of the next layer. If the layer accepts one argument but not that many, it gets the tuple itself.
         segments: the number of segments of equal length (as in PyTorch, the last one also gets the remainder), or the number of
             layers in each segment.
         inputs: the arguments of the first layer: tensors with or without gradients, or any other values.
@@ -43,8 +43,8 @@ def checkpoint_sequential(
         shared: keyword arguments; each layer gets those that it accepts.
 
     Raises:
-        TypeError: ``segments`` is neither an int nor a sequence of ints, ``functions`` are not callables, a layer cannot take the
-            number of its arguments, or no layer accepts a shared keyword argument.
+        TypeError: ``segments`` is neither an int nor a sequence of ints, or ``functions`` are not callables. Or a layer cannot
+            take the number of its arguments, or no layer accepts a shared keyword argument.
         ValueError: ``segments`` is less than 1 or larger than the number of layers, or the lengths do not sum to that number.
 
     If the first layer of a segment raises an error in the first pass, the error is raised again with the segment and its layers in

@@ -1,6 +1,6 @@
 """Selective recomputation of single torch functions, in code that stays as it is.
 
-A region that is recomputed as a whole (:func:`hvd_ckpt.checkpoint`) drops cheap and expensive results alike. Here a function runs
+A region that is recomputed as a whole (:func:`hvd_ckpt.checkpoint`) drops both cheap and expensive results. Here a function runs
 once, unchanged, under a *tape*: a torch function mode that sees each torch function that the code calls. A :class:`Policy` names
 some of these calls by their numbers. Their results are *dropped*: where autograd would save such a result, it saves a small
 :class:`.replay.Holder` instead. The first holder that the backward pass opens *replays* its group: the dropped calls that are
@@ -10,9 +10,9 @@ keep the result of a matrix product.
 A replay runs torch functions only: no module code, no hooks, no side effects. A batch norm counts its batch once, because its
 module runs once. The graph is the one that autograd built in the forward pass, so each parameter's gradient accumulates once.
 
-Some results cannot be dropped: those of custom autograd functions and of compiled functions, which the tape does not see, and
-those of calls that change a tensor in place and cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate (Zhao et al., 2023)
-also keep some tensors of a block and recompute others. They trace the model into a graph and run the graph in its place.
+Some results cannot be dropped. These are results of custom autograd functions and of compiled functions, which the tape does not
+see, and of calls that change a tensor in place and cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate (Zhao et al.,
+2023) also keep some tensors of a block and recompute others. They trace the model into a graph and run the graph in its place.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MADE = "_hvd_ckpt_made"
 
 @dataclass(frozen=True)
 class Policy:
-    """Which calls of a function are dropped, and how the tensors of the others are kept.
+    """The calls of a function that are dropped, and the format in which the tensors of the others are kept.
 
     Attributes:
         calls: names of the torch functions that the code calls and that return tensors, in order. If a pass calls other functions
@@ -272,8 +272,8 @@ class Tape(TorchFunctionMode):
     ) -> bool:
         """Whether the call gives the same results when it runs again with the same arguments.
 
-        A call that changes its first argument in place is repeatable if a replay allocates that argument anew: if the argument lies
-        in memory that dropped calls have allocated.
+        A call that changes its first argument in place is repeatable if a replay allocates that argument again, that is, if it
+        lies in memory that dropped calls have allocated.
         """
         if func in UNREPEATABLE or any(
             isinstance(value, torch.Generator) for value in (*args, *kwargs.values())

@@ -40,7 +40,7 @@ _SHOWN = 3  # mismatches named in an error
 
 
 class RecomputationMismatch(CheckpointError):
-    """A recomputation gave other values than its first pass, so the gradients would be those of another function."""
+    """A recomputation gave other values than its first pass, so the gradients would be wrong."""
 
 
 # ---------------------------------------------------------------------------------------- when
@@ -140,7 +140,7 @@ class Observation:
 
     Attributes:
         facts: shape, dtype and device.
-        strides: of its elements.
+        strides: strides of its elements.
         bits: the fingerprint; None for a tensor without values.
         sample: at most 64 elements; None for a tensor without values.
         module: the innermost module whose code was running when the tensor was saved, if known.

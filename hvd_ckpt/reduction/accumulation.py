@@ -21,9 +21,9 @@ from hvd_ckpt.utils import backward_errors
 class AccumulationCounts:
     """Learns how many accumulations each of ``n`` gradients takes between two synchronizations.
 
-    A count rises at once; it falls only after two equal lower steps, so that one short step (the last, shorter accumulation
-    group of an epoch, say) does not make the next full one late. ``expected`` is a plain list so that the hook which runs once
-    per gradient costs two list look-ups.
+    A count rises at once. It falls only after two equal lower steps, so that one short step (the last, shorter accumulation group
+    of an epoch, say) does not make the next full one late. ``expected`` is a plain list so that the hook which runs once per
+    gradient costs two list look-ups.
     """
 
     def __init__(self, n: int) -> None:
@@ -130,7 +130,7 @@ def owner_of(parameter: torch.Tensor) -> Any | None:
 
 
 class OwningReducer(ABC):
-    """A reducer, as far as it owns parameters and hears of their gradients.
+    """Base of reducers: ownership of parameters, and notification of their gradients.
 
     Each parameter has two hooks: one before a gradient is accumulated (it also runs for ``torch.autograd.grad``, which accumulates
     nothing), one after.
@@ -182,7 +182,7 @@ class OwningReducer(ABC):
         return True
 
     def begin(self, optimizer: Any) -> None:
-        """Acquires all parameters. To be called on every rank."""
+        """Acquires all parameters. Call it on every rank."""
         self.optimizer = weakref.ref(optimizer)
         self.acquire(range(len(self._parameters)))
 
@@ -346,7 +346,7 @@ class OwningReducer(ABC):
 
     @abstractmethod
     def note_changes(self) -> None:
-        """All ranks alike have changed their reduced gradients, which count as the last synchronization's from now on."""
+        """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -362,7 +362,7 @@ class OwningReducer(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drops the step that has begun, and all gradients. To be called on every rank."""
+        """Drops the step that has begun, and all gradients. Call it on every rank."""
 
 
 def _hooks(

@@ -1,10 +1,10 @@
 """Agreement of ranks before a collective.
 
-An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank brings what it
-has (a value, or an error), all ranks see all of it, and all of them continue or raise together.
+An error that is raised on one rank alone leaves the others waiting. Everything here is symmetric: each rank contributes
+a value or an error, all ranks get all of them, and all continue or raise together.
 
-All exchanges of objects travel under one name and say what they are for, so that ranks which are in different calls get an error
-that names both, where they would wait for each other.
+All exchanges of objects have one name and contain their purpose. So ranks that are in different calls raise an error
+that names both calls, instead of waiting for each other.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class FailedElsewhere(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it travels to the other ranks.
+    """An error in the form in which it is sent to the other ranks.
 
     Attributes:
         classes: module and name of its class and of the bases, which a rank may have to do without.
-        text: of the error.
+        text: text of the error.
     """
 
     classes: Sequence[tuple[str, str]]
@@ -337,7 +337,7 @@ def check_described(
     """Raises ValueError for the first option that is not the same on every rank.
 
     Args:
-        tables: what :func:`described` returns, by rank.
+        tables: result of :func:`described`, by rank.
         call: whose options they are.
         failures: what is wrong with the arguments of each rank, which the difference may explain.
     """
@@ -361,7 +361,7 @@ def agree_on_options(call: str, options: Mapping[str, Any], error: Exception | N
 
     Args:
         call: in words.
-        options: what :func:`described` returns.
+        options: result of :func:`described`.
         error: what is wrong with the arguments on this process.
 
     Raises:

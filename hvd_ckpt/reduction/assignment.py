@@ -30,8 +30,8 @@ def lay_out(
         order: indices of the parameters to place, in the order in which their gradients become final.
         parameters: all parameters, by index.
         cap_bytes: a bucket is closed before it grows past this size (one parameter may be larger by itself).
-        groups: instead of the cap, a number of buckets, or lists of parameter indices that each travel together
-            (the meaning of ``groups`` in Horovod); a parameter in no list travels alone.
+        groups: instead of the cap, a number of buckets, or lists of parameter indices that each share a bucket (the meaning of
+            ``groups`` in Horovod). A parameter in no list has its own bucket.
 
     Returns:
         Buckets in launch order. Without ``groups`` the last one is small (about 1 MiB): it cannot leave before the backward
@@ -78,7 +78,7 @@ def lay_out(
 
 
 def pack(items: Iterable[tuple[T, Hashable, int]], cap_bytes: float) -> list[list[T]]:
-    """Packs items into runs that travel together, in order of their first items.
+    """Packs items into runs that are sent together, in order of their first items.
 
     Args:
         items: each with its kind, which all items of a run share, and its bytes.
@@ -132,7 +132,7 @@ class BucketAssignment:
         names, parameters: all parameters, by index; the same on every rank.
         order: those that are placed in buckets, in the order in which their gradients become final.
         sparse: those whose gradients are sparse, with their number of sparse dimensions; gathered, in no bucket.
-        densified: those whose gradients are sparse but travel dense, in a bucket; with their number of sparse dimensions.
+        densified: those whose gradients are sparse but are sent dense, in a bucket; with their number of sparse dimensions.
         buckets: in launch order.
         bucket_of, entry_of: the bucket of each parameter and its place in it, or None.
     """
@@ -173,12 +173,12 @@ class BucketAssignment:
         return index in self.sparse or self.bucket_of[index] is not None
 
     def placement_votes(self, fresh: Sequence[int], last_arrival: Sequence[int] | None) -> torch.Tensor:
-        """What this rank adds to the sum [3, n] over ranks that :meth:`extend` takes, for n parameters without a bucket.
+        """This rank's summand of the sum [3, n] over ranks that :meth:`extend` takes, for n parameters without a bucket.
 
         Rows: place of the last arrival (leader only), whether the gradient is sparse here, its sparse dimensions.
 
         Args:
-            last_arrival: of all parameters, on the leader: places in its sequence of gradients.
+            last_arrival: last position of each parameter in the leader's sequence of gradients.
         """
         votes = torch.zeros(3, len(fresh), dtype=torch.float64)
         for column, index in enumerate(fresh):

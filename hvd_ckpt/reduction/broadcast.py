@@ -42,36 +42,36 @@ def broadcast_object(
 ) -> Any:
     """Broadcasts a Python object from one rank to all. Collective.
 
-    Horovod's own names the message by the type of ``obj``, and so waits forever where ranks give different types, as in
+    Horovod's function names the message after the type of ``obj``, so it hangs if ranks pass different types, as in
     ``broadcast_object(state if rank() == 0 else None)``.
 
     Args:
-        obj: what ``cloudpickle`` can store; only the root's counts.
-        root_rank: the rank whose object everyone gets, among all ranks.
-        name: of the message; to be given where several threads broadcast objects at the same time.
+        obj: an object that ``cloudpickle`` can pickle; only the root's object is used.
+        root_rank: the rank that sends its object, as a number among all ranks.
+        name: name of the message. Needed only if several threads broadcast objects at the same time.
         process_set: the ranks that take part.
 
     Returns:
-        The object itself on the root, a copy on the other ranks; tensors of a GPU arrive on the CPU.
+        The object itself on the root, and a copy on the other ranks. GPU tensors arrive on the CPU.
 
     Raises:
-        Exception: the object cannot be stored; on every rank.
+        Exception: the object cannot be pickled; raised on every rank.
     """
     return broadcast_from(obj, root_rank, process_set, name or "hvd_ckpt.broadcast_object")
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Gathers one Python object of each rank, of any type, on all ranks. Collective.
+    """Gathers one Python object from each rank, of any type, on all ranks. Collective.
 
     Args:
-        obj: what ``cloudpickle`` can store.
-        name: of the message; to be given where several threads gather objects at the same time, with the same one on all ranks.
+        obj: an object that ``cloudpickle`` can pickle.
+        name: name of the message, equal on all ranks. Needed only if several threads gather objects at the same time.
 
     Returns:
-        Copies of the objects, by rank; tensors of a GPU arrive on the CPU.
+        Copies of the objects, in the order of the ranks. GPU tensors arrive on the CPU.
 
     Raises:
-        Exception: a rank's object cannot be stored; on every rank.
+        Exception: a rank's object cannot be pickled; raised on every rank.
     """
     return allgather_objects(obj, global_process_set, "allgather_object()", name or MESSAGE)
 
@@ -79,20 +79,20 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 def join(device: int = -1) -> int:
     """Horovod's ``join``: this rank has no more data; it takes part in the others' allreduces with zeros until all have joined.
 
-    Averages still divide by the number of all ranks. Afterwards every optimizer takes over the order and layout of the rank
-    that joined last, which has seen every step. Collective.
+    Averages still divide by the number of all ranks. Afterwards every optimizer has the order and layout of the rank that joined
+    last, which has run every step. Collective.
 
     Args:
-        device: where Horovod makes its zeros (-1: CPU, else a CUDA device index).
+        device: the device on which Horovod makes the zeros (-1: CPU, else a CUDA device index).
 
     Returns:
-        The rank that joined last: its weights are the ones to broadcast.
+        The rank that joined last. Broadcast its weights.
 
     Raises:
         ValueError: an optimizer is sharded, has logical replicas, or is one of ``LocalSGD`` or of a process set. Or a rank that has
-            not joined needs the others for more than an allreduce: for sparse gradients (pass ``sparse_as_dense=True``), say; on
-            every rank.
-        RuntimeError: gradients are being reduced that neither ``step()`` nor ``synchronize()`` has waited for.
+            not joined needs the others for more than an allreduce, such as for sparse gradients (pass ``sparse_as_dense=True``).
+            Raised on every rank.
+        RuntimeError: a reduction of gradients is under way, and neither ``step()`` nor ``synchronize()`` has waited for it.
     """
     gc.collect()  # an optimizer that nobody has any more is no reason to refuse
     for optimizer in live_optimizers():
@@ -128,18 +128,19 @@ def join(device: int = -1) -> int:
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Broadcasts tensors in place from one rank to all, matched by their names. Collective.
+    """Broadcasts tensors in place from one rank to all, matched by name. Collective.
 
-    Afterwards distributed optimizers that a rank has loaded or reset by itself reduce in the same order on all ranks again.
+    If ranks have loaded or reset a ``DistributedOptimizer`` separately, it reduces in the same order on all ranks again
+    afterwards.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or lists of either.
-        root_rank: the rank whose values everyone gets.
+        root_rank: the rank that sends its values.
 
     Raises:
-        ValueError: ``params`` is of another type, or names, shapes, dtypes or ``root_rank`` differ between ranks, or a tensor is
-            not dense, or is on a GPU and Horovod has no operations there, or a parameter is split over the ranks
-            (``shard="parameters"``); on every rank.
+        ValueError: ``params`` is of another type, or names, shapes, dtypes or ``root_rank`` differ between ranks. Or a tensor is
+            not dense, or is on a GPU and Horovod has no operations on GPUs. Or a parameter is split over the ranks
+            (``shard="parameters"``). Raised on every rank.
     """
     call = "broadcast_parameters()"
     error: Exception | None = None
@@ -168,20 +169,20 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives every rank the optimizer state and options of one rank. Collective.
 
-    Weights, gradients and step counts are left untouched; a fresh optimizer stays fresh. Any state that is made of
-    tensors, numbers, lists, tuples and dicts is sent, LBFGS's too. Of a sharded optimizer only the options are: each rank's
-    state is its own part of the whole. Parameters of a ``DistributedOptimizer`` are matched by their names, others by their
-    places. The order in which gradients are reduced becomes that of the root, too, if ranks have loaded or reset it apart; then
-    gradients are dropped.
+    Weights, gradients and step counts do not change, and a new optimizer remains without state. Any state that consists of
+    tensors, numbers, lists, tuples and dicts is sent, including that of LBFGS. For a sharded optimizer only the options are sent,
+    since each rank's state is its own part. Parameters of a ``DistributedOptimizer`` are matched by name, others by position. If
+    ranks have loaded or reset an optimizer separately, the order of reduction also becomes that of the root, and gradients are
+    dropped.
 
     Args:
         optimizer: a bare optimizer or a ``DistributedOptimizer``.
-        root_rank: the rank whose state everyone gets.
+        root_rank: the rank that sends its state.
         model: accepted for compatibility with Horovod, which needs it to find sparse parameters.
 
     Raises:
-        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks, or a parameter is
-            on a GPU with a Horovod that has no operations on GPUs; on every rank.
+        ValueError: parameter groups, stage of sharding, logical replicas or ``root_rank`` differ between ranks. Or a parameter is
+            on a GPU, and Horovod has no operations on GPUs. Raised on every rank.
     """
     call = "broadcast_optimizer_state()"
     stage, replicas = getattr(optimizer, "shard_stage", 0), getattr(optimizer, "replicas", None)
@@ -284,7 +285,7 @@ def _rebuild(outline: Any, tensors: list[torch.Tensor], parameter: torch.Tensor 
 def broadcast_tensors(
     tensors: Iterable[torch.Tensor], root_rank: int, name: str, process_set: Any = global_process_set
 ) -> None:
-    """One rank's values of tensors that are known to be alike on the ranks of the set, which all call this; in place.
+    """Broadcasts one rank's values in place. All ranks of the set call it with tensors of the same names, shapes and dtypes.
 
     Args:
         root_rank: among all ranks.

@@ -59,7 +59,7 @@ class Bucket:
 
     Args:
         position: the bucket's place in the order of launches.
-        dtype, device: of the storage, and of every parameter in it when it was laid out.
+        dtype, device: dtype and device of the storage, and of every parameter in it when it was laid out.
         flags: extra elements at the end that carry control flags (see :mod:`.reducer`).
     """
 

@@ -1,6 +1,6 @@
 """Asynchronous collectives of a process set, over Horovod: each has a name and returns the work that is under way.
 
-A message that is too large for Horovod goes in several, and a dtype that Horovod does not carry goes as another one.
+A message that is too large for Horovod is sent in several, and a dtype that Horovod does not support is sent as another one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     Horovod's looks without a pause, on a core that the thread which does the work may need.
 
     Args:
-        name: of the tensor; the watchdog reads it from the stack.
+        name: name of the tensor; the watchdog reads it from the stack.
         awaited: in words what is waited for, which it says in place of that.
     """
     with span("wait", lambda: f"wait for {name}"), waiting_for(awaited):
@@ -180,7 +180,7 @@ class Collectives:
 
     Args:
         process_set: Horovod's, the ranks that take part.
-        prefix: of all names, unique to the owner of these collectives and the same on every rank.
+        prefix: prefix of all names, unique to the owner of these collectives and the same on every rank.
 
     Attributes:
         hosts: positions in the process set of the ranks of each host, as :func:`.process_sets.levels` finds them; None for one

@@ -58,7 +58,7 @@ class Communicator(Collectives):
             mark_summed(parameter, self.process_set)
 
     def changed_sum(self, parameter: torch.Tensor) -> None:
-        """The parameter's gradient was changed by a backward pass, or by all ranks alike."""
+        """The parameter's gradient was changed by a backward pass, or by all ranks in the same way."""
         if self.sums_once and parameter.grad is not None:
             changed_sum(parameter.grad)
 
@@ -73,12 +73,12 @@ class Communicator(Collectives):
             leave_own_part(parameter.grad, self.process_set, self.is_leader)
 
     def carries_flags(self, bucket: Bucket) -> bool:
-        """True if control flags, which are float32 and summed, can travel in the bucket's own storage."""
+        """True if control flags, which are float32 and summed, can be sent in the bucket's own storage."""
         return self.linear and bucket.dtype is torch.float32 and self.compression is NoneCompressor
 
     @property
     def flag_scale(self) -> float:
-        """What the sum of control flags is multiplied by where they travel in a bucket."""
+        """Factor of the sum of control flags, if they are sent in a bucket."""
         average = self.process_set.size() if self.op == Average else 1
         return self.prescale_factor * self.postscale_factor / average
 
@@ -176,7 +176,7 @@ def encode(flat: torch.Tensor, compression: Any) -> tuple[torch.Tensor, Any]:
 
 
 def decode(wire: torch.Tensor, context: Any, compression: Any, flat: torch.Tensor) -> None:
-    """Writes the reduced ``wire`` back to ``flat``; nothing to do where it travelled in place."""
+    """Writes the reduced ``wire`` back to ``flat``; does nothing if it was sent in place."""
     if flat.dtype.is_complex and not wire.dtype.is_complex:
         wire = torch.view_as_complex(wire)
     if wire.data_ptr() == flat.data_ptr() and wire.dtype == flat.dtype:

@@ -1,8 +1,9 @@
-"""Weight consistency: do the ranks still have the same weights? A hash of every parameter is compared.
+"""Weight consistency: a comparison of a hash of every parameter between ranks.
 
-Data parallelism takes it for granted that weights are equal at the start and stay so, and nothing fails when they are not: each
-rank trains a model of its own. A bit that flips, a rank that skips an update or draws a random number the others do not, and the
-average gradient belongs to no model at all. :func:`check_equal_weights` finds it by bits, so nan and -0.0 count as they are.
+Data parallelism assumes that the weights of all ranks are equal at the start and stay equal. If they differ, nothing fails, but
+each rank trains another model, and the average gradient belongs to none of them. Causes are a bit that flips, or a rank that skips
+an update or draws a random number that the others do not draw. :func:`check_equal_weights` compares bits, including those of nan
+and -0.0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class WeightsDiffer(RuntimeError):
     """Ranks have different weights.
 
     Attributes:
-        first: this is the first of the ranks that raise it; None where all ranks of the job do.
+        first: whether this rank is the first of the ranks that raise the error, or None if all ranks of the job do.
     """
 
     first: bool | None = None
@@ -49,19 +50,19 @@ class TableEntry:
 def check_equal_weights(model: torch.nn.Module, process_set: Any = global_process_set) -> None:
     """Raises on every rank if a parameter of the model differs between ranks. Collective; changes nothing.
 
-    All parameters count, frozen ones too; one that is used in several places counts once; buffers, which may differ, do not. Where
-    parameters are split over the ranks (stage 3), each element is on one rank, so there is nothing that could differ: only names,
-    shapes and dtypes are compared. Bytes are hashed on the CPU (SHA-256), as many parameters at a time as torch has threads; those
-    on a GPU are copied first. Where all is well ranks then exchange 32 bytes each.
+    All parameters are compared, including frozen ones; a tied parameter is compared once. Buffers may differ, and are not
+    compared. If parameters are split over the ranks (stage 3), each element is on one rank, so only names, shapes and dtypes are
+    compared. Bytes are hashed on the CPU (SHA-256), as many parameters at a time as torch has threads. Parameters on a GPU are
+    copied first. If nothing differs, each rank sends 32 bytes.
 
     Args:
         model: the module, the same on every rank.
-        process_set: the ranks that compare; each of them has to call it.
+        process_set: the ranks that compare; all of them must call the function.
 
     Raises:
-        WeightsDiffer: weights, names, shapes or dtypes differ; it names the first parameter in the order of
-            ``named_parameters()``, and the ranks (those that are fewer) with their hosts.
-        ValueError: a parameter holds no dense values (on some rank), or this rank is not in ``process_set``.
+        WeightsDiffer: weights, names, shapes or dtypes differ. The error names the first parameter in the order of
+            ``named_parameters()``, and the ranks in the minority, with their hosts.
+        ValueError: a parameter has no dense values (on some rank), or this rank is not in ``process_set``.
     """
     if not process_set.included():
         raise ValueError(

@@ -1,4 +1,5 @@
-"""What all optimizers of ranks need before they are made: named parameters that are the same on every rank, and elastic jobs."""
+"""Checks before the construction of a distributed optimizer: named parameters that are the same on every rank, and elastic
+jobs."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def agree_at_construction(
 ) -> tuple[int, list[tuple[str, torch.Tensor]]]:
     """Compares options, errors and parameters of all ranks, before anything else happens. Collective over all ranks.
 
-    In an elastic job ranks do not construct at the same time, but for optimizers with logical replicas and of local SGD: a new
+    In an elastic job ranks do not construct at the same time, except for optimizers with logical replicas and of local SGD. A new
     worker does while the others wait for it in ``state.sync()``. There the comparison is left to Horovod's own checks.
 
     Args:

@@ -14,11 +14,11 @@ from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
 
 
 class ControlFlags(NamedTuple):
-    """What a rank tells the others in each synchronization, and their sum over the ranks.
+    """The control flags of a rank in each synchronization, and their sum over the ranks.
 
     Attributes:
-        used: of each parameter, whether it has a gradient.
-        late: of each parameter, whether a gradient came after its bucket had left.
+        used: for each parameter, whether it has a gradient.
+        late: for each parameter, whether a gradient came after its bucket had left.
         resynchronize: a rank asks for the resynchronization.
         notice: a rank has a notice for the caller.
     """
@@ -83,7 +83,7 @@ def check_reports(reports: Sequence[Report]) -> None:
     """Raises, the same on every rank, if the ranks cannot continue together.
 
     Args:
-        reports: of all ranks, in rank order.
+        reports: reports of all ranks, in rank order.
 
     Raises:
         RecomputationMismatch: a rank has recomputed other values.

@@ -1,8 +1,8 @@
-"""Leveling: what the reducers of an optimizer must have in common, made equal again where ranks have loaded or reset it apart.
+"""Leveling: makes the common state of reducers equal again, after ranks have loaded or reset an optimizer separately.
 
-That is the order and layout in which gradients are reduced, and the names of the messages. A rank that loads a state or resets an
-optimizer by itself begins anew; the next call that gives all ranks the state of one also gives them its order, and new names. Where
-ranks differ, the step that has begun is dropped on all of them, as it is where it began anew.
+The common state is the order and layout in which gradients are reduced, and the names of the messages. A rank that loads a state
+or resets an optimizer separately starts with a new state. The next call that broadcasts the state of one rank also broadcasts its
+order and new names. If ranks differ, a step that has begun is dropped on all of them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PER_RANK = ("counts", "lower_counts", "may_wait")  # parts of a reducer's state 
 
 
 class CommonState(NamedTuple):
-    """What ranks must have in common of a reducer.
+    """The state of a reducer that must be equal on all ranks.
 
     Attributes:
-        names: of the parameters; a fingerprint.
-        naming: of the messages: identity and generation.
+        names: fingerprint of the names of the parameters.
+        naming: identity and generation in the names of the messages.
         order: and layout; a fingerprint.
     """
 
@@ -34,7 +34,7 @@ class CommonState(NamedTuple):
 
 
 def common_state(optimizer: Any) -> CommonState | None:
-    """That of an optimizer; None where it is not distributed or reduces nothing."""
+    """The common state of an optimizer; None if it is not distributed or reduces nothing."""
     if not isinstance(optimizer, ReducedOptimizer) or optimizer.reducer is None:
         return None
     state = optimizer.reducer.state_dict()
@@ -47,7 +47,7 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
     """Gives all ranks of an optimizer's process set the order of one of them, and new names, if they differ. Collective.
 
     Args:
-        states: what :func:`common_state` returns, by rank.
+        states: result of :func:`common_state`, by rank.
         root_rank: the rank whose order counts, or the first of the process set where it is not in that.
     """
     if common_state(optimizer) is None:
@@ -73,11 +73,11 @@ def level(optimizer: Any, states: Mapping[int, CommonState | None], root_rank: i
 class Live:
     """All optimizers of this process, to be leveled.
 
-    They are held: Python may collect an optimizer at any time, on one rank before another, and a rank that had told the others of
-    one and then had it no more would leave them waiting.
+    They are kept alive. Python may collect an optimizer at any time, on one rank before another. If a rank had announced an
+    optimizer and then lost it, the others would wait.
 
     Attributes:
-        states: of each, by its identity, which ranks have agreed on; to be gathered.
+        states: state of each optimizer, by the identity that ranks have agreed on; to be gathered.
     """
 
     def __init__(self) -> None:

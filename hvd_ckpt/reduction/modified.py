@@ -1,8 +1,8 @@
 """Gradients that come, or are changed by hand, while their bucket is in flight.
 
-A gradient that comes after its bucket has left is a *late part*: it goes to a tensor of its own and is reduced by itself. One that
-was replaced by another tensor, or dropped, can still be reduced again, unless a rank has sent its own and no longer has it. One
-that was changed in place cannot be distinguished from what the allreduce wrote.
+A gradient that comes after its bucket has left is a *late part*: it goes to a new tensor and is reduced separately. A gradient
+that was replaced or dropped can still be reduced again, unless a rank has sent its gradient and no longer has it. A gradient that
+was changed in place cannot be distinguished from the result of the allreduce.
 """
 
 from __future__ import annotations

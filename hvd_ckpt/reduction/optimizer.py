@@ -1,14 +1,14 @@
-"""The distributed optimizer: Horovod's methods and way of use, with this library's :mod:`.reducer` in place of its hooks.
+"""The distributed optimizer: Horovod's interface, with this library's :mod:`.reducer` in place of its hooks.
 
 A step is a cycle of :class:`Phase`::
 
     ACCUMULATING -- synchronize() --> SYNCHRONIZED -- step() --> STEPPED -- synchronize(), step() ...
                  -- clip_grad_norm_, GradScaler --> REDUCED -- step(), or a step that is skipped --> STEPPED
 
-Only calls that every rank makes change between reduced and not reduced, so that all ranks take the same way. What a backward pass,
-or the user's code, does to gradients on one rank is found when they are needed: where they are reduced already, the ranks ask
-each other whether any of them has new ones (:meth:`ReducedOptimizer._any_new_gradients`), so that one that was not reduced never
-reaches a step. Where nothing may be asked, since the caller says that all is reduced, such a gradient is an error.
+Only collective calls change between reduced and not reduced, so all ranks are in the same phase. A backward pass or the user's
+code may change gradients on one rank. If gradients are reduced already, the ranks exchange whether any of them has new ones
+(:meth:`ReducedOptimizer._any_new_gradients`), so a gradient that was not reduced never reaches a step. If the caller declares that
+everything is reduced, there is no exchange, and such a gradient is an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _IsMarked(type):
 class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     """Methods that :func:`wrapping` copies into a subclass of the wrapped optimizer's class.
 
-    It is no base of that class, so that nothing here may call ``super()``; ``isinstance`` works through the mark.
+    This class is not a base class of the result, so no method here may call ``super()``. ``isinstance`` works through a mark.
     """
 
     _mark = "_reduced_by_hvd_ckpt"
@@ -76,11 +76,11 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         named: Iterable[tuple[str, torch.Tensor]],
         known_names: Any,
     ) -> None:
-        """Tells a new optimizer how it reduces, and which parameters; a reducer may follow.
+        """Initializes the reduction of a new optimizer. A reducer may be set afterwards.
 
         Args:
-            communicator: of plain gradients.
-            identity: as :func:`agree_at_construction` has returned it.
+            communicator: the communicator of plain gradients.
+            identity: the result of :func:`agree_at_construction`.
             named: the parameters that are reduced.
             known_names: the names of all parameters that may be added.
         """
@@ -94,9 +94,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def synchronize(self) -> None:
         """Reduces this step's gradients over all ranks; afterwards ``p.grad`` holds the result everywhere.
 
-        ``step()`` does it too. Call it yourself to change the reduced gradients (clipping, say) before
-        ``step()`` within :meth:`skip_synchronize`. A second call reduces again only if a rank has new gradients, or other
-        ones than the others. Collective.
+        ``step()`` calls it as well. Call it yourself to change the reduced gradients, for example to clip them, before ``step()``
+        within :meth:`skip_synchronize`. A second call reduces again only if a rank has new gradients, or gradients that differ
+        from those of the others. Collective.
         """
         self._reduce()
 
@@ -130,13 +130,13 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return self.reducer is not None and not self.reduces_updates and self.reducer.unreduced
 
     def check_reduced(self) -> None:
-        """Raises RuntimeError where a step that does not reduce would use a gradient which was not reduced."""
+        """Raises RuntimeError if a step that does not reduce would use a gradient that was not reduced."""
         if self._has_unreduced:
             raise RuntimeError(phases.UNREDUCED)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it ``step()`` does not reduce, because ``synchronize()`` already has."""
+        """A context in which ``step()`` does not reduce, because ``synchronize()`` already has."""
         if self._op == Adasum and self.reducer is not None:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         with self._stepping(StepReduces.NOT_IN_SKIP):
@@ -151,7 +151,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._step_reduces = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accepted for compatibility: the number is learned."""
+        """Accepted for compatibility; the number is learned."""
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
         self.backward_passes_per_step = passes
@@ -162,10 +162,10 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """Reduces the gradients, unless that is done, and takes a step of the wrapped optimizer.
 
         Args:
-            closure: computes the loss and its gradients. Each call of it is followed by a reduction. Gradients that there are
-                before (SAM takes its first step on them) are reduced, too. If the closure returns a real number or a tensor with
-                one, on every rank, it is averaged over the ranks, so an optimizer that calls it often (LBFGS) does so equally
-                often everywhere; anything else is handed on as it is.
+            closure: computes the loss and its gradients. Each call is followed by a reduction. Gradients that exist before it (SAM
+                takes its first step on them) are reduced, too. If the closure returns a real number or a tensor with one, on every
+                rank, it is averaged over the ranks. So an optimizer that calls it often (LBFGS) does so equally often on every
+                rank. Any other value is returned unchanged.
 
         Raises:
             RuntimeError: within :meth:`skip_synchronize`, a backward pass has added to gradients since ``synchronize()``.
@@ -273,9 +273,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 parameter.grad = torch.zeros_like(parameter.grad)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state of this optimizer, of the bare wrapped one, or of stock Horovod's around it.
+        """Loads a state of this optimizer, of the wrapped optimizer, or of stock Horovod's optimizer around it.
 
-        Gradients stay as they are; those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
+        Gradients do not change. Those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
         """
         result: Any = self.wrapped_class.load_state_dict(self, *args, **kwargs)
         self.note_state_loaded()
@@ -292,7 +292,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 parameter.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; its parameters are reduced from the next step on. To be called on every rank."""
+        """Adds a group, whose parameters are reduced from the next step on. Call it on every rank."""
         self.wrapped_class.add_param_group(self, param_group)
         group, named = len(self.param_groups) - 1, []
         for position, parameter in enumerate(self.param_groups[-1]["params"]):
@@ -317,7 +317,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     @property
     def shard_stage(self) -> int:
-        """0: nothing is split over the ranks."""
+        """The stage of sharding: 0, since nothing is split over the ranks."""
         return 0
 
     @property
@@ -327,19 +327,19 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """Within it every parameter is whole, as it always is where nothing is split."""
+        """A context in which every parameter is whole; without sharding this is always so."""
         yield
 
     def unshard(self) -> None:
         """Does nothing: the model's parameters are whole already."""
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
-        """``state_dict()`` on rank 0, or on all ranks, and None elsewhere: what a sharded optimizer gives."""
+        """``state_dict()`` on rank 0 or on all ranks, and None on the others, as for a sharded optimizer."""
         state: dict[str, Any] = self.state_dict()
         return state if all_ranks or self.process_set.rank() == 0 else None
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
-        """A copy of ``model.state_dict()`` on the CPU, on rank 0, or on all ranks, and None elsewhere."""
+        """A copy of ``model.state_dict()`` in CPU memory, on rank 0 or on all ranks, and None on the others."""
         return copied_state(model) if all_ranks or self.process_set.rank() == 0 else None
 
     @property
@@ -348,9 +348,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return self.reducer.stats if self.reducer is not None else ReductionStats()
 
     def notify(self) -> None:
-        """Has the next :meth:`synchronize` tell every rank, at no cost, that a rank has something to say: see :attr:`notified`.
+        """Sets a flag that the next :meth:`synchronize` sends to every rank at no cost: see :attr:`notified`.
 
-        So that ranks need a collective of their own only where something has happened on one of them: a signal, a loss that is nan.
+        With it, ranks need a collective only after an event on one of them, such as a signal or a loss that is nan.
         """
         if self.reducer is not None:
             self.reducer.notice = True
@@ -363,9 +363,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return self.reducer.noticed if self.reducer is not None else self._noticed
 
     def reduction_state_dict(self) -> dict[str, Any]:
-        """Order, layout and learned counts of the reducer: plain data. Each rank has its own counts.
+        """Order, layout and learned counts of the reducer, as plain data. Each rank has its own counts.
 
-        Kept apart from :meth:`state_dict`, which is the wrapped optimizer's own and so loads everywhere.
+        It is separate from :meth:`state_dict`, which is that of the wrapped optimizer and thus loads everywhere.
         """
         state = self.reducer.state_dict() if self.reducer is not None else {}
         if self._keeps_zeros and self.shard_stage < 2:
@@ -375,9 +375,10 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return state
 
     def load_reduction_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state saved by this rank, so that training resumes bit for bit; drops all gradients. On every rank.
+        """Loads a state that this rank has saved, so that training resumes bit for bit. Drops all gradients. Call it on every
+        rank.
 
-        Where ``zero_grad(set_to_none=False)`` was in use, gradients are zeros then, else None.
+        Gradients are then zeros if ``zero_grad(set_to_none=False)`` was in use, else None.
 
         Raises:
             ValueError: the state does not belong to this model.
@@ -394,19 +395,19 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     @property
     def reduces_updates(self) -> bool:
-        """True with ``op=Adasum``, which combines the ranks' updates: ``p.grad`` stays each rank's own."""
+        """True with ``op=Adasum``, which combines the ranks' updates and does not change ``p.grad``."""
         return self._op == Adasum and self.reducer is not None
 
     @property
     def finds_overflow_alone(self) -> bool:
-        """True if each rank steps on gradients of its own, so that only it sees an inf or nan in them."""
+        """True if each rank steps on its own gradients, so that only this rank finds an inf or nan in them."""
         return self.reduces_updates
 
     @contextmanager
     def unscaling(self) -> Iterator[None]:
-        """Within it ``param_groups`` hold what carries the gradients that a scaler divides: the parameters, as ever.
+        """A context in which ``param_groups`` hold the parameters whose gradients a scaler divides; here these are all parameters.
 
-        All ranks divide them alike.
+        All ranks divide them in the same way.
         """
         yield
         self.note_changes()
@@ -414,8 +415,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def reduce_for_caller(self) -> None:
         """Reduces this step's gradients for a caller that changes them before a plain ``step()``, or within this library.
 
-        Where they are reduced already, one small allreduce asks whether any rank has had new gradients since; not within
-        :meth:`skip_synchronize`, where a gradient of a backward pass since then is an error.
+        If they are reduced already, one small allreduce finds whether any rank has had new gradients since. Within
+        :meth:`skip_synchronize` there is no such allreduce, and a gradient of a later backward pass is an error.
         """
         if self._phase.is_reduced and self._step_reduces is not StepReduces.YES:
             self.check_reduced()
@@ -424,13 +425,13 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._phase = Phase.REDUCED
 
     def note_changes(self) -> None:
-        """All ranks have changed their reduced gradients alike, so that they need not be reduced again."""
+        """Declares that all ranks have changed their reduced gradients in the same way, so that they are not reduced again."""
         if self.reducer is not None:
             self.reducer.note_changes()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
+        """A context in which ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
         try:
             with self._stepping(StepReduces.NOT_FOR_SCALER):
                 yield
@@ -440,7 +441,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 self.reducer.forget_step()
 
     def release_gradients(self) -> None:
-        """Another optimizer of the same parameters is to have this step's gradients: none stays on its way. Collective."""
+        """Releases this step's gradients for another optimizer of the same parameters, with none left in flight. Collective."""
         if self.reducer is not None:
             if self._op == Sum and not self._any_new_gradients(self.reducer):
                 self.reducer.note_changes()  # these are sums still
@@ -448,12 +449,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         self._phase = Phase.ACCUMULATING
 
     def reset_reduction(self) -> None:
-        """Forgets order, layout and counts; the next step learns them from rank 0. To be called on every rank.
+        """Drops order, layout and counts; the next step learns them from rank 0. Call it on every rank.
 
-        Needed when the set of ranks has changed; ``elastic.TorchState`` does it. All gradients are dropped.
+        It is needed when the set of ranks has changed; ``elastic.TorchState`` calls it. All gradients are dropped.
 
         Raises:
-            RuntimeError: the optimizer has logical replicas, and computes those of its number of ranks.
+            RuntimeError: the optimizer has logical replicas, which were assigned for its number of ranks.
         """
         if self.replicas is not None:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The phases of an optimizer's step, and what is said where a call does not fit the phase."""
+"""The phases of an optimizer's step, and the errors of calls that do not fit the phase."""
 
 from __future__ import annotations
 

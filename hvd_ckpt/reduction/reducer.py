@@ -1,14 +1,14 @@
 """Launches each bucket's allreduce once, in a fixed order.
 
-The protocol, which every rank follows whatever its own gradients do:
+Every rank follows this protocol, independently of its own gradients:
 
 * Bucket *i* + 1 is never launched before bucket *i*. In the backward pass a rank launches as far as its gradients are
   final; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in the same order.
-* The last bucket leaves in ``synchronize()`` and carries control flags: for each parameter whether it is used and whether a
-  gradient came late, one by which a rank asks for a resynchronization (:mod:`.late`), one for the caller
-  (:attr:`Reducer.notice`), and the fingerprint of a part of the weights (:mod:`.weights`). They travel in the
-  bucket's own storage where that is float32, uncompressed and summed, and as a reduction of their own otherwise.
-* After the control flags all ranks know the same, and go through the rest together: late parts, sparse gradients,
+* The last bucket leaves in ``synchronize()`` and carries control flags. For each parameter they say whether it is used and whether
+  a gradient came late. One flag requests a resynchronization (:mod:`.late`), and one belongs to the caller
+  (:attr:`Reducer.notice`). The flags also have the fingerprint of a part of the weights (:mod:`.weights`). They are sent in the
+  bucket's storage if that is float32, uncompressed and summed, and otherwise as a separate reduction.
+* After the control flags all ranks have the same information, and do the rest together: late parts, sparse gradients,
   the resynchronization, parameters that are used for the first time.
 
 The first step has no buckets: it learns in which order gradients become ready on rank 0, assigns the parameters to buckets, and
@@ -455,7 +455,7 @@ class Reducer(OwningReducer):
             bucket.waiting += not self._shared.isdisjoint(bucket.indices)
 
     def abandon(self) -> None:
-        """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. To be called on every rank.
+        """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. Call it on every rank.
 
         Work in flight ends in memory and under names that are not used again.
         """
@@ -472,7 +472,7 @@ class Reducer(OwningReducer):
         self._communicator.rename(prefix)
 
     def reset(self) -> None:
-        """Forgets order, layout and counts: the next step learns them anew. To be called on every rank."""
+        """Forgets order, layout and counts: the next step learns them again. Call it on every rank."""
         self.abandon()
         self.assignment.forget()
         self._counts = AccumulationCounts(len(self.assignment.parameters))

@@ -1,4 +1,4 @@
-"""What a synchronization has left in the gradients, by which later changes are found: new ones, dropped ones, changes in place."""
+"""The results of a synchronization, with which later changes of gradients are detected: new, dropped and changed in place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Results:
                 self._others[index] = weakref.ref(gradient), gradient._version
 
     def note_changes(self) -> None:
-        """All ranks alike have changed gradients in place, which count as the last synchronization's from now on."""
+        """All ranks have changed gradients in place in the same way, which now count as results of the last synchronization."""
         for bucket in self._assignment.buckets:
             # A bucket in flight keeps the version that it left with, by which changes in flight are found.
             if bucket.flat is not None and not bucket.launched:

@@ -1,7 +1,7 @@
 """``horovod.torch.reducescatter`` and its three relatives, with a ``prescale_factor`` that needs no fusion buffer.
 
-Horovod scales the input in its fusion buffer, and refuses an input that is larger; with fusion off, that is each one. Here the
-input is scaled before it is handed to Horovod, by the same arithmetic. Arguments, results and gradients are Horovod's.
+Horovod scales the input in its fusion buffer, and refuses an input that is larger. With fusion off, every input is larger. Here
+the input is scaled before Horovod gets it, by the same arithmetic. Arguments, results and gradients are the same as Horovod's.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's part of the reduction of ``tensor`` over the ranks, as ``horovod.torch.reducescatter``.
+    """This rank's part of the reduction of ``tensor`` over the ranks, as by ``horovod.torch.reducescatter``.
 
     Args:
         tensor: of one or more dimensions, of the same shape on every rank; it is not modified.
-        name: of the operation; Horovod numbers unnamed ones.
-        compression: the format in which the input travels.
+        name: name of the operation; Horovod numbers unnamed ones.
+        compression: the communication format of the input.
         op: ``Average`` or ``Sum``.
         process_set: the ranks that take part.
         prescale_factor: multiplies the input, before the reduction. Integers are rounded towards zero.
         postscale_factor: multiplies the result.
 
     Returns:
-        This rank's rows: the first dimension is divided over the ranks, earlier ranks have one more where it does not divide.
+        This rank's rows. The first dimension is divided over the ranks; if it is not a multiple of their number, earlier ranks
+        have one more.
     """
     return grouped_reducescatter(
         [tensor],

@@ -1,4 +1,4 @@
-"""Counts that show what the reducer did: the evidence for "once, in a fixed order, and overlapped"."""
+"""Counts of the reducer, which show that gradients are reduced once, in a fixed order, and overlapped."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class StepStats:
 
 @dataclass
 class ReductionStats:
-    """Counts since the start, and those of the last step (``last``).
+    """Counts of reductions since the start, and of the last step (``last``).
 
     Attributes:
         steps: completed synchronizations.
         launches: launches per bucket index since the start.
         launches_in_backward: launches that left before the backward pass was over, since the start.
-        late_gradients: parameters that arrived after their bucket had left, since the start.
-        unbucketed_gradients: tensors reduced outside the buckets, since the start.
+        late_gradients: parameters whose gradient came after their bucket had left, since the start.
+        unbucketed_gradients: tensors that were reduced outside of the buckets, since the start.
         last: the :class:`StepStats` of the last step.
     """
 

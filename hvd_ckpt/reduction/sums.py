@@ -1,9 +1,9 @@
-"""Gradients that are sums over the ranks already: added up again, they would count once per rank.
+"""Gradients that are already sums over the ranks, and must not be counted once per rank when they are reduced again.
 
 A gradient may be reduced a second time: by another optimizer of the same parameter, or because a backward pass has added to it
-before it was cleared. The average of equal gradients is what they are; with ``op=Sum`` one rank brings the sum that there is,
-and the others bring what has come since. A gradient that was changed in place by hand since (its version tells) is this rank's
-own again.
+before it was cleared. The average of equal gradients does not change them. With ``op=Sum`` one rank contributes the existing sum,
+and the others contribute only what was added since. A gradient that was changed in place by hand since (its version shows this) is
+this rank's own again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mark_summed(parameter: torch.Tensor, process_set: Any) -> None:
 
 
 def sum_of(gradient: torch.Tensor) -> _Sum | None:
-    """What is remembered of a gradient that is a sum, or None."""
+    """The record of a gradient that is a sum, or None."""
     known: _Sum | None = vars(gradient).get(_ATTRIBUTE)
     # Another version means a change by hand: the gradient is this rank's own again, which it brings whole.
     if known is not None and known["version"] != gradient._version:
@@ -69,7 +69,7 @@ def keep_sum(gradient: torch.Tensor) -> None:
 
 
 def changed_sum(gradient: torch.Tensor) -> None:
-    """A gradient was changed in place as it may be: a backward pass has added to it, or all ranks have changed their sum alike."""
+    """A gradient was changed in place in an allowed way: by a backward pass, or by all ranks in the same way."""
     known: _Sum | None = vars(gradient).get(_ATTRIBUTE)
     if known is not None:
         known["version"] = gradient._version

@@ -2,10 +2,10 @@
 
 The replicas of a job are the leaves of a full binary tree, and each rank computes an aligned subtree of them, one leaf after the
 other. It keeps the sums of the subtrees that are complete, like the digits of a binary counter. During the pass of its last
-replica the buckets leave as ever (:mod:`.reducer`), each with these sums added. The ranks' sums are added in the upper part of
-the same tree: an alltoall gives each rank its part of all of them, an allgather brings the parts together. Nothing is added inside
-the communication library, except over two ranks, where the order of two numbers does not matter. So neither the number of
-ranks nor the controller changes a bit.
+replica the buckets leave as usual (:mod:`.reducer`), each with these sums added. The ranks' sums are added in the upper part of
+the same tree: an alltoall gives each rank its part of all sums, and an allgather collects the parts. Nothing is added inside the
+communication library, except over two ranks, where the order of two numbers does not matter. So the bits do not depend on the
+number of ranks or on the controller.
 
 A replica without a gradient counts as zeros where another one has some. Half-precision gradients are added in float32.
 """
@@ -86,7 +86,7 @@ class TreeCommunicator(Communicator):
     """Reduces what the last replica of each rank has, with the :class:`Leaves` of the earlier ones, to the mean over replicas.
 
     Args:
-        replicas: of all ranks.
+        replicas: number of replicas of all ranks.
         process_set: a power of two ranks.
     """
 
@@ -132,7 +132,7 @@ class TreeCommunicator(Communicator):
         """Starts to add up all ranks' ``total`` in the upper part of the tree, divided by the number of replicas.
 
         Args:
-            total: of this rank's subtree, 1-D and contiguous; over one rank or two it becomes the result.
+            total: total of this rank's subtree, 1-D and contiguous; over one rank or two it becomes the result.
             keep: leave ``total`` as it is.
         """
         if total.is_complex():
@@ -190,8 +190,7 @@ class ReplicaReducer(Reducer):
     """Reduces the gradients of logical replicas, of which this rank computes as many as any other.
 
     :meth:`begin_replica` and :meth:`end_replica` enclose the passes of each, and buckets leave during the last one. The results of
-    a step come in storage of their own, so that a late gradient can still be added where it belongs; its parameter is then
-    reduced anew.
+    a step are in separate storage, so that a late gradient can still be added in its place; its parameter is then reduced again.
 
     Attributes:
         local: number of the replicas that each rank computes.
@@ -313,7 +312,7 @@ class ReplicaReducer(Reducer):
 
 @dataclass(frozen=True)
 class _Unbucketed(UnbucketedGradients):
-    """Reduces a parameter anew where a part of its gradient came late: a sum of sums would be another one.
+    """Reduces a parameter again where a part of its gradient came late: a sum of sums would be another one.
 
     Attributes:
         last: gradients of the last replica, without late parts, by index.

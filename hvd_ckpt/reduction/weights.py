@@ -1,22 +1,22 @@
-"""Verification of weights: in each step the ranks compare a part of theirs, in the control flags that travel anyway.
+"""Verification of weights: in each step the ranks compare a part of their weights, within the control flags.
 
-The weights are divided into parts, which take turns. Of the part whose turn it is each rank brings the fingerprint
-(:mod:`hvd_ckpt.utils.fingerprint`), cut into digits that float32 adds up exactly, so that the ranks need no message of their own:
+The weights are divided into parts, and each step compares the next part. Each rank sends the fingerprint of the part
+(:mod:`hvd_ckpt.utils.fingerprint`), cut into digits that float32 adds exactly, so no additional message is needed:
 
-* Where control flags are summed, a rank brings 1, and of each digit *d* and *d* x *d*. By the Cauchy-Schwarz inequality *n*
-  ranks have brought the same digit if and only if *n* times the sum of the squares is the square of the sum. A rank that is
+* If control flags are summed, a rank sends 1, and *d* and *d* x *d* for each digit *d*. By the Cauchy-Schwarz inequality, *n*
+  ranks have sent the same digit if and only if *n* times the sum of the squares is the square of the sum. A rank that is
   absent (``join()``), or does not take part, counts as 0 everywhere.
-* Where the greatest flag counts, a rank brings *d* and -*d*: the greatest and the least are the same if and only if all are.
+* If flags are combined by their maximum, a rank sends *d* and -*d*: the greatest and the least are equal if and only if all are.
 
-A fingerprint is taken while the last gradients of a step are on their way, of the weights of that step, and travels with the
-flags of the next one: so it costs time that would be spent waiting.
+A fingerprint is computed while the last gradients of a step are in flight, from the weights of that step. It is sent with the
+flags of the next step, so it only uses time that would be spent waiting.
 
-After the flags all ranks know the same. If something differs, they exchange the fingerprints of all compared parameters, in one
-allreduce that absent ranks take part in, too. What this table says is decisive: it names the parameter and the ranks, or shows
-that weights have been made equal since, or that the ranks have been at different parts, which levels them.
+After the flags all ranks have the same information. If there is a difference, they exchange the fingerprints of all compared
+parameters, in one allreduce in which absent ranks also take part. This table decides. It names the parameter and the ranks, or
+shows that weights have become equal since. It may also show that the ranks were at different parts, which are then made equal.
 
-Compared are parameters that have been reduced: ranks that average a gradient need the same weight for it. A parameter that is not
-reduced (frozen, or never used) may be a rank's own. The first step compares nothing, so that weights may be broadcast after it.
+Only parameters that have been reduced are compared, since ranks that average a gradient need the same weight for it. A parameter
+that is not reduced (frozen, or never used) may differ. The first step compares nothing, so weights may be broadcast after it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FACTS = 4 + _HOST_WORDS  # columns of a rank before its fingerprints
 
 
 class _Settings:
-    """What :func:`verify_weights` was told last."""
+    """The arguments of the last call of :func:`verify_weights`."""
 
     enabled = os.environ.get("HVD_CKPT_VERIFY_WEIGHTS", "1") != "0"
     ignored: Any = WeakTensorKeyDictionary()
@@ -61,13 +61,14 @@ def verifies_weights() -> bool:
 def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ()) -> None:
     """Sets whether optimizers verify in each step that the ranks have the same weights; they do by default.
 
-    In each step a ``DistributedOptimizer`` compares the bits of a part of the weights that its ranks are about to update; the
-    parts take turns. Where they differ, ``step()`` or ``synchronize()`` raises :class:`WeightsDiffer` on every rank. A further
-    call replaces the setting. To be called on every rank; ``HVD_CKPT_VERIFY_WEIGHTS=0`` in the environment turns it off.
+    In each step a ``DistributedOptimizer`` compares the bits of a part of the weights that its ranks are about to update. The next
+    step compares the next part. If they differ, ``step()`` or ``synchronize()`` raises :class:`WeightsDiffer` on every rank. A
+    further call replaces the setting. Call it on every rank. ``HVD_CKPT_VERIFY_WEIGHTS=0`` in the environment turns the comparison
+    off.
 
     Args:
-        enabled: False compares nothing.
-        ignore: parameters whose gradients are reduced, but whose values are each rank's own on purpose.
+        enabled: whether to compare weights.
+        ignore: parameters whose gradients are reduced, but whose values may differ between ranks.
     """
     ignored = WeakTensorKeyDictionary()
     for parameter in ignore:
@@ -150,9 +151,9 @@ class WeightVerification:
     """The comparison of one optimizer's weights. All ranks call its methods in the same order.
 
     Args:
-        names, parameters: of the optimizer; the lists may grow.
+        names, parameters: names and parameters of the optimizer; the lists may grow.
         process_set: the ranks that compare.
-        flags: how its values travel.
+        flags: control flags that carry its values.
 
     Attributes:
         turn: the part that is compared next.
@@ -187,7 +188,7 @@ class WeightVerification:
             self._prepared = self._sent = None
 
     def restart(self) -> None:
-        """Forgets everything. To be called on every rank."""
+        """Forgets everything. Call it on every rank."""
         self.compare(())
         self.turn, self._steps, self.alone = 0, 0, False
         self._ignored.clear()

@@ -1,4 +1,4 @@
-"""Making of a distributed optimizer out of the one to wrap, and the list of those in use."""
+"""Construction of a distributed optimizer from the wrapped one, and the list of those in use."""
 
 from __future__ import annotations
 

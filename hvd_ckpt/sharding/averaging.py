@@ -24,9 +24,9 @@ from hvd_ckpt.utils.torch_private import foreach_copy_
 class AveragedWeights:
     """An average of the weights that a ``DistributedOptimizer`` updates: torch's ``AveragedModel`` for any stage of sharding.
 
-    Each rank averages what it updates, its shards or, at stage 0, whole parameters, so an update communicates nothing and gives
-    the same bits at every stage. There is no second model: :meth:`applied` lends the average to the one that is trained. Averages
-    of half-precision weights are float32. Buffers are the model's own, as with ``AveragedModel(use_buffers=False)``.
+    Each rank averages the weights that it updates: its shards or, at stage 0, whole parameters. So an update communicates nothing,
+    and gives the same bits at every stage. There is no second model: :meth:`applied` puts the average into the trained model for a
+    while. Averages of half-precision weights are float32. Buffers are not averaged, as with ``AveragedModel(use_buffers=False)``.
 
     Example::
 
@@ -39,13 +39,14 @@ class AveragedWeights:
             evaluate(model)
 
     Args:
-        optimizer: the result of ``DistributedOptimizer``, with weights that are alike on all ranks; the average begins with them.
+        optimizer: the result of ``DistributedOptimizer``, with weights that are equal on all ranks. The average begins with these
+            weights.
         avg_fn: takes an average, a weight and ``n_averaged``, and returns the new average.
         multi_avg_fn: takes lists of averages and of weights, and ``n_averaged``, and changes the averages in place. Without both,
-            all weights count alike (``get_swa_avg_fn()``).
+            all updates have equal weight (``get_swa_avg_fn()``).
 
     Attributes:
-        n_averaged: updates so far; the first one copies the weights, as in torch.
+        n_averaged: number of updates so far; the first update copies the weights, as in torch.
 
     Raises:
         TypeError: the optimizer is not a ``DistributedOptimizer``.
@@ -76,7 +77,8 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Takes the weights into the average; to be called after ``optimizer.step()``, on every rank. Communicates nothing."""
+        """Updates the average with the current weights. Call it after ``optimizer.step()``, on every rank. Communicates
+        nothing."""
         self.before_change()
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for average, weight in self._follow():
@@ -96,10 +98,10 @@ class AveragedWeights:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model has the averaged weights, on every rank: to evaluate, or to save them. Collective.
+        """A context in which the model has the averaged weights, on every rank, to evaluate or save them. Collective.
 
-        The weights are put back bit for bit; a copy of those that this rank has is kept meanwhile. ``optimizer.step()`` must not be
-        called within it; ``optimizer.gathered_parameters()`` may be entered within it, not around it.
+        Afterwards the weights are restored bit for bit; a copy of this rank's weights is kept until then. Do not call
+        ``optimizer.step()`` in this context. Enter ``optimizer.gathered_parameters()`` inside of it, not around it.
 
         Raises:
             RuntimeError: inside ``optimizer.gathered_parameters()``, or a forward or backward pass.
@@ -135,9 +137,10 @@ class AveragedWeights:
                 sharding.store.shards_changed()  # what is gathered there is read from the shards
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the average, or at stage 0 all of it.
+        """This rank's part of the average, or at stage 0 the whole average.
 
-        ``"pieces"`` has name, first and last + 1 element of each tensor of ``"averages"``, as ``optimizer.state_dict()`` has.
+        ``"pieces"`` has the name, the first element and the last element + 1 of each tensor of ``"averages"``, as in
+        ``optimizer.state_dict()``.
         """
         return {
             "n_averaged": self.n_averaged,
@@ -146,14 +149,14 @@ class AveragedWeights:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Loads an average. Collective, where the optimizer is sharded.
+        """Loads an average. Collective, if the optimizer is sharded.
 
         Args:
-            state_dict: what :meth:`state_dict` gave on this rank of a job of the same size and stage, or at stage 0; or a list of
-                what it gave on all ranks of a job of any size and stage.
+            state_dict: the result of :meth:`state_dict` on this rank of a job of the same size and stage, or of a job at stage 0.
+                Or a list of the results on all ranks of a job of any size and stage.
 
         Raises:
-            ValueError: an element of this rank's part is in none of them; on every rank.
+            ValueError: an element of this rank's part is missing; raised on every rank.
         """
         parts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
         name, members = f"hvd_ckpt.{self._optimizer.identity}.averages", self._optimizer.process_set

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, wherever they are."""
+"""Clipping by the norm of all gradients, sharded or not."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for gradients of a ``DistributedOptimizer``, sharded or not; before its ``step()``.
+    """``torch.nn.utils.clip_grad_norm_`` for gradients of a ``DistributedOptimizer``, sharded or not. Call it before ``step()``.
 
-    Gradients that are not reduced yet are reduced first, by the optimizer that was made or synchronized last of those that have
-    them. Where they are split over the ranks (stages 2 and 3), the norm takes one more reduction. Collective, where a parameter is
-    a distributed optimizer's; else it is torch's.
+    Gradients that are not reduced yet are reduced first. If several optimizers have a parameter, the one that was created or
+    synchronized last reduces it. If gradients are split over the ranks (stages 2 and 3), the norm takes one more reduction. The
+    call is collective if a parameter belongs to a ``DistributedOptimizer``. If none does, it is the same as torch's function.
 
     Args:
         parameters: parameters of the model, one parameter, or an optimizer: all of its parameters.
         max_norm, norm_type, error_if_nonfinite: as in torch.
 
     Returns:
-        The norm of all gradients together, before they were clipped, in the dtype that torch gives it; the same on every rank.
+        The norm of all gradients together before clipping, in the dtype that torch gives it. It is the same on every rank.
 
-    Where layers are split (:func:`hvd_ckpt.tensor_parallel`), the norm is that of the whole model, the same on all parts.
+    If layers are split (:func:`hvd_ckpt.tensor_parallel`), the norm is that of the whole model, the same on all parts.
 
     Raises:
         RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is set; on every rank.

@@ -1,4 +1,4 @@
-"""The making of a sharded optimizer: checked arguments and parameters, then layout, reducer and store."""
+"""Construction of a sharded optimizer: validation of arguments and parameters, then layout, reducer and store."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class ShardOptions:
         model: the module that is trained, if it is known; at stage 3 it is.
         units: at stage 3, what is gathered together; else none.
         offload: what is kept elsewhere, ``"optimizer"`` or ``"parameters"``; ``offload_folder``: where.
-        gradients, parameters: the formats in which they travel.
+        gradients, parameters: their communication formats.
         master_weights: whether half-precision parameters have float32 copies in the shards.
         within: groups of ranks that have shards of their own: None, ``"host"``, or lists of ranks.
         bucket_bytes: largest group of parameters at stages 1 and 2.
-        op, prescale: Horovod's operation, and what gradients are multiplied by before it.
+        op, prescale: Horovod's operation, and the factor of gradients before it.
     """
 
     stage: int
@@ -102,7 +102,7 @@ class ShardOptions:
 def check_stage(
     shard: object, offload: str | None, wire: str | Mapping[str, str]
 ) -> tuple[int, WireFormat, WireFormat]:
-    """The stage, and the formats in which gradients and parameters travel.
+    """The stage, and the communication formats of gradients and parameters.
 
     Raises:
         ValueError: an argument is unknown, or needs a higher stage.
@@ -144,7 +144,7 @@ def shard_optimizer(
     """Splits what ``options`` say over the ranks. Collective.
 
     Args:
-        named: all parameters that are split; each rank's are alike but for their values.
+        named: all parameters that are split; they are equal on all ranks except for their values.
     """
     members = optimizer.process_set
     # Taken while param_groups hold whole parameters; in the end each rank loads its pieces of it.
@@ -258,5 +258,5 @@ def _stored(
 
 
 def _memory_of_shards(offload: Offload | None) -> Offload | None:
-    """What has the memory of parameters' and gradients' shards, if that is not beside the parameters."""
+    """The offload that holds the shards of parameters and gradients, or None if they are on the device of the parameters."""
     return offload if offload is not None and offload.parameters else None

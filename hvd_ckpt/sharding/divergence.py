@@ -1,9 +1,9 @@
-"""Ranks that run different units at stage 3: found out while they wait for each other, and said on all of them.
+"""Detection of ranks that run different units at stage 3 and wait for each other; the error is raised on all of them.
 
-A unit is gathered by all ranks together. Where one rank runs an expert or a layer that another leaves out, each waits for a gather
-that the other does not begin. A rank that has waited long tells all ranks what for, in an allgather that is complete once all have
-waited long. What a rank told may be over by then. But if two such rounds say the same of every rank, then all were waiting when the
-first was complete; if not for the same unit, none of them can ever go on.
+All ranks gather a unit together. If one rank runs an expert or a layer that another leaves out, each waits for a gather
+that the other does not begin. A rank that has waited long sends the unit that it waits for to all ranks, in an allgather that is
+complete once all have waited long. A wait may be over by then. But if two such rounds have the same value for every rank, then all
+were waiting when the first was complete. If they waited for different units, none of them can continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ELSEWHERE = -1
 
 
 class Divergence:
-    """What this rank waits for, and what the others do.
+    """The unit that this rank waits for, and those of the other ranks.
 
     Args:
         exchange: the ranks.
@@ -42,7 +42,7 @@ class Divergence:
 
     @contextlib.contextmanager
     def awaiting(self, title: str) -> Iterator[None]:
-        """Within it this rank waits for a unit."""
+        """A context in which this rank waits for a unit."""
         self._unit = self._titles.index(title)
         try:
             yield

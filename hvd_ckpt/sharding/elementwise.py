@@ -1,4 +1,4 @@
-"""Optimizers that update each element by itself: these alone can step shards, whose edges lie anywhere in a parameter."""
+"""Optimizers that update each element by itself. Only these can update shards, whose edges may be anywhere in a parameter."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Memory of a training step on each of any number of ranks, before there are ranks: :func:`estimate_memory`.
+"""Estimates of the memory of a training step on any number of ranks, in one process: :func:`estimate_memory`.
 
-Parameters, gradients, optimizer state and master weights follow from the layout that the sharded optimizer uses: that is
-arithmetic. Activations are measured in one forward and backward pass on this machine, with the gradients that are final at
-each peak. What communication holds then is a formula for each stage: gradients that wait for their bucket or are on their way, and
-the parameters of two units that are gathered (stage 3). Nothing here follows the reducer event by event, so the peak is an
-estimate: about 10 % from what was measured at most (``docs/sharding/memory.md``).
+Parameters, gradients, optimizer state and master weights are computed from the layout of the sharded optimizer. Activations are
+measured in one forward and backward pass on this machine, with the gradients that are final at each peak. A formula for each stage
+gives the memory of communication. This is the memory of gradients that wait for their bucket or are in flight, and of the
+parameters of two gathered units (stage 3). The reducer is not simulated event by event, so the peak is an estimate, at most about
+10 % from the measured peak (``docs/sharding/memory.md``).
 """
 
 from __future__ import annotations
@@ -65,34 +65,35 @@ def estimate_memory(
     within: int | None = None,
     tensor: int = 1,
 ) -> MemoryEstimate:
-    """Bytes that a training step takes on each rank, without the ranks: model states, activations, buckets, and the peak.
+    """Estimates the bytes of a training step on each rank, in one process: model states, activations, buckets, and the peak.
 
-    The step is one from the second on, with ``zero_grad()`` between steps. Counted is what PyTorch and Horovod allocate for it on
-    the device: not the data, the libraries themselves, or what an allocator keeps in reserve. The model is left as it was.
+    The estimate is for the second and later steps, with ``zero_grad()`` between steps. It counts the memory that PyTorch and
+    Horovod allocate on the device for the step. It does not count data, the libraries themselves, or the reserve of an allocator.
+    The model does not change.
 
     Args:
-        model: as it is before ``DistributedOptimizer``. Without a sample it may be on the meta device.
-        np: ranks. Nothing is allocated for them.
+        model: the model before ``DistributedOptimizer``. Without a sample it may be on the meta device.
+        np: number of ranks. Nothing is allocated for them.
         shard, offload, bucket_cap_mb, wire, units: as for :func:`hvd_ckpt.DistributedOptimizer`.
-        plan: applied to the model; None: the model as it is, with its own recomputation.
-        optimizer: a class of ``torch.optim`` by its name in lower case, or a class, with its default options; or an optimizer of
-            the model's parameters, with its own.
+        plan: a plan that is applied to the model, or None for the model with its own recomputation.
+        optimizer: the name of a class of ``torch.optim`` in lower case, or a class, both with default options; or an optimizer of
+            the model's parameters, with its own options.
         precision: ``"fp32"`` (the model's own dtypes), ``"bf16"`` or ``"fp16"`` (under autocast), ``"bf16-params"`` (parameters in
             bfloat16; at stages 1 to 3 with float32 master weights).
-        sample: one argument of the model or a tuple of them: a rank's (micro-)batch. Without it activations are not known, and
-            are left out of the peak.
+        sample: a (micro-)batch of a rank: one argument of the model or a tuple of several. Without it activations are not known,
+            and are not part of the peak.
         kwargs: keyword arguments of the model.
-        loss: of the model's output, as for :func:`hvd_ckpt.plan`.
-        device: where the sample's step is run and the optimizer is tried out; by default where the model is.
+        loss: loss of the model's output, as for :func:`hvd_ckpt.plan`.
+        device: the device on which the step of the sample and the optimizer run; by default that of the model.
         local: arguments of :func:`hvd_ckpt.LocalSGD` that take memory: ``{"every": 100, "outer": hc.Nesterov(), "fragments": 4,
-            "delay": 5, "wire": "int8", "within": 8}``, where ``within`` is the number of ranks in a group, by default 1. ``shard``
-            is within a group then, and ``offload="optimizer"`` also offloads what is kept between averages.
+            "delay": 5, "wire": "int8", "within": 8}``. ``within`` is the number of ranks in a group, by default 1. ``shard`` then
+            applies within a group, and ``offload="optimizer"`` also offloads the state between averages.
         within: with ``shard="parameters"``, the number of ranks in a group that keeps a second copy of the parameters.
-        tensor: parts that :func:`hvd_ckpt.tensor_parallel` splits a copy of the model into, by its built-in recipe; the estimate is
-            that of the first. ``np`` is then the number of replicas.
+        tensor: number of parts into which :func:`hvd_ckpt.tensor_parallel` splits a copy of the model, by its built-in recipe. The
+            estimate is that of the first part. ``np`` is then the number of replicas.
 
     Raises:
-        ValueError: an argument is wrong, or the optimizer cannot be split; one sentence that says which.
+        ValueError: an argument is invalid, or the optimizer cannot be split; the message names the reason in one sentence.
     """
     if not isinstance(np, int) or isinstance(np, bool) or np < 1:
         raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
@@ -218,7 +219,7 @@ class Estimator:
         wire: str | Mapping[str, str] = "fp32",
         within: int | None = None,
     ) -> MemoryEstimate:
-        """The estimate for so many ranks and this stage.
+        """The estimate for this number of ranks and this stage.
 
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
@@ -398,7 +399,7 @@ def _flat_bytes(group: Group) -> int:
 
 
 def _wire_bytes(group: Group, wire: WireFormat) -> int:
-    """Bytes of a group from all ranks as they travel."""
+    """Bytes of a group from all ranks in the communication format."""
     return group.ranks * wire.row_bytes(group.shard_numel, group.dtype)
 
 

@@ -1,10 +1,10 @@
 """The collectives of sharded training, over Horovod: gradients are reduce-scattered, parameters gathered, flags reduced.
 
-Horovod carries, this module adds: a reduce-scatter is an alltoall and a sum of what arrives, in rank order, or on several hosts
-two of each; a gather is an allgather straight into its place, or over MPI a few broadcasts where the shard lies there already.
-Measured from 16 KiB to 25 MiB on 2 and 4 ranks over Gloo and MPI (``docs/sharding/communication.md``), Horovod's own reduce-scatter
-takes 1 to 8 times as long as this and its allreduce 1 to 3. mpi4py saves a cycle of Horovod's on small messages, little on those
-that matter, and cannot overlap.
+Horovod moves data, and this module adds. A reduce-scatter is an alltoall and a sum in rank order, or on several hosts two of each.
+A gather is an allgather into its destination, or over MPI a few broadcasts if the shard is there already. Horovod's own
+reduce-scatter takes 1 to 8 times as long as this one, and its allreduce 1 to 3 times. This was measured from 16 KiB to 25 MiB on 2
+and 4 ranks over Gloo and MPI (``docs/sharding/communication.md``). mpi4py saves a cycle of Horovod on small messages, but little
+on large ones, and cannot overlap.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Traffic:
     """Bytes that the algorithms themselves must send, per rank, since the start.
 
     An exchange of a flat run among n ranks counts (n - 1) / n of it: what an alltoall, or a ring's reduce-scatter or allgather,
-    hands to the network. What travels beneath (headers, a tree of broadcasts) is not counted. So a step of stage 3 sends each
-    parameter three times: two gathers and one reduce-scatter. A control message, which every rank needs whole, counts
-    2 (n - 1) / n of it. ``gather_within`` is what stays within a group of ranks that has shards of its own.
+    hands to the network. Lower layers (headers, a tree of broadcasts) are not counted. So a step of stage 3 sends each parameter
+    three times: two gathers and one reduce-scatter. A control message, which every rank needs whole, counts 2 (n - 1) / n of it.
+    ``gather_within`` is what stays within a group of ranks that has shards of its own.
 
     Attributes:
         sent: bytes, by kind.
@@ -57,10 +57,10 @@ class Exchange(Collectives):
 
     Args:
         process_set: Horovod's, the ranks that take part.
-        prefix: of all names.
+        prefix: prefix of all names.
 
     Attributes:
-        ranks, rank: of the process set.
+        ranks, rank: number of ranks of the process set, and this rank in it.
         within: the exchange of this rank's group of ranks, where such groups keep a second copy; it shares the traffic.
     """
 
@@ -92,7 +92,7 @@ class Exchange(Collectives):
         Args:
             flat: contiguous, untouched until the work is done.
             what: names it, the same on every rank.
-            scale: of the sum; 1 / ranks gives the average.
+            scale: scale of the sum; 1 / ranks gives the average.
             format: of what travels; with one rank nothing does, and nothing is rounded.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What ranks tell each other in each synchronization of sharded gradients: one message, and all get the greatest values."""
+"""Flags of ranks in each synchronization of sharded gradients: one message, of which all ranks get the greatest values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ USED, LATE = 1.0, 2.0
 
 
 class ShardFlags(NamedTuple):
-    """What a rank tells the others in each synchronization, and the greatest of each over the ranks.
+    """The flags of a rank in each synchronization, and the greatest of each over the ranks.
 
     Attributes:
-        states: of each parameter, 0, USED or LATE.
-        by_hand: of each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
-        needs: of each group, how many launches it needs.
-        last_arrivals: of each group, where it was completed on rank 0.
+        states: for each parameter, 0, USED or LATE.
+        by_hand: for each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
+        needs: for each group, how many launches it needs.
+        last_arrivals: for each group, where it was completed on rank 0.
         notice: a rank has a notice for the caller.
         converted: 1 + the number of a parameter that was converted, or 0.
         position: in the schedule.
         unsteady: a rank had to launch in ``synchronize``.
         failed: a rank has recomputed other values.
-        anew, not_anew: stand for the gradients that were dropped after they had left; one is the other times -1.
-        written, unwritten: stand for what the rank has written to weights; one is the other times -1.
+        anew, not_anew: digest of the gradients that were dropped after they had left; one is the other times -1.
+        written, unwritten: digest of the values that the rank has written to weights; one is the other times -1.
     """
 
     states: Sequence[float]

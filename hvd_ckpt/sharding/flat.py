@@ -1,4 +1,6 @@
-"""Weights of stages 1 and 2: whole parameters on every rank, each a view into its group's flat tensor, where gathers write."""
+"""Weights of stages 1 and 2: whole parameters on every rank, each a view into the flat tensor of its group, into which gathers
+write.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class FlatParameters:
     Args:
         layout: the parameters; each is given a place in its group's flat tensor, with its value.
         exchange: how the ranks' shards are gathered.
-        format: in which they travel. A lossy one makes the ranks' weights differ from the exact ones in the shards.
+        format: communication format of the weights. A lossy one makes the ranks' weights differ from the exact ones in the shards.
 
     Attributes:
         shards: by group: this rank's exact values, 1-D; a view into the flat tensor unless the format is lossy.
@@ -103,12 +105,12 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it parameters are whole, as they always are."""
+        """A context in which parameters are whole, as they always are."""
         yield
 
     @contextlib.contextmanager
     def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:
-        """Within it parameters are whole, as they always are; no copies were needed."""
+        """A context in which parameters are whole, as they always are; no copies were needed."""
         yield []
 
     def unshard(self) -> None:

@@ -1,9 +1,9 @@
-"""Wire formats: what gradients and parameters look like while they travel between ranks.
+"""Wire formats: the number formats in which ranks send gradients and parameters.
 
-Horovod carries bytes; it adds nothing here. Each rank encodes its chunks, one for each rank; whoever receives a chunk decodes it
-and adds in float32, in rank order, so sums are rounded once per addition and repeat bit for bit. ``int8`` is the blockwise
-format of ZeRO++ (Wang et al. 2023), of its parameter gathers (qwZ) and of its gradients through an alltoall (qgZ); ``int4`` is for
-gradients, in half the bytes.
+Horovod only moves bytes here. Each rank encodes a chunk for each rank. The receiver of a chunk decodes it and adds in float32, in
+rank order, so sums are rounded once per addition and repeat bit for bit. ``int8`` is the blockwise format of ZeRO++ (Wang et al.
+2023): that of its parameter gathers (qwZ) and of its gradients through an alltoall (qgZ). ``int4`` is for gradients, in half the
+bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ROW_BYTES = 8  # rows are a whole number of these, so that one begins where any
 
 
 class WireFormat:
-    """``fp32``: elements travel as they are, whatever their dtype; and the base of the others.
+    """``fp32``: elements are sent unchanged, in any dtype; and the base class of the other formats.
 
     A flat run of ``rows * m`` elements becomes ``rows`` equal rows of the wire, which can be sent and decoded one by one.
 
     Attributes:
         name: the format's.
-        bytes_per_element: of float32 elements on the wire (of int8: with the scales).
+        bytes_per_element: bytes that are sent for a float32 element (for int8: with the scales).
     """
 
     name = "fp32"
@@ -38,7 +38,7 @@ class WireFormat:
         return f"<wire format {self.name}>"
 
     def changes(self, dtype: torch.dtype) -> bool:
-        """True if elements of ``dtype`` are encoded; False if they travel as they are."""
+        """True if elements of ``dtype`` are encoded; False if they are sent unchanged."""
         return False
 
     def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -46,7 +46,7 @@ class WireFormat:
         return numel * dtype.itemsize
 
     def encode(self, flat: torch.Tensor, rows: int = 1) -> torch.Tensor:
-        """The wire [rows, any] of ``flat`` [rows * m]: its own storage where it travels as it is."""
+        """The wire [rows, any] of ``flat`` [rows * m]: its own storage if it is sent unchanged."""
         return flat.view(rows, -1)
 
     def decode(self, wire: torch.Tensor, flat: torch.Tensor) -> None:
@@ -84,7 +84,7 @@ class WireFormat:
 
 
 class _Narrowed(WireFormat):
-    """Elements wider than ``dtype`` travel as ``dtype``; others as they are."""
+    """Elements wider than ``dtype`` are sent as ``dtype``, and others unchanged."""
 
     bytes_per_element = 2.0
 
@@ -214,10 +214,10 @@ WIRE_FORMATS = {format.name: format for format in (FP32, FP16, BF16, INT8, INT4)
 def wire_formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]:
     """The formats of gradients and of parameters, as ``DistributedOptimizer(wire=)`` has them: one name, or one for each.
 
-    ``"int4"`` is for gradients; by itself it stands for parameters in ``"int8"``, as in ZeRO++.
+    ``"int4"`` is for gradients; given alone, it means ``"int8"`` for parameters, as in ZeRO++.
 
     Raises:
-        ValueError: a name is unknown, or parameters are to travel in 4 bits.
+        ValueError: a name is unknown, or parameters would be sent in 4 bits.
     """
     if not isinstance(wire, Mapping):
         gradients = wire_format(wire)

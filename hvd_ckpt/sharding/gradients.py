@@ -1,8 +1,9 @@
-"""Gradients of which each rank has its shards: what stands for one in ``p.grad``, and how whole ones are gathered.
+"""Sharded gradients: their placeholder in ``p.grad``, and the gathering of whole gradients.
 
-Code that reads a gradient between the backward pass and the step (clipping, norms for a log, noise, a check for None) then finds
-one, of the right shape, and using its values is an error that says what to do: without it, it would find None and leave the
-gradient out, without a word. It takes no memory. None or another tensor in its place is seen before the step.
+Code may read a gradient between the backward pass and the step (clipping, norms for a log, noise, a check for None). It then gets
+a placeholder of the right shape and without memory, and using its values is an error that says what to do. Without the placeholder
+the code would find None and leave out the gradient without an error. If None or another tensor replaces it, this is detected
+before the step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ShardedGradient(Absent, torch.Tensor):  # type: ignore[misc]
 
     Args:
         like: the parameter, or what else has its shape, dtype and device.
-        name: of the parameter.
+        name: name of the parameter.
         where: has the gradient, and what to do instead of using this, for messages.
     """
 
@@ -103,7 +104,7 @@ class SentGradients:
 
     Attributes:
         rounds: by parameter whose gradient left since the last synchronization, in which round last.
-        held: of each parameter, whether the shards of the last synchronization have its gradient.
+        held: for each parameter, whether the shards of the last synchronization have its gradient.
         begun_anew: by parameter whose gradient was dropped, what had left until then; ranks that add it up must have the same.
     """
 
@@ -157,7 +158,7 @@ class SentGradients:
             self._arrived.add(index)
 
     def done_by_hand(self, index: int) -> float:
-        """What was done to a gradient that has left: DROPPED, REPLACED or 0."""
+        """The change by hand of a gradient that has left: DROPPED, REPLACED or 0."""
         if index in self._replaced:
             return self._replaced[index]
         gradient = self._layout.parameters[index].grad
@@ -187,7 +188,7 @@ def check_by_hand(names: Sequence[str], by_hand: Sequence[float]) -> None:
     """Raises RuntimeError where a gradient that had left was replaced on some rank.
 
     Args:
-        by_hand: of each parameter, what was done to it: the greatest over the ranks.
+        by_hand: for each parameter, what was done to it: the greatest over the ranks.
     """
     for name, done in zip(names, by_hand):
         if done == REPLACED:

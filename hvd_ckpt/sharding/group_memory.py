@@ -30,7 +30,7 @@ class GroupMemory:
         shard: this rank's exact values, 1-D.
         secondary: with ``within``, this rank's part of the copy that its group of ranks keeps of what was gathered last, 1-D.
         current: whether ``secondary`` is up to date.
-        identity, absence: of the storages of ``whole`` and of the placeholders.
+        identity, absence: identities of the storages of ``whole`` and of the placeholders.
         whole: all ranks' values, 1-D; without memory while the unit is sharded.
     """
 
@@ -69,11 +69,11 @@ class GroupMemory:
 
     @property
     def source(self) -> torch.Tensor:
-        """What is gathered, unless it must be the exact values."""
+        """The tensor that is gathered, unless exact values are needed."""
         return self.secondary if self.current and self.secondary is not None else self.shard
 
     def keep(self, rank: int, format: WireFormat) -> None:
-        """The shard gets its part of what ``whole`` has; exact values stay where it has what the format makes of them."""
+        """Copies this rank's part of ``whole`` into the shard. An exact value is kept where ``whole`` has its rounding."""
         own = self.group.shard_of(self.whole, rank)
         exact = self.shard.to(self.whole.device, non_blocking=True)
         if format.changes(self.group.dtype):

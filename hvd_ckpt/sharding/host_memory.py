@@ -1,4 +1,4 @@
-"""Memory for what is offloaded: files that are mapped into memory, or pinned memory beside a CUDA device."""
+"""Memory for offloaded state: files that are mapped into memory, or pinned host memory for a CUDA device."""
 
 from __future__ import annotations
 
@@ -190,20 +190,21 @@ def _filesystem(folder: Path) -> str:
 
 @contextmanager
 def init_on_disk(folder: str | Path | None = None) -> Iterator[None]:
-    """Within it parameters of modules that are made on the CPU are in memory-mapped files, which may be larger than memory.
+    """A context in which parameters of modules that are made on the CPU are in memory-mapped files, which may be larger than
+    memory.
 
-    For a model that is then split with ``shard="parameters", offload="parameters"``: it is initialized by its own code. The files,
-    which have no name, are gone when it has been split. Parameters below 64 KiB stay in memory, lazy ones, and what
-    ``module.to(dtype)`` converts.
+    Use it for a model that is then split with ``shard="parameters", offload="parameters"``. The model's own code initializes it.
+    The files have no name, and are deleted when the model has been split. Parameters below 64 KiB, lazy parameters, and tensors
+    that ``module.to(dtype)`` converts stay in memory.
 
-    A parameter gets memory of its own when a module takes it (or copies it): initialize it after that, as PyTorch's modules do, not
-    the tensor that it was made of, and tie parameters as one object.
+    A parameter gets its own memory when a module registers (or copies) it. Initialize it after that, as PyTorch's modules do; do
+    not initialize the tensor that it was made of. Tie parameters as one object.
 
     Args:
-        folder: on a disk; by default the temporary folder.
+        folder: a folder on a disk; by default the temporary folder.
 
     Raises:
-        OSError: there is no room for a parameter.
+        OSError: the disk is full.
     """
     memory = MappedFiles(None if folder is None else Path(folder))
     copied = torch.nn.Parameter.__deepcopy__

@@ -1,4 +1,4 @@
-"""Gradients on their way to the ranks that keep them: packed into flat buffers, sent, and added to this rank's shards."""
+"""Gradients in flight: packed into flat buffers, sent to the ranks that keep them, and added to this rank's shards."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class InFlight:
     """The reduce-scatters in flight, and this rank's shards of those that have arrived.
 
     Args:
-        exchange, format: how gradients travel.
-        scale: of the sums over the ranks.
+        exchange, format: collectives and communication format of gradients.
+        scale: scale of the sums over the ranks.
         offload: has the memory of the shards, if that is not the parameters' own.
         groups: have that memory from the start, if they are trained.
 

@@ -1,10 +1,10 @@
-"""Which elements of which parameter lie on which rank: arithmetic that is the same on every rank.
+"""Layout of shards: the elements of each parameter on each rank, by arithmetic that is the same on every rank.
 
-Parameters lie one after the other in *groups*, each one flat run of elements of one dtype on one device. Each parameter begins at a
-multiple of ``ALIGNMENT`` elements, as if it had memory of its own: kernels choose their code by the alignment of their operands, so
-elsewhere they would round in another way. A group is padded so that it divides into one equal *shard* per rank; a parameter that
-lies across an edge is split there. Padding is zero. A *piece* is the part of one parameter that lies in this rank's shard: a 1-D
-parameter of its own, which the wrapped optimizer steps.
+Parameters lie one after the other in *groups*, each a flat run of elements of one dtype on one device. Each parameter begins at a
+multiple of ``ALIGNMENT`` elements, like a separate allocation. Kernels choose their code by the alignment of their operands, so
+with another alignment they would round in another way. A group is padded so that it divides into one equal *shard* per rank; a
+parameter that lies across an edge is split there. Padding is zero. A *piece* is the part of one parameter that lies in this rank's
+shard: a 1-D parameter, which the wrapped optimizer updates.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class ShardSpan(NamedTuple):
 # So rank 1 has two pieces, [192, 200) of A and [0, 30) of B, and rank 0 has one.
 @dataclass
 class Group:
-    """One flat run of elements that travels together.
+    """One flat run of elements that are sent together.
 
     Attributes:
         position: the group's number in its layout.
-        indices: of its parameters, in the layout's list.
+        indices: indices of its parameters, in the layout's list.
         offsets, numels: where each begins, and its size, in elements.
         numel: elements of all parameters; ``padded``: with what aligns them and makes the group divide by the ranks.
         requires_grad: whether its parameters did when it was laid out (all or none).
@@ -156,7 +156,7 @@ class Layout:
 
     Attributes:
         names, parameters: all of them, by index.
-        specs: of each when it was laid out.
+        specs: spec of each parameter when it was laid out.
         ranks: how many ranks they are split over.
         groups: by position.
         group_of: each parameter's group.
@@ -237,10 +237,10 @@ class Piece:
     """A part of one parameter that this rank holds and updates.
 
     Attributes:
-        name: of the whole parameter.
+        name: name of the whole parameter.
         start, stop: its elements, in the parameter's memory order.
         spec: shape and strides of the whole.
-        index: of the whole parameter in the layout.
+        index: index of the whole parameter in the layout.
         parameter: what the wrapped optimizer steps, 1-D; float32 where there are master weights.
         weights: the part of this rank's shard that it stands for: the same memory but for master weights.
         span: where it lies in the shard of its group.

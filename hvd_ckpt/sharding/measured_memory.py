@@ -1,7 +1,7 @@
-"""Measurements behind a memory estimate: the activations of a step, and what an optimizer takes per element.
+"""Measurements for a memory estimate: the activations of a step, and the bytes of an optimizer per element.
 
-An optimizer is measured on small vectors: a loop over parameters needs temporaries for the largest of them, one over lists of
-tensors (``foreach``, the default on CUDA) for all of them, a fused one none.
+An optimizer is measured on small vectors. A loop over parameters needs temporaries for the largest of them, and a loop over lists
+of tensors (``foreach``, the default on CUDA) for all of them. A fused optimizer needs none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OptimizerMemory(NamedTuple):
 
     Attributes:
         state: per element.
-        temporaries: of a step, per element of what it steps at once.
+        temporaries: bytes of temporaries in a step, for each element that it updates at once.
         at_once: it steps all parameters at once (``foreach``, the default on CUDA), not one after the other.
     """
 

@@ -1,4 +1,4 @@
-"""The result of :func:`~hvd_ckpt.sharding.estimate.estimate_memory`, and what local SGD adds to it."""
+"""The result of :func:`~hvd_ckpt.sharding.estimate.estimate_memory`, and the additional memory of local SGD."""
 
 from __future__ import annotations
 
@@ -39,30 +39,31 @@ _WHEN = {
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a training step takes on a rank, on the one that needs most; see :func:`hvd_ckpt.estimate_memory`.
+    """Bytes of a training step on the rank that needs most; see :func:`hvd_ckpt.estimate_memory`.
 
     Attributes:
         ranks: number of ranks.
-        stage: 0 to 3, what is split over them.
+        stage: stage of sharding, 0 to 3.
         offload: None, ``"optimizer"`` or ``"parameters"``.
-        parameters: weights that are there all the time: all of them, or (stage 3) this rank's shard; with the padding of shards.
-            0 where they are offloaded, and so are gradients then.
-        buffers: of the model, such as running statistics.
-        gradients: when all of them are reduced: whole, or (stages 2 and 3) this rank's shard.
-        optimizer_state: of this rank's shard; 0 where it is offloaded.
-        master_weights: float32 copies of half-precision weights; 0 where they are offloaded.
-        activations: the most that forward and backward pass hold, gradients not counted; None if there was no sample.
-        buckets: the most that communication holds: gradients waiting for their bucket, buffers on their way, and (stage 3)
-            parameters that are gathered for a while.
-        temporaries: the most that the optimizer's step allocates for a while.
-        offloaded: bytes that are kept elsewhere (pinned host memory, files).
-        peak: the most that is held at one time. Less than the sum of all parts, which are not at their highest together.
-        peak_phase: when that is: ``"forward"``, ``"backward"``, ``"step"``, ``"gather"`` (of stepped parameters), or ``"average"``.
-        at_peak: what each part holds then; its values add up to the peak.
-        recorded_peak: the most that is held at one time without what Horovod's own threads allocate (the results of gathers and
-            alltoalls until they are copied): what :func:`hvd_ckpt.utils.memory.recording_peak` sees on a CPU.
-        averages: of local SGD, between averages: the anchor, the exact values and outer optimizer's state of this rank's part, and
-            what a lossy wire has rounded away. 0 where they are offloaded.
+        parameters: weights that are held all the time, with the padding of shards: all of them, or (stage 3) this rank's shard. 0
+            if they are offloaded; gradients are then 0 as well.
+        buffers: buffers of the model, such as running statistics.
+        gradients: gradients after their reduction: whole, or (stages 2 and 3) this rank's shard.
+        optimizer_state: optimizer state of this rank's shard; 0 if it is offloaded.
+        master_weights: float32 copies of half-precision weights; 0 if they are offloaded.
+        activations: peak of forward and backward pass without gradients; None without a sample.
+        buckets: peak of communication: gradients that wait for their bucket, buffers in flight, and (stage 3) parameters that are
+            gathered for a while.
+        temporaries: peak of the temporary memory of the optimizer's step.
+        offloaded: bytes in pinned host memory or files.
+        peak: peak of all parts together. It is less than the sum of the parts, which do not peak at the same time.
+        peak_phase: phase of the peak: ``"forward"``, ``"backward"``, ``"step"``, ``"gather"`` (of updated parameters), or
+            ``"average"``.
+        at_peak: bytes of each part at the peak; the values add up to the peak.
+        recorded_peak: peak without the memory that Horovod's own threads allocate (the results of gathers and
+            alltoalls until they are copied). :func:`hvd_ckpt.utils.memory.recording_peak` measures this peak on a CPU.
+        averages: state of local SGD between averages: the anchor, the exact values and outer optimizer's state of this rank's
+            part, and rounding errors of a lossy wire. 0 if they are offloaded.
     """
 
     ranks: int
@@ -121,10 +122,10 @@ DEFAULTS = {"every": 100, "fragments": 1, "delay": 0, "within": 1, "outer": None
 
 
 class LocalMemory:
-    """What averages of local SGD take, by formulas: see :func:`hvd_ckpt.estimate_memory`.
+    """Memory of averages of local SGD, by formulas: see :func:`hvd_ckpt.estimate_memory`.
 
     Args:
-        ranks: of the job.
+        ranks: number of ranks of the job.
         options: arguments of ``LocalSGD``.
         offload: what is kept between averages is in files.
 
@@ -164,7 +165,7 @@ class LocalMemory:
         """The estimate of a step within a group, with the averages.
 
         Args:
-            parameters: of the model.
+            parameters: parameters of the model.
             device: where the outer optimizer is tried out.
         """
         trained: Counter[torch.dtype] = Counter()

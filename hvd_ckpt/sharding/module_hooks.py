@@ -1,4 +1,4 @@
-"""Pre- and post-backward hooks of a module: around its inputs, and on the tensors in what it returns."""
+"""Pre- and post-backward hooks of a module: around its inputs, and on the tensors that it returns."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Offload of what a rank keeps of its shards: to memory-mapped files, or to pinned memory beside a CUDA device.
+"""Offload of a rank's shards: to memory-mapped files, or to pinned host memory for a CUDA device.
 
-Of the optimizer's state, as in ZeRO-Offload (Ren et al., 2021): the wrapped optimizer steps one parameter after the other, so the
-state of one is in use at a time, and the numbers are those of a step without offload. At stage 3 also of the shards of weights and
-gradients, as in ZeRO-Infinity (Rajbhandari et al., 2021): memory holds the units that run, and what the optimizer steps.
+The optimizer's state is offloaded as in ZeRO-Offload (Ren et al., 2021). The wrapped optimizer updates one parameter after the
+other, so the state of one parameter is in use at a time, and results are those of a step without offload. At stage 3 the shards of
+weights and gradients can be offloaded as well, as in ZeRO-Infinity (Rajbhandari et al., 2021). Memory then holds the units in use,
+and the shards that the optimizer updates.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Offload:
 
     Args:
         folder: on a CPU: where the files are; by default the temporary folder.
-        device: of the parameters. On CUDA devices state is in pinned memory.
+        device: device of the parameters. On CUDA devices state is in pinned memory.
         parameters: shards of weights and gradients, too, are in memory of :meth:`empty`; the step is then on the CPU.
     """
 
@@ -289,7 +290,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _alone(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> Iterator[None]:
-    """Within it the optimizer has one parameter to step, in its group."""
+    """A context in which the optimizer has one parameter to step, in its group."""
     groups, params = optimizer.param_groups, group["params"]
     try:
         optimizer.param_groups, group["params"] = [group], [parameter]

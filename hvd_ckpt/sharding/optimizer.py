@@ -1,8 +1,9 @@
-"""The sharded ``DistributedOptimizer``: each rank steps its pieces of the parameters, and the ranks gather what they have stepped.
+"""The sharded ``DistributedOptimizer``: each rank updates its pieces of the parameters, and the ranks gather the result.
 
-Rajbhandari et al. (2020), stages 1 to 3. The wrapped optimizer's ``param_groups`` hold this rank's pieces (:mod:`.layout`), so
-its own ``step``, schedules and scalers work as they are. Gradients come from the reducer of stage 0 (stage 1: whole, on every rank)
-or from :class:`.reducer.ShardReducer` (stages 2 and 3); weights live in a store (:mod:`.flat`, :mod:`.parameters`).
+These are stages 1 to 3 of Rajbhandari et al. (2020). The wrapped optimizer's ``param_groups`` hold this rank's pieces
+(:mod:`.layout`), so its ``step``, schedules and scalers work unchanged. Gradients come from the reducer of stage 0 (stage 1:
+whole, on every rank) or from :class:`.reducer.ShardReducer` (stages 2 and 3). Weights are in a store (:mod:`.flat`,
+:mod:`.parameters`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from hvd_ckpt.utils.unmaterialized import copied_state
 
 
 class ShardedOptimizer(ReducedOptimizer):
-    """Methods of ``DistributedOptimizer(..., shard=...)``, copied as those of :class:`ReducedOptimizer`; use it for ``isinstance``.
+    """Methods of ``DistributedOptimizer(..., shard=...)``, copied like those of :class:`ReducedOptimizer`; for ``isinstance``
+    only.
 
     Its ``param_groups`` hold this rank's :attr:`pieces`.
     """
@@ -45,7 +47,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @property
     def shard_stage(self) -> int:
-        """1: optimizer state is split; 2: gradients, too; 3: parameters, too."""
+        """The stage of sharding. 1: optimizer state is split; 2: also gradients; 3: also parameters."""
         return self.sharding.stage
 
     @property
@@ -64,23 +66,23 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """Within it every parameter is whole on every rank; what all ranks write to them alike is kept. Collective.
+        """A context in which every parameter is whole on every rank. Values that all ranks write to them are kept. Collective.
 
-        Stages 1 and 2: they always are. Stage 3: outside of it and of forward and backward passes a parameter has its shape and no
-        values, and reading it raises RuntimeError.
+        At stages 1 and 2 parameters are always whole. At stage 3, outside of this context and of forward and backward passes, a
+        parameter has its shape but no values, and reading it raises RuntimeError.
         """
         with self.sharding.store.gathered():
             yield
         self.sharding.masters.follow(self.sharding.store.shards)
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
-        """The ``state_dict()`` of the model, whole, in memory of its own on the CPU. Collective.
+        """The whole ``state_dict()`` of the model, as copies in CPU memory. Collective.
 
-        At stage 3 units are gathered one after the other, so a rank that does not get it holds one unit at a time.
+        At stage 3 units are gathered one after the other, so a rank that does not get the result holds one unit at a time.
 
         Args:
-            model: the one that is sharded, or a module that has it as a part.
-            all_ranks: every rank gets it; else rank 0 does, and the other ranks get None.
+            model: the model that is sharded, or a module that contains it.
+            all_ranks: whether every rank gets the result, or only rank 0 and the others None.
 
         Raises:
             RuntimeError: at stage 3, inside a forward or backward pass.
@@ -90,9 +92,10 @@ class ShardedOptimizer(ReducedOptimizer):
             return copied_state(model, {copy.data_ptr() for copy in copies}) if here else None
 
     def unshard(self) -> None:
-        """Gives the model whole parameters of its own on every rank; another optimizer can be made for it then. Collective.
+        """Gives the model whole parameters on every rank. Afterwards another optimizer can be created for it. Collective.
 
-        This one cannot be used any more: take its :meth:`full_state_dict` before. Gradients that no step has used are dropped.
+        This optimizer cannot be used afterwards: call :meth:`full_state_dict` before, if needed. Gradients that no step has used
+        are dropped.
 
         Raises:
             RuntimeError: inside :meth:`gathered_parameters`, or a forward or backward pass.
@@ -114,7 +117,7 @@ class ShardedOptimizer(ReducedOptimizer):
     # -------------------------------------------------------------------------------- gradients
 
     def synchronize(self) -> None:
-        """Reduces this step's gradients. Stage 1: ``p.grad`` is the same everywhere; 2, 3: the pieces' ``grad`` is set.
+        """Reduces this step's gradients. At stage 1, ``p.grad`` has the result; at stages 2 and 3, the pieces' ``grad``.
 
         Collective.
         """
@@ -123,7 +126,7 @@ class ShardedOptimizer(ReducedOptimizer):
             self.sharding.store.reshard()
 
     def release_gradients(self) -> None:
-        """Another optimizer of the same parameters is to have this step's gradients: they come back. Collective."""
+        """Releases this step's gradients for another optimizer of the same parameters. Collective."""
         ReducedOptimizer.release_gradients(self)
         if self.reducer is not None:  # else unshard() has been called
             self.sharding.drop_gradients()
@@ -135,7 +138,7 @@ class ShardedOptimizer(ReducedOptimizer):
         self.sharding.drop_gradients()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes are added up on each rank before they are reduced (stages 2 and 3), from the next step on."""
+        """Sets the number of backward passes that each rank adds up before a reduction (stages 2 and 3), from the next step on."""
         ReducedOptimizer.set_backward_passes_per_step(self, passes)
         if isinstance(self.reducer, ShardReducer):
             self.reducer.set_passes(passes)
@@ -159,7 +162,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Within it ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
+        """A context in which ``step()`` does not reduce; afterwards the step is over, whether it was taken or skipped."""
         try:
             with ReducedOptimizer.without_reduction(self):
                 yield
@@ -172,7 +175,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:
-        """Within it ``param_groups`` hold what carries the gradients that a scaler divides: at stage 1 the whole parameters."""
+        """A context in which ``param_groups`` hold the parameters whose gradients a scaler divides: at stage 1 the whole ones."""
         if self.sharding.stage > 1:
             yield
         else:
@@ -182,7 +185,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def _whole_groups(self) -> Iterator[None]:
-        """Within it ``param_groups`` hold the whole parameters."""
+        """A context in which ``param_groups`` hold the whole parameters."""
         pieces = [group["params"] for group in self.param_groups]
         try:
             for group, whole in zip(self.param_groups, self.sharding.groups):
@@ -194,7 +197,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @property
     def finds_overflow_alone(self) -> bool:
-        """True at stages 2 and 3: a rank sees an inf or nan only in its own shard."""
+        """True at stages 2 and 3, where a rank finds an inf or nan only in its own shard."""
         return self.sharding.stage > 1
 
     # -------------------------------------------------------------------------------- the step
@@ -235,7 +238,7 @@ class ShardedOptimizer(ReducedOptimizer):
         return result
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
-        """Within it a lack of room for offloaded state is an error on all ranks. Collective, where state is offloaded."""
+        """A context in which a lack of room for offloaded state is an error on all ranks. Collective, where state is offloaded."""
         return raised_everywhere(self.sharding.exchange, self.sharding.offload)
 
     def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -254,7 +257,7 @@ class ShardedOptimizer(ReducedOptimizer):
     # -------------------------------------------------------------------------------- groups and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; its parameters are split, and reduced from the next step on. To be called on every rank.
+        """Adds a group, whose parameters are split, and reduced from the next step on. Call it on every rank.
 
         Raises:
             ValueError: a parameter is in a group already, or at stage 3 not in the model.
@@ -294,10 +297,11 @@ class ShardedOptimizer(ReducedOptimizer):
             self.reducer.add_parameters(named)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state: the wrapped optimizer's over its pieces, and which these are.
+        """This rank's part of the state: that of the wrapped optimizer for its pieces, and a list of these.
 
-        ``"pieces"`` has name, start and stop of each; ``"master_weights"`` the float32 weights, where there are any. It loads
-        into the same rank of a job of the same size and stage; :func:`hvd_ckpt.sharding.state.load_parts` takes the parts of any.
+        ``"pieces"`` has name, start and stop of each piece, and ``"master_weights"`` the float32 weights, if there are any. The
+        part loads into the same rank of a job of the same size and stage. :func:`hvd_ckpt.sharding.state.load_parts` loads the
+        parts of any job.
         """
         own = {id(piece.parameter) for piece in self.pieces}
         for parameter in [key for key, values in self.state.items() if not values and id(key) not in own]:
@@ -317,12 +321,12 @@ class ShardedOptimizer(ReducedOptimizer):
         return part
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads this rank's part, or a whole state: of the bare wrapped optimizer, or of one that is not sharded. Collective.
+        """Loads this rank's part, or a whole state of the wrapped optimizer or of an optimizer without sharding. Collective.
 
-        Gradients stay as they are; those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
+        Gradients do not change. Those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
 
         Raises:
-            ValueError: it is the part of another rank or layout, or does not fit; on every rank.
+            ValueError: the state is the part of another rank or layout, or does not fit; raised on every rank.
         """
 
         # Called inside load(), so that all ranks raise what one of them finds wrong.
@@ -342,10 +346,10 @@ class ShardedOptimizer(ReducedOptimizer):
         self.note_state_loaded()
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
-        """The whole state (on the CPU), as the bare wrapped optimizer has it. Collective.
+        """The whole state in CPU memory, in the form of the wrapped optimizer. Collective.
 
         Args:
-            all_ranks: every rank gets it; else rank 0 does, and the other ranks get None.
+            all_ranks: whether every rank gets the result, or only rank 0 and the others None.
         """
         sharding, members = self.sharding, self.process_set
         own = ShardedOptimizer.state_dict(self)
@@ -367,7 +371,9 @@ class ShardedOptimizer(ReducedOptimizer):
         return {"state": whole, "param_groups": state.numbered(own["param_groups"], sharding.groups)}
 
     def weight_pieces(self) -> list[tuple[str, int, int, torch.Tensor]]:
-        """This rank's exact weights: name, first and last + 1 element in the parameter's memory order, values (1-D, not copied)."""
+        """This rank's exact weights. Each item has the name, the first element and the last element + 1 in the parameter's memory
+        order, and the values (1-D, not copied).
+        """
         layout, shards = self.sharding.layout, self.sharding.store.shards
         return [
             (layout.names[span.parameter], span.start, span.stop, span.of(shards[group.position]))
@@ -376,10 +382,10 @@ class ShardedOptimizer(ReducedOptimizer):
         ]
 
     def load_weight_pieces(self, parts: Iterable[tuple[str, int, int, torch.Tensor]]) -> None:
-        """Takes from pieces of any ranks what belongs to this one, and gathers it. Collective.
+        """Loads this rank's elements from pieces of any ranks, and gathers the weights. Collective.
 
         Raises:
-            ValueError: an element of this rank's weights is in none of them.
+            ValueError: an element of this rank's weights is missing.
         """
         sharding = self.sharding
         by_name: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
@@ -408,7 +414,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
 
 def _ranges(pieces: Iterable[Piece]) -> list[list[str | int]]:
-    """Which parts of parameters these are, as plain data."""
+    """The parts of parameters that this rank has, as plain data."""
     return [[piece.name, piece.start, piece.stop] for piece in pieces]
 
 

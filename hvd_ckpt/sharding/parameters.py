@@ -1,4 +1,4 @@
-"""Stage 3: parameters are split over the ranks, and whole only while their unit runs (Rajbhandari et al., 2020)."""
+"""Parameters of stage 3, which are split over the ranks and whole only while their unit runs (Rajbhandari et al., 2020)."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class ShardedParameters:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it all parameters are whole and exact, whatever the format; what is written to them is kept. Collective.
+        """A context in which all parameters are whole and exact, whatever the format; what is written to them is kept. Collective.
 
         Raises:
             RuntimeError: inside a backward pass.

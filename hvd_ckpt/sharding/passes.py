@@ -1,4 +1,4 @@
-"""When units are unsharded and resharded: around forward, and from the gradient of the output to that of the input.
+"""Schedule of unsharding and resharding: around the forward pass, and from the gradient of the output to that of the input.
 
     forward pass     pre-forward of a unit's first module: unshard it, begin with the next one
                      post-forward of its last module: reshard it
@@ -7,8 +7,8 @@
                      post-backward, an identity on its inputs, whose backward pass comes after all of the unit's: reshard it
 
 The hook on the outputs runs before anything that is behind them, a recomputation included, so one gather serves both. A region
-that is recomputed reentrantly has no graph to hook; there the recomputation finds the unit sharded and gathers it.
-What nothing reshards (no input requires a gradient) goes at the end of the outermost backward pass.
+that is recomputed reentrantly has no graph to hook; there the recomputation finds the unit sharded and gathers it. If no input
+requires a gradient, the unit is resharded at the end of the outermost backward pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ShardedUnit:
     Attributes:
         number: its place among the units; the last one is that of the model itself.
         modules: how many run, one after the other.
-        parameters: of the unit.
+        parameters: parameters of the unit.
         running: how many calls of its modules have begun and not ended.
         call: in which its modules run now.
         in_backward: calls whose backward pass has begun and not ended.
@@ -256,7 +256,7 @@ class Passes:
 
     @contextlib.contextmanager
     def collected(self, here: bool) -> Iterator[list[torch.Tensor]]:
-        """Within it parameters are whole and exact, to be read, where ``here`` says so. Collective.
+        """A context in which parameters are whole and exact, to be read, where ``here`` says so. Collective.
 
         Units are gathered one after the other, so a rank that reads none holds one unit at a time.
 

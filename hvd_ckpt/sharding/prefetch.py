@@ -1,4 +1,4 @@
-"""The order in which units are gathered, by which the next one begins while this one computes."""
+"""The order in which units are gathered, with which the next unit is gathered while the current one computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Pass:
     """One forward or backward pass.
 
     Attributes:
-        kind: passes of one kind that begin with the same unit are taken to be alike.
+        kind: passes of one kind that begin with the same unit are assumed to be equal.
         taken: the units gathered so far.
         learned: those of the last pass like it, while this one is like it.
         differentiated: it is a backward pass that makes a graph of its own (``create_graph=True``).

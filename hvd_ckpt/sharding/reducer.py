@@ -2,13 +2,13 @@
 
 The protocol, the same on every rank:
 
-* What leaves in a step is a sequence: round after round, each with all active groups in one order (:mod:`.schedule`). A rank
-  launches along it as its groups become complete. A gradient that comes after its group has left goes into the group's next
-  round: sums are linear.
-* In the backward pass a rank may wait for older launches, so that only few buffers exist at once; but only for those of the
-  rounds that every rank made in the last step, and all ranks make these again before they synchronize.
-* In :meth:`ShardReducer.synchronize` one message carries, for each parameter, whether it is used and came late, for each
-  group how many launches it needs, and how far each rank has come. Then all launch up to the furthest position, and
+* The launches of a step are a sequence of rounds, each with all active groups in one order (:mod:`.schedule`). A rank launches a
+  group when it is complete and all before it have left. A gradient that comes after its group has left joins the group's next
+  round, since sums are linear.
+* In the backward pass a rank may wait for older launches, so that only few buffers exist at once. It only waits for launches of
+  the rounds that every rank made in the last step; all ranks make these again before they synchronize.
+* In :meth:`ShardReducer.synchronize` one message has flags for each parameter (used, late), the number of launches that each
+  group needs, and the position of each rank. Then all ranks launch up to the furthest position, and
   send the groups that need more.
 """
 
@@ -49,12 +49,12 @@ from hvd_ckpt.sharding.schedule import Schedule
 
 @dataclass(frozen=True)
 class HowReduced:
-    """How gradients become those of all ranks.
+    """Options of the reduction of gradients.
 
     Attributes:
-        format: what they travel as.
+        format: communication format of gradients.
         op: Horovod's, ``Average`` or ``Sum``.
-        prescale: of each rank's gradients, before the sum.
+        prescale: factor of each rank's gradients before the sum.
         passes: backward passes that are accumulated in full before a round.
     """
 
@@ -64,7 +64,7 @@ class HowReduced:
     passes: int = 1
 
     def scale(self, ranks: int) -> float:
-        """What the sum over the ranks is multiplied by."""
+        """Factor of the sum over the ranks."""
         return 1.0 / (ranks * self.prescale) if self.op == Average else 1.0
 
 
@@ -124,11 +124,11 @@ class ShardReducer(OwningReducer):
     # ---------------------------------------------------------------------------------- parameters come and go
 
     def set_passes(self, passes: int) -> None:
-        """Another number of backward passes in a round, from the next step on. To be called on every rank."""
+        """Another number of backward passes in a round, from the next step on. Call it on every rank."""
         self._schedule.set_passes(passes)
 
     def add_groups(self) -> None:
-        """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
+        """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         fresh = range(len(self.used), len(self._layout.parameters))
         self.used.extend([False] * len(fresh))
         self._ever_used.extend([False] * len(fresh))
@@ -176,7 +176,7 @@ class ShardReducer(OwningReducer):
         return [] if unchanged else None
 
     def note_changes(self) -> None:
-        """Nothing is to be noted of gradients that are in shards."""
+        """Does nothing for gradients that are in shards."""
 
     # ---------------------------------------------------------------------------------- the backward pass
 
@@ -433,7 +433,7 @@ class ShardReducer(OwningReducer):
         self._exchange.rename(prefix)
 
     def reset(self) -> None:
-        """Forgets order and expectations: the next step learns them anew. To be called on every rank."""
+        """Forgets order and expectations: the next step learns them again. Call it on every rank."""
         self._schedule.reset()
         self.abandon()
         self._forget_weights()

@@ -1,8 +1,8 @@
 """Gradients of logical replicas at stage 2: added in the tree of :mod:`hvd_ckpt.reduction.tree`; each rank keeps its shards.
 
-A bucket has the parameters of one group of the layout. When it leaves, the earlier replicas' sums are added to it, an alltoall
-gives each rank its shard of all ranks' sums, and it adds these in the upper part of the tree. Nothing is gathered but single
-parameters whose gradients came late or for the first time. So the sums are those of gradients that are not split.
+A bucket has the parameters of one group of the layout. When it leaves, the sums of earlier replicas are added to it. An alltoall
+gives each rank its shard of all ranks' sums, which it adds in the upper part of the tree. Only single parameters are gathered,
+whose gradients came late or for the first time. So the sums equal those of gradients that are not split.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ShardedTreeCommunicator(TreeCommunicator):
     """Reduces buckets, each of one group's parameters, to this rank's shards.
 
     Args:
-        replicas: of all ranks.
-        layout, exchange: of the sharded optimizer.
+        replicas: number of replicas of all ranks.
+        layout, exchange: layout and exchange of the sharded optimizer.
     """
 
     def __init__(self, replicas: int, layout: Layout, exchange: Exchange) -> None:
@@ -88,7 +88,7 @@ class ShardReplicaReducer(ReplicaReducer):
         return [layout.parameters_of([group]) for group in layout.groups]
 
     def add_groups(self) -> None:
-        """The layout has grown, on every rank alike; new parameters are reduced from the next synchronization on."""
+        """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         layout, known = self._communicator.layout, len(self.used)
         self.used.extend([False] * (len(layout.parameters) - known))
         self.assignment.groups = self._groups(layout)

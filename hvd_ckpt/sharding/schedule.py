@@ -1,8 +1,8 @@
 """The schedule of reduce-scatters: when a group of gradients leaves.
 
-A *round* sends each active group once, in one order that all ranks share; rounds follow one another. So what leaves in a step is
-one sequence, and each rank is at some position of it. A group is complete once every parameter that is expected to has arrived as
-often as it does in a round. How often that is, is learned from the last steps.
+A *round* sends each active group once, in one order that is the same on all ranks, and rounds follow one another. So the launches
+of a step are one sequence, in which each rank has a position. A group is complete once every expected parameter has accumulated as
+often as it does in a round. This number is learned from the last steps.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Schedule:
         return not self._waiting[position]
 
     def ready(self) -> int:
-        """How many groups may leave now: all up to the next one that expects gradients, if that is complete; if it is the last such
-        group of the round, the rest of the round, too.
+        """The number of groups that may leave now: all up to the next one that expects gradients, if that is complete. If it is
+        the last such group of the round, the rest of the round may leave as well.
         """
         # In the order 2, 0, 1, where nothing is expected for group 0: once 2 is complete,
         # it leaves alone. Once 1 is, 0 and 1 leave.
@@ -193,7 +193,7 @@ class Schedule:
         """Settles the order of the next step, from what all ranks know.
 
         Args:
-            used: of each parameter, whether any rank had a gradient for it.
+            used: for each parameter, whether any rank had a gradient for it.
             leaders_last_arrivals: :meth:`last_arrival` of each group on rank 0.
         """
         active = set(self.order)

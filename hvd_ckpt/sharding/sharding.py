@@ -48,7 +48,7 @@ class Masters:
             self._offload.release(master)
 
     def follow(self, shards: Sequence[torch.Tensor]) -> None:
-        """Where a weight is not what its master rounds to, somebody has set it: the master becomes that."""
+        """Sets a master weight to its weight where the weight differs from the rounded master, since it was then set by hand."""
         for position, master in self.by_group.items():
             shard = shards[position]
             # A nan equals nothing, itself included, so it is copied, which changes nothing.
@@ -164,7 +164,7 @@ class Sharding:
         """The shards have been changed, by a step say: gathers them (stages 1 and 2), or drops what was gathered. Collective.
 
         Args:
-            used: of each parameter, whether it may have changed on some rank; by default all.
+            used: for each parameter, whether it may have changed on some rank; by default all.
         """
         self.masters.round_into(self.store.shards)
         groups = self.layout.groups

@@ -1,4 +1,4 @@
-"""The optimizer's state in parts: what one rank has, and how a job of any size or stage loads it."""
+"""The optimizer's state in parts: the part of one rank, and loading in a job of any size or stage."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Sources:
     """States of pieces or of whole parameters, found by name.
 
     Args:
-        parts: of each rank, its state; one without ``"pieces"`` is of whole parameters.
+        parts: for each rank, its state; one without ``"pieces"`` is of whole parameters.
         whole: the whole parameters.
     """
 

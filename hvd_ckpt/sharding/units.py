@@ -1,7 +1,7 @@
-"""Which parameters of a model are gathered together: its units.
+"""Units of a model: modules whose parameters are gathered together.
 
-A unit should be what is recomputed as one piece. Then the parameters that the recomputation needs are those that the gradient
-needs, at the same time, and one gather serves both.
+A unit should be a part that is recomputed as a whole. Then recomputation and gradient need the same parameters
+at the same time, and one gather serves both.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def find_units(
 ) -> list[UnitModules]:
     """The units of a model.
 
-    By default: the segments of each :class:`hvd_ckpt.CheckpointSequential` and of each chain with a ``checkpoint_interval``, the
-    blocks, spans and segments of an applied plan, and else the children of ``nn.ModuleList`` and ``nn.Sequential`` that a planner
-    would take for blocks. What lies in none of them, and what several of them share, is the last unit, whose module is the model
-    itself: it is whole for as long as the model runs forward and backward. So is a head whose cross entropy a plan computes in
-    chunks, which needs its weight after it has run.
+    By default, units are the segments of each :class:`hvd_ckpt.CheckpointSequential` and of each chain with a
+    ``checkpoint_interval``, and the blocks, spans and segments of an applied plan. In other models they are the children of
+    ``nn.ModuleList`` and ``nn.Sequential`` that a planner would take for blocks. What lies in none of them, and what several of
+    them share, is the last unit, whose module is the model itself: it is whole for as long as the model runs forward and backward.
+    So is a head whose cross entropy a plan computes in chunks, which needs its weight after it has run.
 
     Args:
         model: all its parameters are in one unit each.
@@ -208,8 +208,8 @@ def check_memory(
     """Checks that each parameter has memory, and has it for itself.
 
     Args:
-        named: those that are to be split.
-        others: of the same model; they may share memory among themselves, but not with those.
+        named: parameters that will be split.
+        others: other parameters of the same model; they may share memory among themselves, but not with ``named``.
 
     Raises:
         ValueError: one has none, or shares it.

@@ -1,9 +1,9 @@
-"""The parameters of one unit: sharded, on their way, or whole, and what autograd holds of them meanwhile.
+"""The parameters of one unit (sharded, in flight, or whole), and the tensors that autograd has saved of them.
 
-A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor; in
-between, the flat tensor's storage has no bytes, the data is one nan, as often as the shape asks for, and the parameter's
-class makes reading it an error. What autograd has saved, the parameter or a view such as ``weight.t()``, refers to that
-same storage, and is good again once the storage is filled again. PyTorch's FSDP frees memory this way.
+A parameter is the same object all the time. While its unit is gathered, its data is a view into the unit's flat tensor. In
+between, the flat tensor's storage has no bytes, the data is one nan that is expanded to the shape, and the parameter's
+class makes reading it an error. A parameter that autograd has saved, or a view of it such as ``weight.t()``, refers to that
+same storage, and is valid again once the storage is filled. PyTorch's FSDP frees memory in this way.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True)
 class Gathering:
-    """How the units of a model are gathered, and what they share.
+    """Options for gathering the units of a model, and their common objects.
 
     Attributes:
         layout: all parameters.
         exchange: the ranks. Where its groups of ranks have shards of their own (hpZ of ZeRO++, Wang et al., 2023), all but the
             first gather after a change are within the group.
-        format: what shards travel as.
+        format: communication format of shards.
         offload: has the memory of the shards; None for memory of the parameters' device.
         written: what this rank has written to parameters.
     """
@@ -192,13 +192,13 @@ class UnitParameters:
         self.forget_written()
 
     def forget_written(self) -> None:
-        """What was written to the parameters so far is not to be kept: a recomputation has written what the first pass did."""
+        """Discards what was written to the parameters so far, since a recomputation has written the same as the first pass."""
         self._versions = [member.parameter._version for member in self._members]
         for member in self._members:
             forget_data(member.parameter)
 
     def discard_written(self) -> None:
-        """Whatever is written from now on, until the parameters are gathered again, is not to be kept."""
+        """Discards what is written to the parameters after this call, until they are gathered again."""
         self._versions = []
 
     def _changed(self) -> list[Member]:
@@ -269,7 +269,7 @@ class UnitParameters:
         self._release_shards()
 
     def shards_changed(self, groups: Collection[Group]) -> None:
-        """What was gathered of these groups before is not current any more."""
+        """Marks earlier gathers of these groups as outdated."""
         changed = {group.position for group in groups}
         for flat in self._flats:
             if flat.group.position in changed:
@@ -285,7 +285,7 @@ class UnitParameters:
 
     @contextlib.contextmanager
     def lent(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within it the parameters, which are sharded, have these values, to be read: those of :meth:`copied`."""
+        """A context in which the parameters, which are sharded, have these values, to be read: those of :meth:`copied`."""
         assert self._state is _State.SHARDED
         self._present(values, watched=False)
         try:

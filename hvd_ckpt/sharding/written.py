@@ -1,8 +1,9 @@
 """Weights of stage 3 that are written while they are whole: by a forward pass, or inside ``gathered_parameters()``.
 
-In-place writes show in a parameter's version counter, replaced data in its address. Writes through ``parameter.data`` show in
-neither, so that while a unit is gathered for a pass its parameters have a class that notes when their ``data`` is taken; bits are
-compared then. A rank keeps its shard of what was written. That all ranks wrote the same is compared in the next synchronization.
+In-place writes change a parameter's version counter, and replaced data changes its address. Writes through ``parameter.data``
+change neither. So while a unit is gathered for a pass, its parameters have a class that records when their ``data`` is read, and
+bits are compared then. A rank keeps its shard of the written values. The next synchronization compares whether all ranks wrote the
+same.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def watched_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def forget_data(parameter: torch.Tensor) -> None:
-    """What was written to the parameter's data is of no interest any more."""
+    """Forgets that the parameter's data was read."""
     vars(parameter).pop(_BEFORE, None)
 
 
@@ -55,7 +56,7 @@ def data_was_written(parameter: torch.Tensor) -> bool:
 
 
 class WrittenWeights:
-    """What this rank has written since the last synchronization: fingerprints of whole parameters, by index."""
+    """Writes of this rank since the last synchronization: fingerprints of whole parameters, by index."""
 
     def __init__(self) -> None:
         self._fingerprints: dict[int, int] = {}
@@ -71,7 +72,7 @@ class WrittenWeights:
 
     @property
     def digest(self) -> float:
-        """A number that stands for all of it."""
+        """One number for all writes."""
         return flag_of(self._fingerprints)
 
     def __contains__(self, index: int) -> bool:

@@ -1,10 +1,11 @@
-"""File-system barrier of the ranks' threads that write a snapshot: they send no messages, which would mix with training's.
+"""File-system barrier of the ranks' threads that write a snapshot. They send no messages, since these would mix with those of
+training.
 
-Rank 0 alone makes the temporary folder, so that a late rank cannot bring back one that rank 0 has discarded. Each rank writes its
+Only rank 0 makes the temporary folder, so a late rank cannot create one that rank 0 has discarded. Each rank writes its
 files, and then a rank manifest with their sizes and hashes, or with the reason for its failure. Rank 0 collects the rank manifests.
 
-The time that a rank has waited is the sum of the pauses between two looks, so a job that is suspended and continued (SIGSTOP,
-SIGCONT) loses none.
+The waiting time of a rank is the sum of the pauses between its checks. So the time in which a job is suspended (SIGSTOP,
+SIGCONT) does not count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The content of a snapshot on its way to the disk: a rank's shards, staged in host memory, written, and completed by rank 0.
+"""The content of a snapshot: a rank's shards, staged in host memory, written, and completed by rank 0.
 
-:class:`RunShards` (one per run) makes a :class:`ShardState` (tensors of this rank, not copied), :func:`staged_content` a
-:class:`Content` (copies, by file), :func:`write_content` a manifest of the rank, and :func:`complete` that of the snapshot.
+:class:`RunShards` (one per run) makes a :class:`ShardState` (tensors of this rank, not copied). :func:`staged_content` makes a
+:class:`Content` (copies, by file) from it. :func:`write_content` returns the manifest of the rank, and :func:`complete` that of
+the snapshot.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
 
 @dataclass(frozen=True)
 class ShardState:
-    """What a rank of a sharded run writes besides its per-rank state.
+    """The shards that a rank of a sharded run writes besides its per-rank state.
 
     Attributes:
         shards: where its shards are.
         aliases: further names of tied parameters, and the name under which each is in ``shards.parameters``.
-        state: of the optimizer, ``{"state", "param_groups"}``, with ``"master_weights"`` and ``"averages"`` by number of the shard.
+        state: state of the optimizer, ``{"state", "param_groups"}``, with ``"master_weights"`` and ``"averages"`` by number of the
+            shard.
         weights: its shards of the exact weights, by parameter; None where the model's own are exact and whole.
     """
 
@@ -80,7 +82,7 @@ class RunShards:
 
     Attributes:
         aliases: further names of tied parameters, and the name under which each is in a snapshot.
-        stage: of sharding, from 0 to 3.
+        stage: stage of sharding, from 0 to 3.
         sharded: whether the optimizer's state is split over the ranks.
         is_first: whether this rank's group is that of rank 0, which without local SGD is all ranks.
         splits_each: whether exact weights are split, too, since the model's own are not whole or not exact.
@@ -115,7 +117,7 @@ class RunShards:
 
         Args:
             optimizer: a ``DistributedOptimizer``.
-            averages: of the weights, by number of the shard.
+            averages: averages of the weights, by number of the shard.
         """
         if not self.sharded:
             return None
@@ -172,7 +174,7 @@ class RunShards:
 
 
 def _is_own(tensor: Tensor) -> bool:
-    """Whether this part writes a tensor: its slice of one that is cut; the first part what all have alike."""
+    """Whether this part writes a tensor: each part its slice of a cut tensor, the first part those that are equal on all parts."""
     return current().part == 0 or cut_of(tensor) is not None
 
 
@@ -191,7 +193,7 @@ def _flatten(state: Mapping[str, Any], ranges: Sequence[ShardRange]) -> list[tup
 
 
 def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]) -> list[Any]:
-    """Leaves those pieces of a state that are of these parameters and have elements, numbered anew; returns them."""
+    """Leaves those pieces of a state that are of these parameters and have elements, renumbered; returns them."""
     kept = [number for number, (name, start, stop) in enumerate(pieces) if name in names and start < stop]
     renumbered = {old: new for new, old in enumerate(kept)}
     for entry in ("state", "master_weights", "averages"):
@@ -249,7 +251,7 @@ def tensors_of(
 
 @dataclass
 class Content:
-    """What a rank writes.
+    """The files that a rank writes.
 
     Attributes:
         states: state dicts by file name.
@@ -275,7 +277,7 @@ def staged_content(
     changing: Collection[str],
     shard: ShardState | None,
 ) -> Content:
-    """What a rank writes, with copies in place of tensors; those of tensors that may change at once are made.
+    """The files that a rank writes, with copies in place of tensors. Tensors that may change at once are copied here.
 
     For the arguments see :meth:`hvd_ckpt.snapshots.writer.SnapshotWriter.begin`.
 

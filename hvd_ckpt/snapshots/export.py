@@ -1,6 +1,6 @@
 """The whole weights of a snapshot, of any number of ranks and any stage, in one file.
 
-Takes memory for one model, or where ranks have weights of their own for three: their sum is one of float64.
+It needs memory for one model, or for three if each rank has its own weights, since their sum is in float64.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
     completely or not at all.
 
     Args:
-        path: of a snapshot.
-        output: of the file, in a folder that exists.
+        path: path of a snapshot.
+        output: path of the file, in a folder that exists.
         ema: write the moving averages of the weights in their place.
         write: writes a file or folder of another format under the name that it is given.
 

@@ -118,7 +118,7 @@ class SnapshotFiles:
         """All weights and buffers, sharded or not, under all their names; those in shards from the files of all ranks.
 
         Args:
-            first: what :meth:`first_weights` has returned, if it was called before.
+            first: result of :meth:`first_weights`, if it was called before.
         """
         weights, sharding = dict(self.first_weights() if first is None else first), self.manifest.sharding
         if sharding is not None and sharding.weights is not None:

@@ -1,9 +1,9 @@
-"""The folder of a run's snapshots: which there are, and how one gets its name, is replaced and removed.
+"""The folder of a run's snapshots: listing, naming, replacing and removing snapshots.
 
-Ranks write into ``.step-00000120.tmp-<token>``, which gets its name when all of it is on the disk. A snapshot of the same step that
-exists already is ``.step-00000120.old-<token>`` for the moment between two renames, and counts as a snapshot if nothing follows.
+Ranks write into ``.step-00000120.tmp-<token>``, which gets its name when all of it is on the disk. An existing snapshot of the
+same step is ``.step-00000120.old-<token>`` between two renames, and counts as a snapshot if the second rename does not happen.
 
-It imports no PyTorch, since the supervisor of a job needs none.
+This module does not import PyTorch, since the supervisor of a job does not need it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SnapshotError(ValueError):
 
 @contextmanager
 def under_way(temporary: Path) -> Iterator[None]:
-    """Within it, the folder does not count as left over by an interrupted write."""
+    """A context in which the folder does not count as left over by an interrupted write."""
     path = os.path.realpath(temporary)
     # A list: two writers of one process may hold the same folder, and each removes its own entry.
     _under_way.append(path)
@@ -98,7 +98,7 @@ def list_snapshots(folder: Path) -> list[Path]:
 def remove(paths: Iterable[Path], warn: Warn) -> None:
     """Removes snapshots and what interrupted writes have left.
 
-    All snapshots lose their names first, in this order, which takes next to no time, and then the files go: if that is interrupted,
+    All snapshots are renamed first, in this order, which takes almost no time. Then the files are removed. If this is interrupted,
     nothing that is left looks like a snapshot.
 
     Args:
@@ -128,11 +128,11 @@ def later_snapshots(folder: Path, step: int) -> list[Path]:
 
 
 def remove_abandoned(abandoned: list[Path], written: Path, warn: Warn) -> None:
-    """Removes later snapshots than the one a run has resumed from, now that it has written one of its own.
+    """Removes snapshots that are later than the one a run has resumed from, after the run has written a new one.
 
-    Whenever the process is killed, there is a snapshot to resume from, and the newest is the old course's last or the new one,
-    never one between: the new one is in place first; then the others lose their names, the oldest first; only then are their
-    files removed, which may take long.
+    Whenever the process is killed, there is a snapshot to resume from. The newest is the last of the old run or the new one, never
+    one between. The new snapshot is written first. Then the others are renamed, the oldest first. Only then are their files
+    removed, which may take long.
 
     Args:
         abandoned: the snapshots; empty when this returns.

@@ -28,12 +28,12 @@ from hvd_ckpt.snapshots.slices import cuts_of
 
 @dataclass(frozen=True)
 class Target:
-    """What a snapshot's state is loaded into.
+    """The objects into which a snapshot's state is loaded.
 
     Attributes:
         optimizer: the ``DistributedOptimizer`` of the model.
-        shards: of the run.
-        average: of the weights, if the run has one; ``scaler`` likewise.
+        shards: shards of the run.
+        average: average of the weights, if the run has one; ``scaler`` likewise.
     """
 
     model: nn.Module
@@ -88,12 +88,12 @@ def load_state(
     target: Target,
     options: bool = False,
 ) -> bool:
-    """Loads everything but the weights; returns whether that includes this rank's own state. Collective.
+    """Loads everything except the weights. Returns whether this includes this rank's own state. Collective.
 
     Args:
-        expected: the state that the optimizer keeps of each shard, see :func:`hvd_ckpt.snapshots.resume.state_of_shards`; to resume
-            in stages from a snapshot that has none, of the whole model, in the order of its optimizer.
-        target: what the state is loaded into.
+        expected: the state that the optimizer keeps of each shard, see :func:`hvd_ckpt.snapshots.resume.state_of_shards`. To
+            resume in stages from a snapshot without stages, it is the state of the whole model, in the order of its optimizer.
+        target: the objects into which the state is loaded.
         options: whether the optimizer's groups get the options of the snapshot, such as the learning rate, or keep theirs.
     """
     model, optimizer, shards = target.model, target.optimizer, target.shards
@@ -166,9 +166,9 @@ def load_optimizer(
 
 
 def _load_rank_state(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> None:
-    """Loads this rank's own state. Without it a rank draws new random states, and learns anew when gradients are final.
+    """Loads this rank's own state. Without it a rank draws new random states, and learns again when gradients are final.
 
-    Its random state is the same on all pipeline stages; its buffers are on the stages of their blocks. The reducer learns anew if
+    Its random state is the same on all pipeline stages; its buffers are on the stages of their blocks. The reducer learns again if
     there were other stages.
     """
     buffers = dict(model.named_buffers())

@@ -1,6 +1,6 @@
-"""What each rank of local SGD has of its own between averages, as per-rank state of a snapshot.
+"""Per-rank state of local SGD in a snapshot: weights and state that differ between ranks between averages.
 
-Rank 0's weights and optimizer state, or those of its group, are those of the snapshot, which any number of ranks can load.
+The weights and optimizer state of the snapshot are those of rank 0 or its group. Any number of ranks can load these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hvd_ckpt.utils.schema import Wrong
 def local_state(
     optimizer: Any, model: nn.Module, scaler: GradScaler | None, shards: RunShards
 ) -> dict[str, Any] | None:
-    """What this rank has of its own between averages; None where all ranks step together."""
+    """The state of this rank between averages, or None if all ranks step together."""
     if not isinstance(optimizer, LocalOptimizer):
         return None
     state = optimizer.state_dict()
@@ -61,7 +61,7 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
 def load_local(
     snapshot: Snapshot, model: nn.Module, optimizer: Any, expected: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Snapshot, dict[str, Any] | None]:
-    """Loads this rank's own weights, if the period goes on, and returns the snapshot with its optimizer state and loss scale.
+    """Loads this rank's own weights, if the period continues, and returns the snapshot with its optimizer state and loss scale.
 
     Collective. Otherwise a new period begins with what rank 0 had, and outer momentum begins at zero.
 

@@ -1,6 +1,6 @@
-"""The order of parameters in the state of an optimizer, which has them by number: it may differ between ranks and runs.
+"""The order of parameters in the state of an optimizer, which numbers them. It may differ between ranks and runs.
 
-So a snapshot has their names, and a run that resumes puts the state into the order of its own optimizer.
+So a snapshot has the names of parameters, and a run that resumes reorders the state for its own optimizer.
 """
 
 from __future__ import annotations

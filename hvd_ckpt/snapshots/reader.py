@@ -1,7 +1,8 @@
-"""Snapshots as they are read, by one process or by each rank of a job, and found, the newest first.
+"""Reading of snapshots by one process or by each rank of a job, and the search for the newest.
 
-On many ranks, the first opens a snapshot (:func:`find_files`, :func:`open_snapshot`) and sends the others what it has found. Each
-reads its own files, and those of shards when they are needed (:func:`read_rank`): n ranks that all read n files would be n squared.
+On many ranks, the first rank opens a snapshot (:func:`find_files`, :func:`open_snapshot`) and sends the manifest to the others.
+Each rank reads only its own files, and the shards that it needs (:func:`read_rank`), since n ranks would otherwise read n files
+each.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Snapshot:
 
     @property
     def sharding(self) -> ShardingMetadata | None:
-        """Where the ranks' shards are; None if nothing was sharded."""
+        """The place of the ranks' shards; None if nothing was sharded."""
         return None if self.manifest is None else self.manifest.sharding
 
 

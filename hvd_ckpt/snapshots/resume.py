@@ -1,11 +1,10 @@
 """Validation of a snapshot's state against the model and optimizer that resume from it, and resharding of the optimizer's state.
 
-Hashes show that a snapshot is what was written, not that a run wrote it, and PyTorch loads state of another model or optimizer and
-fails in the step that follows. So names and shapes are compared before anything is used.
+Hashes show that a snapshot is undamaged, but not that it belongs to this model. PyTorch loads the state of another model or
+optimizer, and fails in the next step. So names and shapes are compared before anything is used.
 
-Resharding: each rank maps the files of the ranks that had elements of its own, of weights as of the optimizer's state, and copies
-only these elements. So a job of any size and stage, sharded or not, resumes from any other, and no rank holds more than it will
-have.
+Resharding: each rank maps the files with elements of its shards (of weights and of the optimizer's state), and copies
+only these elements. So a job of any size and stage resumes from any other, and no rank holds more than its shards.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def check_optimizer(
     """Raises Wrong unless a state of valid structure fits the optimizer: its groups, and names and shapes of its entries.
 
     Args:
-        state: of whole parameters.
+        state: state of whole parameters.
         sharded: whether the optimizer has shards, some of them on this rank: then the names of entries are looked at that it keeps
             of each.
     """
@@ -119,7 +118,7 @@ def _check_entries(
     """Raises Wrong unless what an optimizer keeps of a parameter, if anything, has the names and shapes that are expected.
 
     Args:
-        size: of a shard, in place of FLAT elements.
+        size: size of a shard, in place of FLAT elements.
     """
     for name, value in expected.items() if kept else ():
         assert kept is not None
@@ -139,7 +138,7 @@ def _check_entries(
 
 
 def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[dict[str, Any]]:
-    """What the optimizer keeps of each parameter once it has taken a step, as tensors without values.
+    """The optimizer's state of each parameter after a step, as tensors without values.
 
     Args:
         flat: as if each parameter had one dimension with ``FLAT`` elements.
@@ -177,8 +176,8 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
 def read_weights(snapshot: Snapshot, wanted: Sequence[ShardRange]) -> list[tuple[str, int, int, Tensor]]:
     """Weights that have these elements: name, first and last + 1 element, and values (1-D), mapped from files where they can be.
 
-    Of the weights in shards, only files with some of the elements are read; all that have some of a parameter, if it is cut anew
-    or its elements lie in another order.
+    For weights in shards, only files with some of the elements are read. All files with a part of a parameter are read if it is
+    cut again or its elements lie in another order.
 
     Args:
         snapshot: whose names and shapes are those of the elements, see :func:`check_tensors`.
@@ -240,7 +239,7 @@ def check_sharding(
     """Raises Wrong unless what was sharded is the model's and the optimizer's: names, sizes, order in memory.
 
     Args:
-        specs: of the optimizer's parameters, by name.
+        specs: specs of the optimizer's parameters, by name.
         cuts: how tensor parallelism cuts them here.
     """
     stored = {shard.name for shards in sharding.optimizer for shard in shards}
@@ -257,7 +256,7 @@ def check_sharding(
 
 
 def state_of_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of a shard of each parameter once it has taken a step, for :func:`read_shards`.
+    """The optimizer's state of a shard of each parameter after a step, for :func:`read_shards`.
 
     Args:
         optimizer: as it was made, or distributed: then of the parameters of which this rank has a shard.
@@ -281,8 +280,8 @@ def read_shards(
 
     Args:
         snapshot: a snapshot of a sharded run.
-        wanted: what :func:`hvd_ckpt.sharding.state.ranges_of` returns.
-        expected: what :func:`state_of_shards` returns.
+        wanted: result of :func:`hvd_ckpt.sharding.state.ranges_of`.
+        expected: result of :func:`state_of_shards`.
         groups: parameter groups of the optimizer.
         cuts: how tensor parallelism cuts its parameters, by their names there.
 

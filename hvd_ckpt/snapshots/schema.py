@@ -8,8 +8,8 @@
         weights-00000.safetensors  where weights are sharded, too: this rank's shards, by parameter
         manifest.json              step, ranks, shards, and size and SHA-256 of each file: written last, read first
 
-The manifest has a SHA-256 of its own, so that no bit of a snapshot can change unnoticed. Hashes find damage but are no signature,
-so whatever is read is also validated.
+The manifest contains its own SHA-256, so every changed bit of a snapshot is detected. Hashes detect damage but are not a
+signature, so everything that is read is also validated.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TensorMetadata(Strict):
 
     @property
     def how(self) -> Cut | None:
-        """How it is cut."""
+        """The cut of the parameter."""
         return None if self.cut is None else Cut(self.cut[0], self.size[self.cut[0]], self.cut[1])
 
     def spec_of(self, parts: int, part: int) -> TensorSpec:
@@ -145,11 +145,12 @@ Shards = tuple[tuple[ShardMetadata, ...], ...]
 
 
 class ShardingMetadata(Strict):
-    """Which elements of which parameter are in the files of which rank.
+    """The elements of each parameter in the files of each rank.
 
     Attributes:
         stage: 0 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.
-        pipeline_stages, tensor: of the job; rank ``(stage * replicas + replica) * tensor + part`` wrote the files of a part.
+        pipeline_stages, tensor: numbers of stages and parts of the job; rank ``(stage * replicas + replica) * tensor + part``
+            wrote the files of a part.
         parameters: all of the model, by name, and with pipeline stages the buffers that are part of its weights; tied ones once.
         optimizer: for each rank the shards that it has optimizer state of, in the order of that state.
         weights: for each rank the shards whose exact weights it has; None where rank 0 has written whole ones.
@@ -261,11 +262,11 @@ class Manifest(Strict):
     Attributes:
         step: training steps taken.
         ranks: number of ranks that wrote the snapshot.
-        time: of writing, in UTC, such as "2030-01-31T12:00:00Z".
+        time: time of writing, in UTC, such as "2030-01-31T12:00:00Z".
         libraries: their versions.
         files: every other file of the snapshot.
         aliases: names of tied weights, and the name each is stored under.
-        sharding: of a run that splits state over its ranks.
+        sharding: sharding of a run that splits state over its ranks.
     """
 
     format: Literal["hvd_ckpt snapshot"]
@@ -310,7 +311,7 @@ class Manifest(Strict):
         """A manifest of now, by this process.
 
         Raises:
-            pydantic.ValidationError: the files or shards are not those of so many ranks.
+            pydantic.ValidationError: the files or shards are not those of this number of ranks.
         """
         return cls(
             format="hvd_ckpt snapshot",

@@ -1,7 +1,7 @@
-"""Slices of tensor parallelism in snapshots: a snapshot of any number of parts, for the part that resumes from it.
+"""Slices of tensor parallelism in snapshots: loads a snapshot of any number of parts into one part.
 
-A snapshot describes whole parameters, and how each is cut. Where the parts are those of this job, a part reads its own slices. Else
-whole tensors are put together, one parameter at a time, and cut anew.
+A snapshot describes whole parameters, and how each is cut. If it has as many parts as this job, a part reads its own slices.
+Otherwise whole tensors are put together, one parameter at a time, and cut again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Piece = tuple[int, int, int, Tensor]  # part, first and last + 1 element of its 
 
 
 def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """How parameters of the model are cut, under all their names; empty without tensor parallelism."""
+    """The cuts of the model's parameters, under all their names; empty without tensor parallelism."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: cut for name, parameter in named if (cut := cut_of(parameter)) is not None}
 
@@ -83,11 +83,11 @@ def local_spec(there: TensorMetadata, cut: Cut | None) -> TensorSpec:
 
 
 class Slices:
-    """Which shards of a snapshot this part reads, and those that are cut anew.
+    """The shards of a snapshot that this part reads, and those that are cut again.
 
     Args:
-        sharding: of the snapshot.
-        cuts: of the parameters here, by the names that they have there.
+        sharding: sharding of the snapshot.
+        cuts: cuts of the parameters here, by the names that they have there.
     """
 
     def __init__(self, sharding: ShardingMetadata, cuts: Mapping[str, Cut]) -> None:
@@ -110,11 +110,11 @@ class Slices:
         return self._sharding.parameters[name].how is None or rank % self._sharding.tensor == current().part
 
     def takes(self, shard: ShardMetadata, rank: int, elements: ShardRange) -> bool:
-        """Whether these elements of this part come from a rank's shard: all shards of a parameter that is cut anew do."""
+        """Whether these elements of this part come from a rank's shard: all shards of a parameter that is cut again do."""
         return self.is_cut_anew(shard.name) or (self.is_own(shard.name, rank) and shard.overlaps(elements))
 
     def note(self, rank: int, part: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[list[Any]]:
-        """The pieces of a rank's state: names, first and last + 1 elements. Those of other parts have no name; what is cut anew
+        """The pieces of a rank's state: names, first and last + 1 elements. Those of other parts have no name; what is cut again
         is kept for :meth:`cut_anew`."""
         pieces = []
         for number, shard in enumerate(self._sharding.optimizer[rank]):
@@ -126,7 +126,7 @@ class Slices:
         return pieces
 
     def cut_anew(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """State of this part's slices, in the form of a rank's; None where nothing is cut anew."""
+        """State of this part's slices, in the form of a rank's; None where nothing is cut again."""
         if not self._found:
             return None
         made: dict[str, Any] = {"state": {}, "param_groups": groups, "pieces": []}

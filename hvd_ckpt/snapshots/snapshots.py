@@ -1,4 +1,4 @@
-"""Snapshots of a training loop: saved beside training, resumed in the same bits, and written when the run is to stop."""
+"""Snapshots of a training loop: saved in the background, resumed with the same bits, and written when a stop is requested."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from hvd_ckpt.utils.schema import Wrong
 
 
 class Snapshots:
-    """Saves a training loop while it goes on, resumes it in the same bits, and tells when it is to stop.
+    """Saves a training loop in the background, resumes it with the same bits, and detects requests to stop.
 
     ::
 
@@ -76,39 +76,41 @@ class Snapshots:
                 if stop:
                     break
 
-    A snapshot holds weights, buffers, optimizer state, what the other arguments have in their ``state_dict()``, each rank's random
-    state, and the order in which gradients are reduced. It is copied during the next forward and backward pass, which only read
-    it, and written by a thread; ``optimizer.step()`` waits for the copy (CheckFreq, Mohan et al., FAST 2021). With sharded
-    optimizers and in pipeline stages each rank writes its part; any number of ranks and any sharding resumes from it.
+    A snapshot holds weights, buffers, optimizer state, the ``state_dict()`` of the other arguments, each rank's random
+    state, and the order in which gradients are reduced. A thread copies the state during the next forward and backward pass, which
+    only read it, and writes it. ``optimizer.step()`` waits for the copy (CheckFreq, Mohan et al., FAST 2021). With sharded
+    optimizers and in pipeline stages each rank writes its part. A snapshot resumes with any number of ranks and any sharding.
 
-    All methods are collective: to be called on every rank, in the same order.
+    All methods are collective: call them on every rank, in the same order.
 
     Args:
-        folder: of the run, the same on all ranks and hosts. Snapshots are in ``folder/snapshots``.
+        folder: folder of the run, the same on all ranks and hosts. Snapshots are in ``folder/snapshots``.
         model: the module that is trained, or the :class:`hvd_ckpt.Pipeline` of it.
-        optimizer: its ``DistributedOptimizer``, or that of :func:`hvd_ckpt.LocalSGD`: then each rank writes weights of its own.
+        optimizer: its ``DistributedOptimizer``, or that of :func:`hvd_ckpt.LocalSGD`. In local SGD each rank writes its own
+            weights.
         scheduler: a learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict`` that is the same on every
             rank.
         scaler: an :class:`hvd_ckpt.GradScaler`.
-        loader: an :class:`hvd_ckpt.DistributedSampler` or :class:`hvd_ckpt.DataLoader`, from whose position any number of ranks
-            resumes; or any object with ``state_dict`` and ``load_state_dict``, such as a streaming data set, whose state is each
-            rank's own, so that as many ranks resume as there were.
+        loader: an :class:`hvd_ckpt.DistributedSampler` or :class:`hvd_ckpt.DataLoader`, whose position is valid for any number of
+            ranks. Or any object with ``state_dict`` and ``load_state_dict``, such as a streaming data set. Its state is saved for
+            each rank, so the run must resume on as many ranks.
         average: :class:`hvd_ckpt.AveragedWeights` of the optimizer.
-        keep: number of snapshots that stay, the newest ones.
-        blocking: :meth:`save` returns when the snapshot is on the disk, and nothing is copied; always so where the optimizer's
-            state is offloaded.
-        warn: takes one sentence for each snapshot that could not be written, on rank 0; by default a warning of Python's.
+        keep: number of snapshots to keep, the newest ones.
+        blocking: whether :meth:`save` returns only when the snapshot is on the disk. Nothing is copied then. It is always so if
+            the optimizer's state is offloaded.
+        warn: takes one sentence for each snapshot that could not be written, on rank 0; by default a Python warning.
 
     Attributes:
-        folder: as given.
-        loop: further state that :meth:`resume` has found, as :meth:`save` got it.
-        stop: notes requests to stop.
-        written: the last snapshots that are complete, on the first process; may be emptied.
+        folder: the folder of the run.
+        loop: further state that was given to :meth:`save`, after :meth:`resume`.
+        stop: records requests to stop.
+        written: the newest snapshots that are complete, on the first process; may be emptied.
 
     Raises:
-        TypeError: an argument has no state that can be saved; on every rank.
-        ValueError: ``keep`` is less than 1; or arguments differ between ranks; or the optimizer is one of
-            :func:`hvd_ckpt.LocalSGD`, and some ranks do not take part, or there are an average or pipeline stages; on every rank.
+        TypeError: an argument has no state that can be saved; raised on every rank.
+        ValueError: ``keep`` is less than 1, or arguments differ between ranks. Or the optimizer is one of
+            :func:`hvd_ckpt.LocalSGD` and is used with an average, with pipeline stages, or without some of the ranks. Raised on
+            every rank.
     """
 
     def __init__(
@@ -163,14 +165,14 @@ class Snapshots:
     # -------------------------------------------------------------------------------- of loops
 
     def resume(self) -> int:
-        """Loads the newest snapshot that is not damaged; returns the steps taken, 0 without a snapshot.
+        """Loads the newest snapshot that is not damaged. Returns the number of steps taken, 0 without a snapshot.
 
-        The learning rate and other options of the optimizer's groups are the snapshot's. With another number of ranks each draws
-        new random numbers; results are then the same to rounding.
+        The learning rate and other options of the optimizer's groups are those of the snapshot. On another number of ranks, each
+        rank draws new random numbers, and results are equal up to rounding.
 
         Raises:
-            SnapshotError: there are snapshots, and all are damaged, or the newest is of another model, optimizer or run of
-                ``hvd-ckpt train``; on every rank.
+            SnapshotError: all snapshots are damaged, or the newest is of another model, optimizer or run of
+                ``hvd-ckpt train``; raised on every rank.
         """
         self._open()
         self._resumed = True
@@ -219,17 +221,18 @@ class Snapshots:
         return snapshot.step
 
     def save(self, step: int, **loop: Any) -> None:
-        """Begins to write a snapshot; returns at once, unless the one before is not on the disk yet: then it waits for that.
+        """Begins to write a snapshot. Returns at once, unless the previous snapshot is not on the disk yet; then it waits for that
+        one.
 
-        If it cannot be written (a full disk, say), that is a warning on rank 0, and training continues.
+        If the snapshot cannot be written, for example to a full disk, rank 0 warns and training continues.
 
         Args:
-            step: training steps taken.
-            loop: further state, the same on every rank, such as the best loss so far: numbers, texts, tensors, lists and dicts.
-                :meth:`resume` leaves it in the attribute ``loop``.
+            step: number of training steps taken.
+            loop: further state, the same on every rank, such as the best loss so far: numbers, strings, tensors, lists and dicts.
+                After :meth:`resume` it is in the attribute ``loop``.
 
         Raises:
-            SnapshotError: the step is not a number of steps, or the folder has snapshots that :meth:`resume` was not called for.
+            SnapshotError: the step is not a number of steps, or the folder has snapshots and :meth:`resume` was not called.
         """
         if not self._resumed:
             there = current().number == 0 and bool(list_snapshots(self.folder / "snapshots"))
@@ -254,11 +257,12 @@ class Snapshots:
         )
 
     def stop_requested(self) -> str | None:
-        """Whether the run is to stop: the name of a signal, or ``"stop"`` for the file of that name in the run's folder; else None.
+        """Returns the request to stop: the name of a signal, or ``"stop"`` for the file of that name in the run's folder; else
+        None.
 
-        To be called once after each ``optimizer.step()``. SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank count, unless the program
-        handles them itself. The request travels with the next step's gradients, so that it costs nothing until there is one; all
-        ranks get the same answer after the same step. With :func:`hvd_ckpt.LocalSGD` they ask each other after each average, so
+        Call it once after each ``optimizer.step()``. SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank count, unless the program
+        handles them itself. The request is sent with the gradients of the next step, so it costs nothing. All
+        ranks get the same answer after the same step. With :func:`hvd_ckpt.LocalSGD` ranks exchange it after each average, so
         it takes up to a period. A second Ctrl-C interrupts at once.
         """
         self._open()
@@ -280,7 +284,7 @@ class Snapshots:
         return self._stopped
 
     def wait(self) -> None:
-        """Returns when the snapshot that was saved last is on the disk.
+        """Waits until the snapshot that was saved last is on the disk.
 
         Raises:
             SnapshotError: it could not be written; on every rank.
@@ -293,7 +297,7 @@ class Snapshots:
             raise SnapshotError(f"The last snapshot, of step {self._step}, could not be written: {fault}")
 
     def close(self) -> None:
-        """Waits for the last snapshot, and gives signals back to their former handlers.
+        """Waits for the last snapshot, and restores the former signal handlers.
 
         Raises:
             SnapshotError: it could not be written; on every rank.
@@ -321,7 +325,7 @@ class Snapshots:
     # -------------------------------------------------------------------------------- of the training command
 
     def before_update(self) -> None:
-        """Returns when state may change, as each ``optimizer.step()`` calls it; for changes by other ways."""
+        """Waits until state may change. Each ``optimizer.step()`` calls it; call it before you change state in other ways."""
         if self._writer is not None:
             self._writer.before_update()
 
@@ -331,7 +335,7 @@ class Snapshots:
         expected: Mapping[str, Mapping[str, Any]] | None = None,
         options: bool = False,
     ) -> bool:
-        """Loads everything but weights and further state; returns whether that includes this rank's own state.
+        """Loads everything except weights and further state. Returns whether this includes this rank's own state.
 
         Args:
             expected, options: see :func:`hvd_ckpt.snapshots.loading.load_state`.
@@ -361,10 +365,10 @@ class Snapshots:
         return described(optimizer=kind_of(self._optimizer), scheduler=self._scheduler)
 
     def contents(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> dict[str, Any]:
-        """What a snapshot holds now, as arguments of :meth:`SnapshotWriter.begin`; tensors are not copied.
+        """The content of a snapshot of the current state, as arguments of :meth:`SnapshotWriter.begin`. Tensors are not copied.
 
         Args:
-            replicated, per_rank: further state, or other state in place of what is here.
+            replicated, per_rank: further state, or state that replaces that of this object.
         """
         optimizer: Any = self._optimizer
         average, average_shard = average_state(self._average, self._shards.sharded)

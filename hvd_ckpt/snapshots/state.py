@@ -1,4 +1,4 @@
-"""The state in a snapshot besides weights: its schema, and whether it fits the model and optimizer that resume from it."""
+"""The state in a snapshot besides weights: its schema, and its comparison with the model and optimizer that resume from it."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ def check_fits(
 
     Args:
         snapshot: that :func:`check_state` has passed.
-        model: whose weights they are to be; that of one pipeline stage is to have those of its blocks.
-        optimizer: of the model, distributed or not.
-        specs: of the optimizer's parameters, by name.
+        model: the model that will have these weights; in a pipeline stage, those of its blocks.
+        optimizer: optimizer of the model, distributed or not.
+        specs: specs of the optimizer's parameters, by name.
     """
     stage = getattr(optimizer, "shard_stage", 0)
     known = named_tensors(model) if stage == 3 else model.state_dict()

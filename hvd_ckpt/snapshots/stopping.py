@@ -1,6 +1,6 @@
 """Requests to stop: signals, and the file ``stop`` in a run's folder.
 
-It imports no PyTorch, since the supervisor of a job needs none.
+This module does not import PyTorch, since the supervisor of a job does not need it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StopRequest:
     A second Ctrl-C interrupts at once.
 
     Args:
-        folder: of the run, on the rank that looks for ``stop`` in it; None on the others.
+        folder: folder of the run, on the rank that looks for ``stop`` in it; None on the others.
     """
 
     def __init__(self, folder: Path | None) -> None:

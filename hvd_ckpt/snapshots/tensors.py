@@ -1,4 +1,4 @@
-"""State as plain values and tensors: checked, copied in host memory, and in files that execute nothing when they are loaded.
+"""State as plain values and tensors: validated, copied to host memory, and saved in files that execute nothing when loaded.
 
 A *state dict* here is any nesting of dict, list, tuple, str, int, float, bool, None and dense tensors. Its file is that of
 ``torch.save``, read with ``torch.load(weights_only=True)``; weights alone are safetensors files.
@@ -175,8 +175,8 @@ class Staging:
 class AsyncCopy:
     """Copies of tensors, some made at once, the others by a thread while their tensors do not change.
 
-    Copies from a CUDA device that are made at once go through its current stream, which changes nothing before they are complete;
-    the others go through a stream of their own, beside training.
+    Copies from a CUDA device that are made at once use its current stream, which changes nothing before they are complete. The
+    others use a separate stream, concurrently with training.
 
     Args:
         now: pairs of tensor and copy; the tensors may change when this returns.

@@ -1,11 +1,11 @@
 """Snapshots that are written while training continues.
 
-A thread copies the state while the next forward and backward pass run, which only read it, and writes the copy to the disk while
+A thread copies the state during the next forward and backward pass, which only read it. It writes the copy to the disk while
 training changes the state again. Training waits only before the optimizer's update, if the copy is not complete by then (CheckFreq,
 Mohan et al., FAST 2021).
 
-The ranks' threads meet in the file system (:mod:`hvd_ckpt.snapshots.barrier`). When rank 0 has the manifests of all ranks, it
-writes that of the snapshot and gives the folder its name, or removes it and says why.
+The ranks' threads synchronize through the file system (:mod:`hvd_ckpt.snapshots.barrier`). When rank 0 has the manifests of all
+ranks, it writes that of the snapshot and renames the folder. If a rank has failed, it removes the folder and reports the reason.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SnapshotWriter:
     It is a context manager. An exception that leaves the context waits at most 3 seconds for a snapshot under way, and gives it up.
 
     Args:
-        folder: of the run's snapshots, such as RUN/snapshots; made if missing; all ranks must see the same one.
+        folder: folder of the run's snapshots, such as RUN/snapshots; made if missing; all ranks must see the same one.
         keep: number of snapshots that stay, the newest ones; at least 1.
         token: 8 hexadecimal digits, the same on every rank, and new for each writer.
         rank, ranks: this process's rank and the number of ranks.
@@ -197,7 +197,7 @@ class SnapshotWriter:
             self.check()
 
     def before_update(self) -> None:
-        """Returns when the optimizer may change the weights and its state; to be called before each of its steps."""
+        """Waits until the optimizer may change the weights and its state. Call it before each of its steps."""
         if self._job is not None:
             self._job.copied.wait()
 

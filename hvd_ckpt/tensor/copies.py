@@ -1,7 +1,7 @@
-"""Verification of what every part has whole: after each step the parts compare some of their copies of norms, biases and positions.
+"""Verification of copies: after each step the parts compare some of their copies of norms, biases and positions.
 
-Copies stay equal without being reduced, since all parts compute the same gradients for them. A clipping by the norm of one part's
-gradients, say, would make them differ, and nothing else would say so.
+Copies stay equal without a reduction, since all parts compute the same gradients for them. Clipping by the norm of one part's
+gradients, for example, would make them differ, and nothing else would report it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 @torch.no_grad()
 def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -> None:
-    """Raises on all parts if a parameter that each has whole differs between them. Collective over the parts.
+    """Raises on all parts if a parameter that is whole on each part differs between them. Collective over the parts.
 
     Args:
         named: parameters with their names, in the same order on all parts.
-        turn: which of the parameters, some at a time; None for all of them.
+        turn: number of the comparison, which selects some of the parameters; None for all of them.
 
     Raises:
         WeightsDiffer: it names the first parameter and the parts.

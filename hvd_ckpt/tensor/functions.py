@@ -1,9 +1,9 @@
 """Megatron's autograd functions: linear maps among the parts, each with its transpose as backward pass.
 
-Between them lies what is split: a region begins with :func:`enter` (Megatron's f) and ends with :func:`leave` (g). Outside, all
-parts have the same values and gradients, bit for bit, so parameters there need no reduction among the parts. With sequence
-parallelism (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022) each part has a share of the
-positions outside, and f and g become an all-gather and a reduce-scatter.
+A split region begins with :func:`enter` (Megatron's f) and ends with :func:`leave` (g). Outside, all parts have the same values
+and gradients, bit for bit, so parameters there need no reduction among the parts. With sequence parallelism, each part has a share
+of the positions outside, and f and g become an all-gather and a reduce-scatter (Korthikanti et al., "Reducing activation
+recomputation in large transformer models", 2022).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def leave_positions(x: Tensor) -> Tensor:
 
 
 def split_positions(x: Tensor) -> Tensor:
-    """This part's positions of what all parts have alike; in the backward pass the gradients of all positions.
+    """This part's positions of a tensor that is equal on all parts; in the backward pass the gradients of all positions.
 
     Raises:
         ValueError: the number of parts does not divide that of positions.
@@ -106,7 +106,7 @@ def split_positions(x: Tensor) -> Tensor:
 
 
 def join_positions(x: Tensor) -> Tensor:
-    """All positions of those that each part has; in the backward pass this part's gradient of what all have alike."""
+    """All positions, from those of each part; in the backward pass this part's gradient of a tensor that is equal on all parts."""
     return _apply(x, _gather_positions, _own_positions)
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is split: no part ever has the scores of all tokens, not even of one row."""
+"""Cross entropy over a split vocabulary: no part ever has the logits of all tokens, not even of one row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SplitVocabulary(NamedTuple):
         Two messages of three numbers a row in all. Collective over the parts.
 
         Args:
-            logits: of the slice.
+            logits: logits of the slice.
             targets: (rows, 1), of the whole vocabulary.
         """
         # By the maximum of all parts, so that exponentials of different slices can be added.

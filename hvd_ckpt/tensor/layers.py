@@ -1,8 +1,8 @@
-"""Layers of which each part has a slice: modules of a model that get another class, and parameters that keep a slice.
+"""Split layers: modules of a model get another class, and their parameters keep a slice.
 
-Module, names, ties and hooks stay as they are, and so does the object of a parameter, which optimizers know. ``nn.Linear`` and the
-transposed ``Conv1D`` of transformers are column or row parallel, ``nn.Embedding`` and the head are vocabulary parallel, and an
-attention module computes with its part of the heads. With sequence parallelism a block computes with its part of the positions.
+Modules, names, ties, hooks and parameter objects remain the same. ``nn.Linear`` and the transposed ``Conv1D`` of transformers are
+column or row parallel, ``nn.Embedding`` and the head are vocabulary parallel, and an attention module computes with its part of
+the heads. With sequence parallelism a block computes with its part of the positions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WHOLE, POSITIONS = Edges(enter, leave), Edges(enter_positions, leave_positions)
 
 
 def cuts_in(module: nn.Module) -> dict[str, Cut]:
-    """How the module's own parameters are cut, by name; empty for a module that is not split."""
+    """The cuts of the module's own parameters, by name; empty for a module that is not split."""
     cuts: dict[str, Cut] = module.__dict__.get(_CUTS, {})
     return cuts
 

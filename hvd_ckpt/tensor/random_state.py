@@ -1,8 +1,9 @@
-"""Random numbers of a split layer: those that the whole layer would draw, of which a part uses its own.
+"""Random numbers of a split layer: each part draws those of the whole layer and uses its slice.
 
 Within :class:`WholeDraws` a part draws the dropout mask of all heads, features or positions and takes its slice. So masks differ
-between the parts, the generator is where it would be with one part, and dropout outside draws the same numbers on all of them. No
-second generator is needed, and recomputation and snapshots have one random state, as ever. The price is that each part draws all.
+between the parts, the generator advances as with one part, and dropout outside draws the same numbers on all parts. No second
+generator is needed, and recomputation and snapshots have one random state, as without parts. The cost is that each part draws all
+numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HEADS = 1  # the dimension of heads in scores of attention, (batch, heads, quer
 
 
 class WholeDraws(TorchFunctionMode):
-    """Within it dropout masks are slices of those of the whole layer, until :func:`end_split`.
+    """A context in which dropout masks are slices of those of the whole layer, until :func:`end_split`.
 
     Args:
         positions: each part has a share of the positions instead of one of the heads or features, up to the end.

@@ -1,6 +1,6 @@
-"""Which layers of a model are split how: :func:`tensor_parallel`, and recipes for the transformers that this library knows.
+"""Splitting of a model's layers: :func:`tensor_parallel`, and recipes for known transformers.
 
-A recipe maps names of modules to a kind of split, in the manner of PyTorch's ``parallelize_module``:
+A recipe maps names of modules to a kind of split, like PyTorch's ``parallelize_module``:
 
     "column"      ``nn.Linear``: a part has a slice of the outputs
     "row"         ``nn.Linear``: a part has a slice of the inputs; outputs are summed
@@ -86,22 +86,23 @@ _KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|block|heads(:
 def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: bool = False) -> Model:
     """Splits layers of a model over the parts of ``hc.init(tensor=...)``, in place: each part keeps its slices of their weights.
 
-    Every part gives the same whole model, so the model at the start is the same for any number of parts; with one part nothing
-    changes. Call it before the optimizer is made. Collective over all processes.
+    Every part passes the same whole model, so the initial model is the same for any number of parts. With one part nothing
+    changes. Call it before you create the optimizer. Collective over all processes.
 
     Args:
         model: the whole model, on all processes with the same weights.
-        recipe: names of modules (``*`` stands for any text) and how each is split, see :mod:`hvd_ckpt.tensor.recipes`. By default
-            that of the GPT, GPT-2, BERT, RoBERTa and XLNet of this library and of ``transformers``.
-        sequence: whether each part has 1 / t of the positions between split layers, too (sequence parallelism, Korthikanti et al.,
-            2022), in the modules that the recipe calls blocks, one after the other: (batch, positions, width). Not for XLNet.
+        recipe: names of modules (``*`` matches any text), each with its kind of split, see :mod:`hvd_ckpt.tensor.recipes`. By
+            default, it is that of the GPT, GPT-2, BERT, RoBERTa and XLNet of this library and of ``transformers``.
+        sequence: whether each part also has only 1 / t of the positions between split layers (sequence parallelism, Korthikanti et
+            al., 2022). This applies to consecutive modules that the recipe calls blocks, with values of shape (batch, positions,
+            width). Not for XLNet.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: on every process: the model lacks a module that the recipe names, a module cannot be split so, the parts do not
-            divide a size, or weights or recipes differ between parts.
+        ValueError: the recipe names a module that is not in the model, or a module cannot be split in the given way. Or a size is
+            not a multiple of the number of parts, or weights or recipes differ between parts. Raised on every process.
     """
     grid = current()
     problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
@@ -210,7 +211,7 @@ def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]
 
 
 def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, Cut]:
-    """How the parameters of a module are cut.
+    """The cuts of the parameters of a module.
 
     Raises:
         ValueError: it cannot be split so.

@@ -1,7 +1,7 @@
 """Errors of one rank's backward pass, raised on every rank by the reduction that follows it.
 
-An error that one rank alone raises in its backward pass leaves the others waiting for its gradients. Whoever is to communicate
-after the pass registers here; whoever finds an error at its end hands it over.
+An error that one rank alone raises in its backward pass leaves the others waiting for its gradients. Code that communicates after
+the pass registers here, and code that finds an error at its end hands it over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cuts of parameters over the parts of tensor parallelism: which slices of a whole tensor a part has.
 
-A cut goes along one dimension. A dimension may be made of several blocks of equal size, each cut by itself: the rows of a fused
-query-key-value weight are three blocks, of which a part has its heads' rows.
+A cut is along one dimension. A dimension may consist of several blocks of equal size, which are cut separately. For example, the
+rows of a fused query-key-value weight are three blocks, and a part has the rows of its heads in each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ATTRIBUTE = "_hvd_ckpt_cut"
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut: along ``dim``, of ``size`` elements in ``blocks`` blocks.
+    """The cut of a tensor: along ``dim``, of ``size`` elements in ``blocks`` blocks.
 
     A block that the number of parts does not divide gives the first parts one element more.
     """
@@ -69,7 +69,7 @@ class Cut:
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """How a parameter is cut; None for one that every part has whole."""
+    """The cut of a parameter; None for one that every part has whole."""
     cut: Cut | None = getattr(parameter, _ATTRIBUTE, None)
     return cut
 

@@ -37,8 +37,8 @@ class PeakMemory:
 def measure_peak(work: Callable[[], object], device: torch.device | str = "cpu") -> PeakMemory:
     """Calls ``work()`` and returns the exact peak of the memory that it allocates on ``device``.
 
-    The result of ``work`` is freed before the end is measured, so ``held_bytes`` is what the work has left elsewhere. See
-    :func:`recording_peak` for what is counted.
+    The result of ``work`` is freed before the end is measured, so ``held_bytes`` is the memory that the work still holds
+    elsewhere. :func:`recording_peak` describes the memory that is counted.
     """
     with recording_peak(device) as memory:
         work()
@@ -50,9 +50,10 @@ def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     """A context that measures its body. The figures are set when the body has ended.
 
     On CPU, each block that PyTorch allocates in the body counts with its requested size, including workspaces of operators, on the
-    calling thread and on autograd's threads. Two kinds of blocks do not count: those allocated before the start (freeing one does
-    not lower the figures, so start where the work starts), and those of other threads, such as the communication threads of
-    Horovod and Gloo. On CUDA, the figures are ``torch.cuda.max_memory_allocated`` of the device, for all threads.
+    calling thread and on autograd's threads. Two kinds of blocks do not count. Blocks that were allocated before the start are not
+    counted, and freeing one does not lower the figures, so start where the work starts. Neither are blocks of other threads, such
+    as the communication threads of Horovod and Gloo. On CUDA, the figures are ``torch.cuda.max_memory_allocated`` of the device,
+    for all threads.
 
     Raises:
         ValueError: the device is neither CPU nor CUDA.

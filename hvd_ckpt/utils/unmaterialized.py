@@ -1,5 +1,6 @@
-"""Parameters without values: parameters that are split over the ranks (stage 3), what they refuse without values, and how values
-come back; also copies of the state of a whole model."""
+"""Parameters without values, which are split over the ranks (stage 3). This module has the operations that they refuse, and the
+way in which they get values again; also copies of the state of a whole model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process waits for, in words, for the line that is shown when it does not come."""
+"""Names of the operations that this process waits for, for the line that is printed when a wait is too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _awaited: dict[int, str] = {}  # by thread
 
 
 class waiting_for:
-    """Within it this thread waits for ``what``; an error that leaves it keeps these words (:func:`awaited_by`)."""
+    """A context in which this thread waits for ``what``; an error that leaves it keeps these words (:func:`awaited_by`)."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -30,11 +30,11 @@ class waiting_for:
 
 
 def awaited_in(thread: int) -> str:
-    """What a thread waits for now; empty if it has not said so."""
+    """Name of the operation that a thread waits for; empty if it is not known."""
     return _awaited.get(thread, "")
 
 
 def awaited_by(error: BaseException) -> str:
-    """What was waited for when an error was raised; empty if that is not known."""
+    """Name of the operation that was waited for when an error was raised; empty if it is not known."""
     words: str = error.__dict__.get("awaited", "")
     return words

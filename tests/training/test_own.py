@@ -129,7 +129,7 @@ def test_other_forms(module: Any) -> None:
         ({"loss": None}, "loss: give a function"),
         ({"loss": "own_module:missing"}, "no loss 'own_module:missing'"),
         ({"metrics": {"one": 3}}, "metrics: one is 3"),
-        ({"metrics": {"loss": "own_module:right"}}, "metrics: loss is the name of something else"),
+        ({"metrics": {"loss": "own_module:right"}}, "metrics: loss is a key of the log"),
         ({"data": "own_module:nothing"}, "own_module:nothing returned NoneType"),
         ({"data": "own_module:fails"}, "data: own_module:fails raised FileNotFoundError: [Errno 2]"),
         ({"data": "own_module:three"}, "own_module:three returned a tuple of 3"),

@@ -1,1 +1,1 @@
-"""The ``hvd-ckpt`` command: one file a command."""
+"""The ``hvd-ckpt`` command, with one file for each subcommand."""

@@ -1,6 +1,6 @@
-"""Parts that commands share: one-line errors for bad arguments, lists of names, folders for results, progress.
+"""Common parts of commands: one-line errors for invalid arguments, lists of names, folders for results, progress.
 
-A bad argument ends a command with one line and exit status 2; status 1 is for a command that did its work and whose result is bad.
+An invalid argument ends a command with one line and exit status 2. Status 1 means that a command ran and its result is bad.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``hvd-ckpt doctor``: what is installed here, what really works, and the way out where something is missing.
+"""``hvd-ckpt doctor``: a report of what is installed, what works, and how to install what is missing.
 
-It is the command for environments in which nothing else runs, so this module imports neither PyTorch nor Horovod
-before it asks for them, and every question that fails becomes an answer. Whether a controller works is not read off
-Horovod's build but tried with two ranks (:mod:`hvd_ckpt.processes.probe`).
+The command must run in environments in which nothing else runs. So this module does not import PyTorch or Horovod
+at its top, and every check that fails becomes a line of the report. A controller is not judged by
+Horovod's build flags, but tried with two ranks (:mod:`hvd_ckpt.processes.probe`).
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _find_program(name: str) -> str | None:
     default=25.0,
     show_default=True,
     type=click.FloatRange(min=1),
-    help="With --gpu: checks that the time does not suffice for are skipped.",
+    help="With --gpu: time limit, after which the remaining checks are skipped.",
 )
 @click.option(
     "--offline",
@@ -280,25 +280,29 @@ def _find_program(name: str) -> str | None:
 @click.option(
     "--output",
     metavar="FOLDER",
-    help="With --gpu: for the report.  [default: runs/doctor-<time>]",
+    help="With --gpu: folder for the report.  [default: runs/doctor-<time>]",
 )
 @click.option(
     "--fill",
     "to_fill",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="Instead, download into this folder what --offline needs, for a machine that has PyTorch and no network.",
+    help="Instead, download the files for --offline into this folder, for a machine with PyTorch and no network.",
 )
 @click.option(
-    "--python", metavar="VERSION", default="3.12", show_default=True, help="With --fill: of that machine."
+    "--python",
+    metavar="VERSION",
+    default="3.12",
+    show_default=True,
+    help="With --fill: Python version of that machine.",
 )
 def doctor(
     as_json: bool, timeout: float, gpu: bool, to_fill: Path | None, python: str, **of_checks: Any
 ) -> None:
-    """Say what is installed, what really works and what is missing.
+    """Report what is installed, what works and what is missing.
 
-    Two ranks are started over each controller and try every operation. The exit status is 1 where something
-    essential is missing, and the output says what to do.
+    The command starts two ranks over each controller, which try every operation. If something essential is missing, the
+    exit status is 1, and the output says what to do.
     """
     if to_fill is not None:
         fill_folder(to_fill, python)

@@ -26,7 +26,7 @@ OUTPUTS = {"safetensors": "model.safetensors", "pt": "model.pt", "hf": "model"}
     type=click.Choice(list(OUTPUTS)),
     default="safetensors",
     show_default=True,
-    help="safetensors or pt: a file with the `state_dict()`; hf: a folder for transformers' from_pretrained, with tokenizer.",
+    help="safetensors, pt: a file with the `state_dict()`; hf: a folder with tokenizer for transformers' from_pretrained.",
 )
 @click.option(
     "--output",
@@ -39,9 +39,9 @@ OUTPUTS = {"safetensors": "model.safetensors", "pt": "model.pt", "hf": "model"}
 def export(run: str, kind: str, output: str | None, ema: bool) -> None:
     """Write the whole weights of a run of `hvd-ckpt train`, or of hc.Snapshots, for other tools.
 
-    RUN_OR_SNAPSHOT is the folder of a run, whose newest undamaged snapshot is used, or of a snapshot. Names and shapes are those of
-    the model's `state_dict()`, buffers included, however the run was sharded. Checksums are verified. It takes memory for one
-    model, with `--format hf` for two.
+    RUN_OR_SNAPSHOT is a snapshot, or the folder of a run, of which the newest undamaged snapshot is used. Names and shapes are
+    those of the model's `state_dict()`, including buffers, for every sharding of the run. Checksums are verified. The command
+    needs memory for one model, and with `--format hf` for two.
     """
     place = Path(output or OUTPUTS[kind])
     if os.path.lexists(place):

@@ -19,18 +19,18 @@ from hvd_ckpt.utils.text import printable
 @click.argument("run", metavar="RUN_OR_SNAPSHOT")
 @click.option("--prompt", required=True, metavar="TEXT", help="Text to continue.")
 @click.option(
-    "--tokens", type=click.IntRange(1), default=200, show_default=True, help="Number of tokens to make."
+    "--tokens", type=click.IntRange(1), default=200, show_default=True, help="Number of tokens to generate."
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
     default=1.0,
     show_default=True,
-    help="Of the distribution; 0 takes the likeliest token.",
+    help="Temperature of the distribution; 0 takes the most likely token.",
 )
-@click.option("--top-k", type=click.IntRange(1), help="Draw among the K likeliest tokens.")
+@click.option("--top-k", type=click.IntRange(1), help="Draw from the K most likely tokens.")
 @click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of what is drawn."
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the draws."
 )
 @click.option("--ema", is_flag=True, help="Use the moving averages of `hvd-ckpt train --ema`.")
 def generate(
@@ -38,8 +38,8 @@ def generate(
 ) -> None:
     """Continue a text with a causal language model (GPT-2, GPT-lite, LSTM) that `hvd-ckpt train` has trained.
 
-    RUN_OR_SNAPSHOT is the folder of a run, whose newest undamaged snapshot is used, or of a snapshot, of any number of ranks. The
-    model sees as many tokens as a sample of its training has. The whole is computed anew for each token, on the CPU.
+    RUN_OR_SNAPSHOT is a snapshot, or the folder of a run, of which the newest undamaged snapshot is used. The number of ranks does
+    not matter. The model sees as many tokens as a training sample has. For each token, all of them are computed again, on the CPU.
     """
     from hvd_ckpt.app.training.trained import generate as texts
     from hvd_ckpt.snapshots.folder import SnapshotError

@@ -1,8 +1,7 @@
 """The ``hvd-ckpt`` command: one group whose commands are imported when they are called.
 
-PyTorch takes seconds to import, and where Horovod is broken it cannot be imported at all. So the group knows of each
-command only where it lives and what its one line of help says; ``hvd-ckpt --help`` imports neither, and
-``hvd-ckpt doctor`` still runs where nothing else does.
+PyTorch takes seconds to import, and a broken Horovod cannot be imported at all. So the group only has the module and one line of
+help of each command. ``hvd-ckpt --help`` imports neither, and ``hvd-ckpt doctor`` runs even if no other command does.
 """
 
 from __future__ import annotations

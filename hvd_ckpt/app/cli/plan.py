@@ -1,7 +1,7 @@
 """``hvd-ckpt plan``: make or load a plan, measure it, and write tables, the plan and its pictures.
 
-Exit status 0 if the plan stays within its budget when measured, 1 if it does not, 2 for a bad argument, a budget that
-cannot be met, or a plan file that cannot be used.
+The exit status is 0 if the plan stays within its budget when measured, and 1 if it does not. It is 2 for an invalid argument, a
+budget that cannot be met, or a plan file that cannot be used.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ ROUNDS = 5  # of timing
 MOST_RANKS = 1 << 20
 WIDTH = 120  # of the tables where the output is not a terminal
 
-HELP = f"""Decide what a model's forward pass keeps so that a training step fits a memory budget, and measure it.
+HELP = f"""Choose what a model's forward pass keeps so that a training step fits a memory budget, and measure the step.
 
-Models: {catalog.overview()}; or a folder of a Hugging Face model; or module:function, a function of your own that returns
-the model, a tuple of its sample arguments, and its loss (a function of its output) or None. It gets those of the sizes and options
+Models: {catalog.overview()}; a folder of a Hugging Face model; or module:function. Such a function of your own returns
+the model, a tuple of its sample arguments, and its loss (a function of its output) or None. It is called with the sizes and options
 below that you give.
 """
 
@@ -63,14 +63,18 @@ below that you give.
     metavar="NAME=VALUE",
     help="Option of the model, such as layers=2; may be given several times.",
 )
-@click.option("--batch", type=click.IntRange(1), help="Samples in the batch.  [default: 8; 2 volumes]")
+@click.option("--batch", type=click.IntRange(1), help="Samples in the batch.  [default: 8, or 2 volumes]")
 @click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]")
 @click.option(
-    "--vocabulary", type=click.IntRange(2), help="Different tokens.  [default: bytes and special tokens]"
+    "--vocabulary",
+    type=click.IntRange(2),
+    help="Number of different tokens.  [default: bytes and special tokens]",
 )
-@click.option("--pixels", type=click.IntRange(1), help="Of an image's or volume's side.  [default: by model]")
-@click.option("--channels", type=click.IntRange(1), help="Of an image or volume.  [default: 1]")
-@click.option("--classes", type=click.IntRange(2), help="Of images or voxels.  [default: as train's data]")
+@click.option("--pixels", type=click.IntRange(1), help="Side of an image or volume.  [default: by model]")
+@click.option("--channels", type=click.IntRange(1), help="Channels of an image or volume.  [default: 1]")
+@click.option(
+    "--classes", type=click.IntRange(2), help="Classes of images or voxels.  [default: those of train's data]"
+)
 @click.option(
     "--budget",
     help="Peak of a step: 6GiB, 0.3x (of no recomputation), 80% (of the device), min, fastest.  [default: fastest]",
@@ -80,12 +84,12 @@ below that you give.
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="bf16, fp16: under autocast.",
+    help="bf16 and fp16 run under autocast.",
 )
 @click.option(
     "--chunk-head/--no-chunk-head",
     default=True,
-    help="The head of a language model may be computed in chunks, which rounds otherwise.",
+    help="The head of a language model may be computed in chunks, which changes results by rounding.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
 @click.option("--load", "file", metavar="FILE", help="Measure the plan in this file instead of making one.")
@@ -98,24 +102,26 @@ below that you give.
 @click.option(
     "--shard",
     metavar="STAGE",
-    help="Show this in its parts: none, optimizer, gradients, parameters, or 0 to 3.  [default: none]",
+    help="Show the parts of this stage of sharding: none, optimizer, gradients, parameters, or 0 to 3.  [default: none]",
 )
 @click.option(
-    "--offload", type=click.Choice(["optimizer", "parameters"]), help="Show it with this offloaded."
+    "--offload",
+    type=click.Choice(["optimizer", "parameters"]),
+    help="Show the estimate with this state offloaded.",
 )
 @click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
-@click.option("--wire", help="Format in which shards travel: fp32, fp16, bf16, int8, int4.  [default: fp32]")
+@click.option("--wire", help="Communication format of shards: fp32, fp16, bf16, int8, int4.  [default: fp32]")
 @click.option(
     "--stages",
     type=click.IntRange(1, MOST_RANKS),
-    help="Plan this many pipeline stages, whose memory the budget is for; --batch is then a micro-batch.",
+    help="Plan for this many pipeline stages; the budget is then for one stage, and --batch is a micro-batch.",
 )
 @click.option(
     "--chunks",
     type=click.IntRange(1, MOST_RANKS),
     help="Micro-batches of a step.  [default: 2 for each stage]",
 )
-@click.option("--schedule", type=click.Choice(NAMES), help="Of the stages' passes.  [default: 1f1b]")
+@click.option("--schedule", type=click.Choice(NAMES), help="Schedule of the stages.  [default: 1f1b]")
 @click.option(
     "--param-scale",
     type=click.FloatRange(1.0),
@@ -126,9 +132,11 @@ below that you give.
     type=click.IntRange(1, MOST_RANKS),
     default=1,
     show_default=True,
-    help="Split layers into this many parts; all bytes are those of one part, and messages take no time.",
+    help="Split layers into this many parts; bytes are those of one part, and the time of messages is not counted.",
 )
-@click.option("--output", metavar="FOLDER", help="For plan and pictures.  [default: runs/plan-<time>]")
+@click.option(
+    "--output", metavar="FOLDER", help="Folder for the plan and the pictures.  [default: runs/plan-<time>]"
+)
 def plan(
     name: str,
     options: tuple[str, ...],

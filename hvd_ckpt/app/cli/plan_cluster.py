@@ -27,10 +27,10 @@ class Cluster:
     """A cluster that need not be there, on whose ranks the memory of a step with the plan is estimated.
 
     Attributes:
-        ranks: of the largest cluster.
+        ranks: number of ranks of the largest cluster.
         stage, offload: shown in its parts.
         optimizer: a name of ``torch.optim`` in lower case.
-        wire: the format in which shards travel.
+        wire: communication format of shards.
     """
 
     ranks: int

@@ -1,4 +1,4 @@
-"""Models for ``hvd-ckpt plan``: one of the catalog with a random batch and its objective, or what a function returns.
+"""Models for ``hvd-ckpt plan``: a model of the catalog with a random batch and its objective, or the result of a function.
 
 Weights and batches are random: a plan follows from shapes alone. Default sizes are those of ``hvd-ckpt train`` and its default
 data, so that a plan made for a model fits that model in training.
@@ -32,7 +32,7 @@ class Job(NamedTuple):
         model: in training mode.
         sample: the model's positional arguments.
         kwargs: its keyword arguments.
-        loss: of the model's output, or None as for :func:`hvd_ckpt.plan`.
+        loss: loss of the model's output, or None as for :func:`hvd_ckpt.plan`.
     """
 
     model: nn.Module
@@ -50,11 +50,11 @@ def build(
     """The model of that name in :mod:`hvd_ckpt.app.models.catalog`, of that folder, or what ``module:function`` returns.
 
     Args:
-        name: of the model, of a folder of a Hugging Face model, or of the function, which gets sizes and options as keyword
-            arguments and returns (model, tuple of sample arguments, loss or None).
-        sizes: of the batch and what is in it: ``batch``, and by kind of model ``length`` and ``vocabulary``, or ``pixels``,
+        name: name of the model, of a folder of a Hugging Face model, or of the function. The function gets sizes and options as
+            keyword arguments, and returns (model, tuple of sample arguments, loss or None).
+        sizes: sizes of the batch and its content: ``batch``, and by kind of model ``length`` and ``vocabulary``, or ``pixels``,
             ``channels`` and ``classes``.
-        options: of the model.
+        options: options of the model.
         device: for model and sample.
 
     Raises:

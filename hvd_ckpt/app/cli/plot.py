@@ -21,15 +21,15 @@ LOG = "log.jsonl"
     type=click.Choice(["loss", "time"]),
     default="loss",
     show_default=True,
-    help="The loss, or where the time of a step goes.",
+    help="The loss, or the time of the parts of a step.",
 )
-@click.option("--output", metavar="FILE", help="For the picture, a PNG.  [default: loss.png or time.png]")
-@click.option("--title", metavar="TEXT", help="Above the picture.")
+@click.option("--output", metavar="FILE", help="File of the picture, a PNG.  [default: loss.png or time.png]")
+@click.option("--title", metavar="TEXT", help="Title of the picture.")
 def plot(runs: tuple[str, ...], what: str, output: str | None, title: str | None) -> None:
     """Draw the losses of training runs over their steps: hvd-ckpt plot runs/a short=runs/b --output both.png
 
-    A RUN is the folder of a run of `hvd-ckpt train`, or its log. Lines are named after the folders, or as NAME says. Training is
-    drawn as lines, evaluations as points. With `--what time`, each run has a picture of the seconds that a step takes.
+    A RUN is the folder of a run of `hvd-ckpt train`, or its log. The name of a line is NAME, or else that of the folder. Training
+    is drawn as lines, evaluations as points. With `--what time`, each run has a picture of the seconds of a step.
     """
     logs = _logs(runs)
     file = Path(output or f"{what}.png")

@@ -1,7 +1,8 @@
-"""``hvd-ckpt train``: flags and files to a configuration, one line for an invalid setting, a run.
+"""``hvd-ckpt train``: makes a configuration from flags and files, and runs it; an invalid setting is one line.
 
-Exit status 0 after a run, or when the file ``stop`` in its folder has stopped it; 128 + signal when a signal has; 2 for an invalid
-setting; 1 for anything else: in one line, or with the traceback of the rank where it happened.
+The exit status is 0 after a run, or after the file ``stop`` in its folder has stopped it, and 128 + signal after a signal. It is 2
+for an invalid setting, and 1 for any other error. Errors are shown in one line, or with the traceback of the rank that raised
+them.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def run(config: Config) -> None:
     """Trains as configured, on all ranks; ends the process with the status of a run that was stopped or failed.
 
     Raises:
-        ConfigError: on every rank alike.
+        ConfigError: raised on every rank.
     """
     import horovod.torch as hvd
 
@@ -220,7 +221,7 @@ def run(config: Config) -> None:
         for name, lost in (("tensor", "parts"), ("stages", "stages")):
             if getattr(config, name) > 1 and is_elastic():
                 raise ConfigError(
-                    f"{name} {getattr(config, name)}: ranks of an elastic job come and go, and take their {lost} with them, "
+                    f"{name} {getattr(config, name)}: ranks of an elastic job come and go, and their {lost} would be lost, "
                     "leave it out"
                 )
         # Each group of ranks is a process set, which Horovod must be told before it starts.
@@ -270,15 +271,18 @@ train = OneLineErrors(
             ["--max-restarts"],
             type=click.IntRange(0),
             metavar="N",
-            help="Start the ranks from here, and again from the newest snapshot when they die, N times at most.",
+            help="Start the ranks from this process. If they die, start them again from the newest snapshot, at most N times.",
         ),
         click.Option(
-            ["--np"], type=click.IntRange(1), metavar="P", help="Start P ranks from here, by horovodrun."
+            ["--np"],
+            type=click.IntRange(1),
+            metavar="P",
+            help="Start P ranks from this process, with horovodrun.",
         ),
         click.Option(
             ["--launcher"],
             metavar="COMMAND",
-            help="Start the ranks from here by this, such as 'horovodrun -np 8 -H node1:4,node2:4'.",
+            help="Start the ranks with this command, such as 'horovodrun -np 8 -H node1:4,node2:4'.",
         ),
         click.Option(
             ["--grace"],
@@ -286,14 +290,14 @@ train = OneLineErrors(
             default=20,
             show_default=True,
             metavar="SECONDS",
-            help="Of ranks started from here, to save and end after a signal to this process.",
+            help="After a signal to this process, time that the ranks it started have to save and end.",
         ),
     ],
     help=f"""Train a model over all ranks: horovodrun -np 2 hvd-ckpt train --model bert-small ...
 
-    Or, with restarts when a rank dies: hvd-ckpt train --max-restarts 3 --np 2 --model bert-small ...
+    With restarts when a rank dies: hvd-ckpt train --max-restarts 3 --np 2 --model bert-small ...
 
-    Settings come from a YAML FILE, whose keys are the names of the flags, and from the flags, which go before it.
+    Settings come from flags and from a YAML FILE, whose keys are the names of the flags. Flags override the file.
 
     Models: {overview()}, a folder of a Hugging Face model, or module:function.
     """,

@@ -93,8 +93,8 @@ class ImageArrays(Images):
     """Images in an array.
 
     Args:
-        source: an .npz file with ``images`` and ``labels``, or the two arrays. Images are of shape (N, H, W), (N, H, W, C) or
-            (N, C, H, W) with 1, 3 or 4 channels, of any type; labels (N,) are whole numbers from 0.
+        source: an .npz file with ``images`` and ``labels``, or the two arrays. Images are of shape (N, H, W), (N, H, W, C) or (N,
+            C, H, W) with 1, 3 or 4 channels, of any type. Labels (N,) are whole numbers from 0.
         pixels: number of pixels of a side, to which images are scaled; by default, they keep their size.
         seed: seed of the split.
 

@@ -79,8 +79,8 @@ class CausalText(_Windows):
 class MaskedText(_Windows):
     """Masked samples: some tokens are hidden, and predicted from all others (Devlin et al., "BERT", 2018).
 
-    The inputs of a batch are the tokens (samples, length). 15 % of the positions, the same number in each sample and at least one,
-    are predicted: 80 % of them show the mask token, 10 % a random ordinary token and 10 % their own token. Targets (samples,
+    The inputs of a batch are the tokens (samples, length). 15 % of the positions are predicted, the same number in each sample and
+    at least one. 80 % of them show the mask token, 10 % a random ordinary token and 10 % their own token. Targets (samples,
     length) are the tokens at these positions, and IGNORED at the others. The positions differ between epochs (Liu et al.,
     "RoBERTa", 2019).
 

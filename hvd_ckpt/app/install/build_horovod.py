@@ -73,8 +73,8 @@ def obtain_sdist(cache: Path, given: Path | None, log: Path) -> Path:
 def _run_logged(
     command: list[str], log: Path, environment: dict[str, str] | None = None, cwd: Path | None = None
 ) -> int:
-    """Runs a command, appends its output to the log and prints the progress of the build, or at least that it goes on, every
-    30 seconds. An interrupt also ends the command.
+    """Runs a command, appends its output to the log and prints the progress of the build, or at least one line every 30 seconds.
+    An interrupt also ends the command.
     """
     shown, step, start = -1, "", time.monotonic()
 
@@ -250,7 +250,7 @@ def install(wheel: Path, log: Path) -> None:
         raise BuildError(f"Horovod's wheel could not be installed: {_cause(log)}\n  the log is {log}")
     if _run_logged([sys.executable, "-c", "import horovod.torch"], log) != 0:
         raise BuildError(
-            f"the installed Horovod does not load: {_cause(log)}\n  remove {wheel.parent} to build it anew; the log is {log}"
+            f"the installed Horovod does not load: {_cause(log)}\n  remove {wheel.parent} to build it again; the log is {log}"
         )
 
 

@@ -1,6 +1,6 @@
 """Recipe of a build of Horovod for one PyTorch: source, patches and environment of the build.
 
-The key of :class:`Target` has everything by which wheels differ.
+The key of :class:`Target` contains everything that distinguishes wheels.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def detect_target() -> Target:
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
         raise BuildError(
-            f"PyTorch is not installed for {sys.executable}: install it first; Horovod is built for the one that is there."
+            f"PyTorch is not installed for {sys.executable}: install it first; Horovod is built for the installed PyTorch."
         )
     version = runpy.run_path(str(Path(torch_spec.origin).parent / "version.py"))
     torch = str(version["__version__"])

@@ -1,7 +1,7 @@
 """Lightning over Horovod: a strategy for its Trainer, also by the name ``"hvd_ckpt"`` once this module is imported.
 
-The launcher (``horovodrun``, ``mpirun``, ``torchrun``) starts the processes. Lightning's loop stays as it is: the strategy gives it
-distributed optimizers, reduces before hooks and clipping see gradients, and adds each rank's own state to checkpoints.
+The launcher (``horovodrun``, ``mpirun``, ``torchrun``) starts the processes. The strategy keeps Lightning's loop: it provides
+distributed optimizers, reduces gradients before hooks and clipping, and adds each rank's own state to checkpoints.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class HorovodStrategy(ParallelStrategy):
         trainer = Trainer(strategy=HorovodStrategy(budget="0.5x"), max_epochs=3)    # under horovodrun -np 4
 
     Args:
-        budget: of the memory of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch before training.
+        budget: memory budget of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch before training.
             Needs automatic optimization.
-        shard: what is split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
+        shard: the states that are split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
         replicas: a number of logical replicas, whose weights have the same bits on 1, 2, 4, ... ranks. ``batch_size`` is that of a
             replica, the steps of an epoch are full ones, and each rank evaluates on all data. Needs automatic optimization.
         options: further arguments of :func:`hvd_ckpt.DistributedOptimizer`.
 
     Raises:
-        ValueError: a setting of the Trainer or the module does not go with these; when training begins, on every rank.
+        ValueError: a setting of the Trainer or the module cannot be used with these; raised when training begins, on every rank.
     """
 
     strategy_name = "hvd_ckpt"
@@ -177,7 +177,7 @@ class HorovodStrategy(ParallelStrategy):
         return whole
 
     def _check(self, trainer: Trainer) -> None:
-        """Raises ValueError for a setting that does not go with another one."""
+        """Raises ValueError for a setting that cannot be used with another one."""
         if not self.lightning_module.automatic_optimization:
             for name, value in (("budget", self._budget), ("replicas", self._replicas)):
                 if value is not None:
@@ -187,7 +187,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._replicas is not None:
             if trainer.accumulate_grad_batches != 1:
                 raise ValueError(
-                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) does not go with "
+                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) cannot be used with "
                     f"HorovodStrategy(replicas={self._replicas}): give more replicas instead"
                 )
             trainer.accumulate_grad_batches = local_replicas(self._replicas, hc.size())

@@ -15,8 +15,8 @@ import hvd_ckpt as hc
 class ResumableLoader:
     """A loader of numbered samples that counts the batches of an epoch, and begins behind as many after a resume.
 
-    Batches that are passed over are loaded, so that random augmentation goes on as it would have. Workers are seeded by epoch and
-    rank, not by the default generator, which so draws the same numbers after a resume.
+    Batches that are skipped are loaded, so that random augmentation continues as in an undisturbed run. Workers are seeded by
+    epoch and rank, not by the default generator, which so draws the same numbers after a resume.
 
     Args:
         is_last: whether the batch that was given last is the last one of its epoch.
@@ -52,7 +52,7 @@ class ResumableLoader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches of the epoch it has given; none of the next one."""
+        """Number of batches of the epoch that the loader has returned; batches of the next epoch are not counted."""
         return {"batches": 0 if self._is_last() else self._batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -1,6 +1,7 @@
-"""Transformers' Trainer over Horovod: ``Trainer`` and ``Seq2SeqTrainer``, with memory plans, sharding and resume in the same bits.
+"""Transformers' Trainer over Horovod: ``Trainer`` and ``Seq2SeqTrainer``, with memory plans, sharding and resume with the same
+bits.
 
-They override methods of the Trainer, whose loop stays as it is; Accelerate sees one process.
+They override methods of the Trainer and keep its loop. Accelerate sees one process.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _OF_RANKS = {
 
 
 class _OverHorovod:
-    """Methods of the Trainer that know of ranks.
+    """Methods of the Trainer that depend on ranks.
 
     Args:
-        budget: of the memory of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch.
-        shard: what is split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
+        budget: memory budget of activations, as in :func:`hvd_ckpt.plan`; the plan is made for the first batch.
+        shard: the states that are split over the ranks, as in :func:`hvd_ckpt.DistributedOptimizer`.
         distributed: further arguments of :func:`hvd_ckpt.DistributedOptimizer`.
         others: arguments of the Trainer. Each rank trains on its part of ``train_dataset`` and evaluates on all of
             ``eval_dataset``.
 
     Raises:
-        ValueError: a setting does not go with Horovod, or with another one; names it.
+        ValueError: a setting cannot be used with Horovod, or with another setting; the message names it.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore
 
 
 def _check(args: Any, budget: Any, shard: Any, options: dict[str, Any]) -> None:
-    """Raises ValueError for a setting that does not go with Horovod, or with another one."""
+    """Raises ValueError for a setting that cannot be used with Horovod, or with another one."""
     whole = shard in ("parameters", 3)
     wrong = {
         "auto_find_batch_size=True": args.auto_find_batch_size

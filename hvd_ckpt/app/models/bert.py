@@ -1,8 +1,7 @@
 """Hugging Face's BERT and RoBERTa with their masked-language-model heads, as chains of blocks.
 
-Both models (Devlin et al., 2018; Liu et al., 2019) have the properties that make recomputation and data parallelism hard to
-combine:
-the output weights of the head are the word embeddings of the first block (one parameter in two segments), each layer has dropout,
+Both models (Devlin et al., 2018; Liu et al., 2019) have properties that make recomputation and data parallelism hard to combine.
+The output weights of the head are the word embeddings of the first block (one parameter in two segments). Each layer has dropout,
 and all layers share a mask.
 """
 

@@ -254,9 +254,9 @@ class ResNetShape:
             activations come before the convolutions).
         units: number of residual units in each stage. From stage to stage, maps double and the resolution halves.
         maps: number of maps of the 3x3 convolutions in the first stage.
-        large_images: whether the network has the stem for ImageNet (7x7 convolution and pooling, to a quarter of the resolution)
-            and projecting shortcuts, or the stem for CIFAR (3x3 convolution at full resolution) and, for basic units, shortcuts
-            that pad with zeros.
+        large_images: whether the network is for ImageNet or for CIFAR. For ImageNet it has a stem with a 7x7 convolution and
+            pooling, to a quarter of the resolution, and projecting shortcuts. For CIFAR it has a stem with a 3x3 convolution at
+            full resolution, and shortcuts of basic units pad with zeros.
     """
 
     unit: str

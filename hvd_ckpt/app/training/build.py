@@ -96,7 +96,7 @@ def assemble_in_turn(config: Config) -> Assembly:
     """:func:`assemble` on all ranks: the first of each machine encodes the text, the others find its tokens. Collective.
 
     Raises:
-        ConfigError: on every rank alike.
+        ConfigError: raised on every rank.
     """
     # The first rank of a machine writes its tokens to a file, which the others then find. Both turns are collective.
     for turn in (True, False):

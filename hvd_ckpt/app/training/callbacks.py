@@ -1,8 +1,8 @@
 """Callbacks of a training run, and trackers: callbacks that write its log for TensorBoard, Weights & Biases or MLflow.
 
-A callback is any object with some of the methods in :data:`METHODS`. They run on the first process of a job alone, on its main
-thread, so they must not communicate. An exception of one ends all ranks; one of a tracker is a warning, after which it hears no
-more.
+A callback is any object with some of the methods in :data:`METHODS`. They run only on the first process of a job, on its main
+thread, so they must not communicate. An exception of a callback ends all ranks. An exception of a tracker gives a warning, and the
+tracker is not called again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tracker(ABC):
     """A callback that writes numbers of a run for a tool.
 
     Attributes:
-        name: of the tool.
+        name: name of the tool.
     """
 
     name = ""
@@ -218,7 +218,7 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _identity(trainer: Trainer, name: str, make: Callable[[], str]) -> str:
-    """The tool's name of the run, which a resumed run goes on with: kept in its folder."""
+    """The tool's name of the run, which is kept in its folder and used by a resumed run."""
     file = trainer.folder / f"{name}-run.txt"
     if not file.is_file():
         file.write_text(make(), "utf-8")

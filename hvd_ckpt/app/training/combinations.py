@@ -16,7 +16,7 @@ OF_LOCAL_SGD = ("outer_lr", "outer_momentum", "fragments", "delay")
 
 
 def check_combinations(config: Config) -> None:
-    """Raises ValueError for the first settings that do not go together; names them, and what to do."""
+    """Raises ValueError for the first settings that cannot be combined. The message names them and says what to do."""
     if config.steps is not None and config.epochs is not None:
         raise ValueError(f"steps {config.steps} and epochs {config.epochs}: give one of them")
     if config.tokens is not None and config.text is not None:
@@ -62,7 +62,7 @@ def _is_given(config: Config, name: str) -> bool:
 
 
 def _refuse(config: Config, setting: str, others: Iterable[tuple[str, bool, str]]) -> None:
-    """Refuses a setting beside the first of others that is wrong with it: name, whether it is wrong, and why."""
+    """Refuses a setting with the first of others that is wrong with it: its name, whether it is wrong, and the reason."""
     for name, wrong, reason in others:
         if wrong:
             raise ValueError(
@@ -97,7 +97,7 @@ def _check_local(config: Config) -> None:
         ("shard", shard > 0 and config.within is None, "it splits over the ranks of a group, give within as well"),
         ("accumulate_locally", config.accumulate_locally, "gradients are reduced within groups in each step, leave it out"),
         ("stages", stages > 1, "each rank steps on a whole model, leave it out"),
-        ("replicas", _is_given(config, "replicas"), "ranks that step on their own have no bits in common, leave it out"),
+        ("replicas", _is_given(config, "replicas"), "ranks that step on their own have different weights, leave it out"),
         ("ema", config.ema is not None, "ranks have weights of their own between averages, leave it out"),
         ("compression", config.compression != "none", f"gradients stay on their rank, give wire {config.compression}"),
         ("bucket_cap_mb", _is_given(config, "bucket_cap_mb"), "averages have other buckets, leave it out"),
@@ -170,7 +170,7 @@ def _check_stages(config: Config) -> None:
         raise ValueError(f"stages {stages}: Apex wants the whole model, give precision fp16 or bf16")
     if config.optimizer.strip().lower() == "adafactor":
         raise ValueError(
-            f"optimizer {config.optimizer}: its state is not one of elements, which snapshots of stages hold, take adamw"
+            f"optimizer {config.optimizer}: snapshots of stages need a state with a value for each element, give adamw"
         )
 
 
@@ -182,8 +182,8 @@ def _check_tensor(config: Config) -> None:
         ("replicas", config.replicas is not None, "logical replicas are of whole models, leave it out"),
         ("precision", config.precision.startswith("apex"), "Apex wants whole gradients, give fp16 or bf16"),
         ("offload", config.offload == "parameters", "its files hold whole layers, leave it out"),
-        ("prompt", config.prompt is not None, "its text is made by whole models, leave it out"),
-        ("optimizer", config.optimizer.strip().lower() == "adafactor", "its state is not one of elements, take adamw"),
+        ("prompt", config.prompt is not None, "only whole models generate text, leave it out"),
+        ("optimizer", config.optimizer.strip().lower() == "adafactor", "its state has no value for each element, give adamw"),
     ))  # fmt: skip
 
 
@@ -194,10 +194,10 @@ def _check_replicas(config: Config) -> None:
     if replicas & (replicas - 1):
         raise ValueError(f"replicas {replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
     _refuse(config, "replicas", (
-        ("stages", _is_given(config, "stages"), "the sums of stages are those of ranks, leave it out"),
+        ("stages", _is_given(config, "stages"), "stages add up gradients by rank, leave it out"),
         ("shard", config.shard_stage > 2, f"replicas are added up as whole gradients, give {STAGES[2]} or less"),
         ("wire", config.wire != "fp32", "it rounds what ranks send, leave it out"),
         ("compression", config.compression != "none", "it rounds the sums of ranks, leave it out"),
-        ("batch_norm", config.batch_norm in ACROSS_RANKS, "its statistics are those of ranks, give local or deferred"),
+        ("batch_norm", config.batch_norm in ACROSS_RANKS, "its statistics depend on the ranks, give local or deferred"),
         ("precision", config.precision.startswith("apex"), "Apex reduces after one backward pass, give fp16 or bf16"),
     ))  # fmt: skip

@@ -1,7 +1,7 @@
 """Training configuration: one schema for Python, YAML files and the command line.
 
-Each field has a description, so flags and their help come from here. A value that is not allowed is found when the configuration is
-made, before anything is built.
+Each field has a description, from which flags and their help are made. Values are validated when the configuration is created,
+before anything is built.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class ConfigError(ValueError):
 
 
 class Config(Strict):
-    """The settings of a run.
+    """Settings of a training run.
 
     Raises:
-        ConfigError: a value is not allowed; names the setting, the value and what is allowed.
+        ConfigError: a value is not allowed. The message names the setting, the value and the allowed values.
     """
 
     model_config = ConfigDict(protected_namespaces=())
@@ -74,7 +74,7 @@ class Config(Strict):
         None, description="Text file or folder to train on.  [default: the standard library's source]"
     )
     documents: Annotated[str | None, one_of("form of documents", *DOCUMENTS)] = Field(
-        None, description="What each line of the text is: a document (lines), or an object with one (jsonl)."
+        None, description="Each line of the text is a document (lines), or a JSON object with one (jsonl)."
     )
     tokens: Text | None = Field(
         None, description=".npy or .bin file of token ids, or a folder of them, to train on instead of text."
@@ -87,7 +87,7 @@ class Config(Strict):
         None,
         ge=8,
         le=MOST,
-        description="Tokens in a sample; a new model takes no longer ones.  [default: by model]",
+        description="Tokens in a sample, and the longest input of a new model.  [default: by model]",
     )
     images: Text | None = Field(
         None, description="Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
@@ -109,11 +109,15 @@ class Config(Strict):
     epochs: Count | None = Field(None, description="Passes over the samples, instead of steps.")
     batch: int = Field(8, ge=1, le=MOST, description="Samples of each rank, or of each replica, in a step.")
     accumulate: Count = Field(1, description="Micro-batches that a batch is split into.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Of weights, order of samples, masks and dropout.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, order of samples, masks and dropout.")
     optimizer: Text = Field("adamw", description="A class of torch.optim in lower case.")
-    optimizer_options: Options = Field({}, description="Further arguments of it, such as betas=[0.9,0.95].")
+    optimizer_options: Options = Field(
+        {}, description="Further arguments of the optimizer, such as betas=[0.9,0.95]."
+    )
     lr: Positive = Field(3e-4, description="Learning rate after the warm-up.")
-    weight_decay: float = Field(0.01, ge=0, description="Of weights, not of biases and norms.")
+    weight_decay: float = Field(
+        0.01, ge=0, description="Weight decay of weights, but not of biases and norms."
+    )
     schedule: Annotated[str, one_of("schedule", *SCHEDULES)] = Field(
         "linear", description=f"Decay: {', '.join(SCHEDULES)}."
     )
@@ -122,7 +126,7 @@ class Config(Strict):
         None,
         gt=0,
         le=1,
-        description="Learning rate of a block over that of the block behind it, such as 0.9.",
+        description="Learning rate of a block divided by that of the next block, such as 0.9.",
     )
     freeze: Text | None = Field(
         None, description="Names of parameters that are not trained, such as 'embedding*,*.bias'."
@@ -138,19 +142,21 @@ class Config(Strict):
         "fp32", description=f"{', '.join(PRECISIONS)}."
     )
     deterministic: bool = Field(
-        False, description="Use kernels that repeat bit for bit on GPUs, or end where an operation has none."
+        False,
+        description="Use kernels that repeat bit for bit on GPUs; an operation without one is an error.",
     )
 
     budget: Budget | None = Field(
         None,
-        description="Memory that a plan may take in a micro-batch's step (with stages: in all of one): 6GiB, 0.3x, 80%, min.",
+        description="Memory limit of a plan for the step of a micro-batch (with stages: for all of a stage): 6GiB, 0.3x, 80%, min.",
     )
     plan: Text | None = Field(None, description="Plan file to use instead of making one.")
     plan_cache: Text | None = Field(
-        None, description="Folder of plans: one that was made for the same is used again."
+        None, description="Folder of plans: a plan that was made for the same model and data is used again."
     )
     chunk_head: bool = Field(
-        True, description="Plans may compute a language model's head in chunks, which rounds otherwise."
+        True,
+        description="Plans may compute a language model's head in chunks, which changes results by rounding.",
     )
     segments: Count | None = Field(
         None, description="Recompute the chain of blocks in this number of segments."
@@ -158,7 +164,7 @@ class Config(Strict):
     reentrant: bool = Field(False, description="Recompute segments by PyTorch's reentrant variant.")
     verify_recomputation: When | None = Field(
         None,
-        description="Passes whose recomputed bits are compared with the first pass: first, always, never, or every so many.  "
+        description="Passes whose recomputed bits are compared with the first pass: first, always, never, or n for every n-th.  "
         "[default: first]",
     )
     checkpoint: Annotated[str, one_of("checkpoint mode", *CHECKPOINTS, "auto")] = Field(
@@ -178,31 +184,31 @@ class Config(Strict):
 
     replicas: Count | None = Field(
         None,
-        description="Logical replicas, a power of two: any smaller power of two of ranks gives the same bits.",
+        description="Logical replicas, a power of two: any power of two of ranks up to it gives the same bits.",
     )
     shard: ShardStage = Field(
         "none", description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO)."
     )
     wire: Annotated[str, one_of("wire format", "fp32", "fp16", "bf16", "int8", "int4")] = Field(
         "fp32",
-        description="Communication dtype of sharded gradients and parameters, or of averages: fp32, fp16, bf16, int8; int4 for "
-        "gradients alone.",
+        description="Communication dtype of sharded gradients and parameters, or of averages: fp32, fp16, bf16, int8; int4 only "
+        "for gradients.",
     )
     accumulate_locally: bool = Field(
         False,
-        description="Add a step's sharded gradients up on each rank, and send them once; needs memory for all of them.",
+        description="Add up the sharded gradients of a step on each rank and send them once; needs memory for whole gradients.",
     )
     offload: Offload = Field(
         None,
-        description="Keep it on disk (CPU) or in host memory (CUDA): optimizer, parameters (with gradients and optimizer), none.",
+        description="State on disk (CPU) or in host memory (CUDA): optimizer, parameters (with gradients and optimizer), none.",
     )
     offload_folder: Text | None = Field(
-        None, description="For offloaded state on a CPU.  [default: the temporary folder]"
+        None, description="Folder of offloaded state on a CPU.  [default: the temporary folder]"
     )
 
     local_steps: Count | None = Field(
         None,
-        description="Local SGD: each rank steps on its own, and parameters are averaged every so many steps.  [default: no]",
+        description="Local SGD: steps of each rank on its own between two averages of the parameters.  [default: no local SGD]",
     )
     outer_lr: Positive | None = Field(
         None, description="Learning rate of the outer optimizer, as in DiLoCo.  [default: plain averages]"
@@ -210,12 +216,14 @@ class Config(Strict):
     outer_momentum: float | None = Field(
         None, gt=0, lt=1, description="Nesterov momentum of the outer optimizer.  [default: 0.9]"
     )
-    fragments: Count = Field(1, description="Average the blocks of the model in so many turns.")
-    delay: int = Field(0, ge=0, lt=2**63, description="Steps that an average travels beside computation.")
+    fragments: Count = Field(1, description="Number of parts of the model that are averaged in turn.")
+    delay: int = Field(
+        0, ge=0, lt=2**63, description="Steps during which an average overlaps with computation."
+    )
     within: Groups = Field(
         None,
-        description="host, or groups such as [[0,1],[2,3]]: ranks whose gradients are reduced in each step of local SGD, or that "
-        "keep a second copy of split parameters among them.",
+        description="Groups of ranks: host, or lists such as [[0,1],[2,3]]. In local SGD they reduce gradients in each step; "
+        "with shard parameters they keep a second copy of the parameters.",
     )
 
     stages: Count = Field(
@@ -227,7 +235,7 @@ class Config(Strict):
         description=f"Order of the micro-batches of a step in stages: {', '.join(PIPELINE_SCHEDULES)}.",
     )
     virtual_stages: Count | None = Field(
-        None, description="Parts of the model on each stage, with interleaved.  [default: 2]"
+        None, description="Parts of the model on each stage, with the interleaved schedule.  [default: 2]"
     )
     balance: list[Count] | None = Field(
         None, description="Blocks of each stage (and part), such as [3,4].  [default: by size]"
@@ -250,12 +258,14 @@ class Config(Strict):
     tracker: Annotated[str, one_of("tracker", "wandb", "mlflow")] | None = Field(
         None, description="Also write logs for Weights & Biases or MLflow: wandb, mlflow."
     )
-    callback: Text | None = Field(None, description="module:class of your own that hears of the run.")
+    callback: Text | None = Field(
+        None, description="module:class of your own with methods for events of the run."
+    )
     peak_tflops: Positive | None = Field(
         None,
         description="Peak TFLOP/s of a device, for MFU.  [default: that of known GPUs, in half precision]",
     )
-    profile: Steps | None = Field(None, description="First and last step to write a trace of, such as 10:15.")
+    profile: Steps | None = Field(None, description="First and last step of a trace, such as 10:15.")
     snapshot_every: Count | None = Field(
         None, description="Steps between snapshots.  [default: at the end only]"
     )
@@ -270,19 +280,19 @@ class Config(Strict):
         None, description="Steps between checks that all ranks have the same weights.  [default: never]"
     )
     verify_weights: bool = Field(
-        True, description="Compare a part of the ranks' weights in every step, without a message of its own."
+        True, description="Compare a part of the ranks' weights in every step, without an additional message."
     )
     stall_timeout: Positive = Field(
         1800.0, description="Seconds that a rank waits for the others before it ends."
     )
     commit_every: Count = Field(
-        10, description="Steps between commits in an elastic job; with local_steps each average is one."
+        10, description="Steps between commits in an elastic job; with local_steps, each average is a commit."
     )
     output: Text | None = Field(None, description="Folder of the run.  [default: runs/train-<time>]")
-    dry_run: bool = Field(False, description="Print what the run is about to do, and end.")
+    dry_run: bool = Field(False, description="Print a summary of the run, and end.")
     resume: Text | None = Field(
         None,
-        description="Folder of a run or snapshot to resume from; a run's folder is also the output then.",
+        description="Folder of a run or snapshot to resume from; the folder of a run is then also the output.",
     )
     device: Text | None = Field(
         None, description="cpu, cuda, or cuda:N.  [default: cuda by local rank, else cpu]"
@@ -326,7 +336,7 @@ class Config(Strict):
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Config:
-        """The configuration with these values; dashes in names are underscores, and None stands for the default.
+        """The configuration with these values. Dashes in names become underscores, and None means the default.
 
         Raises:
             ConfigError: a name is unknown (names the nearest), the model is missing, or a value is not allowed.
@@ -349,7 +359,7 @@ class Config(Strict):
     def write_yaml(self, path: Path) -> None:
         """Writes the settings that differ from the defaults, with the model, as a file for :func:`read_yaml`.
 
-        The file is complete or not there at all; one with the same content is left as it is.
+        The file is written completely or not at all. A file with the same content is not changed.
 
         Raises:
             ConfigError: it cannot be written.

@@ -1,15 +1,15 @@
-"""``hvd-ckpt train`` in a job of Horovod Elastic: ranks come and go, and the run resumes from its last commit.
+"""``hvd-ckpt train`` in a job of Horovod Elastic: ranks join and leave, and the run resumes from its last commit.
 
-A commit is a snapshot in memory, without per-rank state. Horovod's ``TorchState`` keeps it, and sends it to the ranks that are
-there after a change: all of them, old and new, then build the run anew from its configuration and that snapshot, as a resume with
-another number of ranks would. Each rank draws new random states, the order of gradients is learned anew, and a plan is kept.
+A commit is a snapshot in memory, without per-rank state. Horovod's ``TorchState`` keeps it, and sends it to all ranks after a
+change. Old and new ranks then build the run again from its configuration and that snapshot, like a resume on another number of
+ranks. Each rank has new random states, the order of gradients is learned again, and a plan is kept.
 
-The batch of a rank stays, so a step has more or fewer samples than before, and the learning rate changes with it: it is multiplied
+The batch of a rank does not change, so a step has more or fewer samples than before. The learning rate is multiplied
 by the number of ranks over the number with which the run began (the linear scaling rule of Goyal et al., "Accurate, Large Minibatch
 SGD", 2017). The position in the data is one number, so no sample is left out.
 
-With local SGD commits are taken after averages, where all ranks have the same weights; a step is one of each rank, so the learning
-rate stays.
+With local SGD, commits are taken after averages, when all ranks have the same weights. A step is one step of each rank, so the
+learning rate does not change.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class RunState(TorchState):  # type: ignore[misc]
 
 
 def train(config: Config) -> Outcome:
-    """Trains as configured on ranks that come and go.
+    """Trains as configured on ranks that join and leave.
 
     To be called after ``init()`` on every rank of an elastic job, new ones included.
 
     Raises:
-        ConfigError: on every rank alike.
+        ConfigError: raised on every rank.
         RuntimeError: Horovod could not start again.
     """
     # What Horovod does around _train(), on old and new ranks:

@@ -1,11 +1,11 @@
-"""The end of a run: errors that one rank raises on all, reports of single ranks, and how processes exit.
+"""The end of a run: errors that are raised on all ranks, reports of single ranks, and the exit of processes.
 
-The loop looks for a request to stop in every step, and tells the other ranks by a flag that travels with the gradients
-(:meth:`~hvd_ckpt.reduction.optimizer.ReducedOptimizer.notify`), as for a loss that is not finite. Only then do all ranks gather
-their reports, so it costs nothing until there is one; all stop after the same step, with a snapshot.
+In every step the loop checks for a request to stop and for a loss that is not finite. A flag that is sent with the gradients
+(:meth:`~hvd_ckpt.reduction.optimizer.ReducedOptimizer.notify`) informs the other ranks. Only if it is set do all ranks gather
+their reports, so the check costs nothing. All stop after the same step, with a snapshot.
 
-When a rank fails, all ranks exit, and one of them says why (:mod:`hvd_ckpt.processes.uncaught`). Nobody waits: a process that has
-failed exits without Horovod's orderly shutdown, in which it would wait for ranks that compute, and the launcher ends the others.
+When a rank fails, all ranks exit, and one of them prints the reason (:mod:`hvd_ckpt.processes.uncaught`). A process that has
+failed exits without Horovod's orderly shutdown, which would wait for ranks that compute, and the launcher ends the others.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def errors_everywhere(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def config_errors() -> Iterator[None]:
-    """A ValueError inside, which is raised on all ranks alike, becomes a ConfigError."""
+    """A context in which a ValueError that is raised on all ranks becomes a ConfigError."""
     try:
         yield
     except ValueError as error:
@@ -93,15 +93,15 @@ def check_weights(model: nn.Module) -> None:
 
 
 class Reports:
-    """What single ranks report, for all to answer after the same step: a request to stop, or a loss that is not finite.
+    """Reports of single ranks, on which all ranks act after the same step: a request to stop, or a loss that is not finite.
 
     Args:
-        config: of the run.
-        stop: notes requests to this rank.
+        config: config of the run.
+        stop: records requests to this rank.
         say: shows a line of text.
 
     Attributes:
-        stopped: the request to stop that all ranks have heard of, as in ``Outcome.stopped``.
+        stopped: the request to stop that all ranks have received, as in ``Outcome.stopped``.
     """
 
     def __init__(self, config: Config, stop: StopRequest, say: Callable[[str], None]) -> None:
@@ -154,7 +154,7 @@ class Reports:
 
 
 class LocalReports(Reports):
-    """Reports with local SGD, where ranks do not hear of each other in a step: reports wait for the next entry of the log."""
+    """Reports with local SGD, where ranks do not communicate in a step: reports wait for the next entry of the log."""
 
     _waiting: tuple[float, int] | None = None  # a loss and its step
 
@@ -187,8 +187,8 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
     ``SystemExit`` and ``ConfigError``, which a command reports in its own way, pass.
 
     Args:
-        folder: of the run. Where a supervisor has started the ranks, an error that would come again is written there for it, as
-            ``failure.txt``.
+        folder: folder of the run. If a supervisor has started the ranks, an error that would occur again is written there for it,
+            as ``failure.txt``.
     """
     try:
         yield

@@ -23,10 +23,10 @@ class EvaluationOptions:
 
     Attributes:
         batch: samples of a batch.
-        device: of the batches.
+        device: device of the batches.
         autocast: returns the context of the forward pass.
         batches: the most batches that each part of the samples has; None for all samples.
-        parts: of the samples that each rank evaluates, one after the other: its logical replicas, or 1.
+        parts: number of parts of the samples that each rank evaluates, one after the other: its logical replicas, or 1.
         in_step: run the model equally often on every rank, since each of its forward passes communicates; a rank that has no
             samples left runs it on one without weight.
     """

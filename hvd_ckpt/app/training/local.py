@@ -1,4 +1,4 @@
-"""Local SGD in a run: its optimizer, and where a run may resume."""
+"""Local SGD in a run: its optimizer, and the snapshots from which a run may resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
     """The ``LocalSGD`` of a run. Collective.
 
     Raises:
-        ConfigError: the settings are not for an elastic job, or the ranks do not have such groups; on every rank alike.
+        ConfigError: the settings are not for an elastic job, or the ranks do not have such groups; raised on every rank.
     """
     assert config.local_steps is not None
     if is_elastic() and (config.fragments > 1 or config.delay):

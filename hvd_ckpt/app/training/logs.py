@@ -2,18 +2,13 @@
 
 A record is a flat dictionary. Those of a training run have these keys, and more for metrics:
 
-    step      optimizer steps taken
-    kind      ``train`` or ``eval``
-    loss      mean since the record before; of an evaluation, over all its samples
-    lr        learning rate of the last step
-    rate      units per second, over all ranks
-    unit      the unit of throughput: ``tokens``, ``images``, ...
-    memory    peak bytes of the process; ``memory_of`` names the kind of memory
-    divergence  with local SGD: the ranks' distance to the average before, in the last average
-    seconds   of training since the record before, evaluations and snapshots left out; of an evaluation, its own
-    step_seconds  of a step; data_seconds, forward_seconds, ...: its parts, see :data:`hvd_ckpt.utils.spans.KINDS`. Means over steps
-              and ranks
-    mfu       model FLOPs utilization, where the peak of the device is known
+    step      optimizer steps taken kind      ``train`` or ``eval`` loss mean since the previous record; of an evaluation, over all
+    its samples lr        learning rate of the last step rate      units per second, over all ranks unit      the unit of
+    throughput: ``tokens``, ``images``, ... memory    peak bytes of the process; ``memory_of`` names the kind of memory divergence
+    with local SGD: the ranks' distance to the average before, in the last average seconds   of training since the record before,
+    evaluations and snapshots left out; of an evaluation, its own step_seconds  of a step; data_seconds, forward_seconds, ...: its
+    parts, see :data:`hvd_ckpt.utils.spans.KINDS`. Means over steps and ranks mfu       model FLOPs utilization, where the peak of
+    the device is known
 
 Only rank 0 writes.
 """
@@ -63,11 +58,11 @@ class Logs:
     ``"nan"``, ``"inf"`` and ``"-inf"``, which :func:`read` turns back.
 
     Args:
-        folder: of the run.
-        step: steps taken; records of later steps are dropped, since a resumed run writes them anew.
+        folder: folder of the run.
+        step: steps taken; records of later steps are dropped, since a resumed run writes them again.
 
     Attributes:
-        path: of ``log.jsonl``.
+        path: path of ``log.jsonl``.
 
     Raises:
         ValueError: a line of the log is not a record.
@@ -155,7 +150,7 @@ def loss_plot(
 
     Args:
         runs: logs (``log.jsonl``), by the name of the run; at least one.
-        path: of the PNG.
+        path: path of the PNG.
         title: above the picture.
 
     Raises:

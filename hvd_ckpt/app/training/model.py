@@ -113,7 +113,7 @@ def check_stages(model: nn.Module, config: Config) -> int:
     """Returns the number of pipeline stages.
 
     Raises:
-        ConfigError: the job was started with another number, or the model cannot be cut into so many.
+        ConfigError: the job was started with another number, or the model cannot be cut into this number.
     """
     stages, each, started = config.stages, config.virtual_stages_of_each, current().stages
     if stages != started:
@@ -152,11 +152,11 @@ def cut_into_stages(
     """The model in the configured pipeline stages, of which this rank's is on its device. Collective.
 
     Args:
-        optimizer: of the model, without state; it keeps the parameters of this rank's stage.
+        optimizer: optimizer of the model, without state; it keeps the parameters of this rank's stage.
         plan: gives the cuts and the policy of each block; without a plan both are as configured.
 
     Raises:
-        ConfigError: the model cannot be cut so; on every rank alike.
+        ConfigError: the model cannot be cut so; raised on every rank.
     """
     with errors_everywhere("hvd_ckpt.train.cut"):
         if plan is not None:

@@ -2,14 +2,13 @@
 
 A global batch has parts, and each rank computes some of them:
 
-- :class:`Plain`: one for each rank, and all ranks average their gradients.
-- :class:`Stages`: one for each replica of the pipeline, whose blocks are on different ranks.
-- :class:`Replicas`: one for each logical replica; the number of ranks does not change the order in which gradients are added up.
-- :class:`Local`: one for each rank, which steps on its own; now and then the ranks average their weights.
+- :class:`Plain`: one part for each rank, and all ranks average their gradients.
+- :class:`Stages`: one part for each replica of the pipeline, whose blocks are on different ranks.
+- :class:`Replicas`: one part for each logical replica; the number of ranks does not change the order in which gradients are added.
+- :class:`Local`: one part for each rank, which steps on its own; the ranks average their weights at intervals.
 
 In each step of any mode the loop calls :meth:`~Plain.run` and :meth:`~Plain.finish`, then :meth:`~Plain.skip`, or
-:meth:`~Plain.clip` (if configured) and :meth:`~Plain.step`.
-Sharding (ZeRO) goes with each of them.
+:meth:`~Plain.clip` (if configured) and :meth:`~Plain.step`. Sharding (ZeRO) can be combined with each mode.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ class Plain:
 
     Args:
         model: with its plan, in pipeline stages if configured.
-        optimizer: what :meth:`distribute` has made.
+        optimizer: result of :meth:`distribute`.
         objective: the loss.
-        device: of the batches.
+        device: device of the batches.
 
     Attributes:
         parts: the number of parts of a global batch that this rank computes.
@@ -106,7 +105,7 @@ class Plain:
             model: on its device and with its plan, since blocks that are recomputed together are gathered together at stage 3.
 
         Raises:
-            ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; on every rank alike.
+            ConfigError: the job or the optimizer cannot be sharded, or there is no room for offloaded state; raised on every rank.
         """
         options = _options_of_shards(config, model)
         try:
@@ -183,7 +182,7 @@ class Plain:
         return {}
 
     def logged_in(self, snapshot: Snapshot, of_rank: bool) -> Sequence[tuple[float, float]]:
-        """What the next entry of the log had counted when a snapshot was written, of each of this rank's parts.
+        """The counts of the next log entry when the snapshot was written, for each of this rank's parts.
 
         Args:
             of_rank: whether the snapshot has this rank's own state.
@@ -342,7 +341,7 @@ class Replicas(Plain):
 
 
 class Local(Plain):
-    """Local SGD: each rank, or group of ranks, steps on its own, and all average their weights every so many steps."""
+    """Local SGD: each rank, or group of ranks, steps on its own, and all average their weights at intervals."""
 
     same_state = scales_rate = False  # a step is one of each rank, on any number of ranks
     reports = LocalReports
@@ -400,7 +399,7 @@ class Local(Plain):
 
 
 def mode_of(config: Config) -> type[Plain]:
-    """The configured mode. The settings of no two modes go together."""
+    """The configured mode. The settings of two modes cannot be combined."""
     if config.local_steps is not None:
         return Local
     if config.replicas is not None:
@@ -419,7 +418,7 @@ def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
         return {}
     if is_elastic():
         raise ConfigError(
-            f"shard {config.shard}: ranks of an elastic job come and go, and take what they hold with them, leave it out"
+            f"shard {config.shard}: ranks of an elastic job come and go, and their shards would be lost, leave it out"
         )
     options = {name: getattr(config, name) for name in ("shard", "offload", "offload_folder", "wire")}
     options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1

@@ -1,11 +1,11 @@
 """Optimizers of torch.optim by name, and the learning rate as a function of the step.
 
-Weight decay pulls matrices towards zero and leaves biases and the scales of norms alone, as BERT (Devlin et al., 2018) and
-GPT (Radford et al., 2018; Brown et al., 2020) were trained: a vector's length is not what makes a network overfit.
+Weight decay applies to matrices, and not to biases and the scales of norms. BERT (Devlin et al., 2018) and
+GPT (Radford et al., 2018; Brown et al., 2020) were trained in this way.
 
-PyTorch's schedulers count their own calls, so they carry a state that snapshots must save, and their values come from
-the value before, rounding included. A pure function of the step has no state: a run that resumes at step k has the
-rate it would have had, from k alone.
+PyTorch's schedulers count their own calls, so snapshots would have to save their state. Each value is computed from
+the previous one, including its rounding. A pure function of the step has no state: a run that resumes at step k gets the
+same learning rate from k alone.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer for the model's trained parameters.
 
-    It has two groups, each in the order of ``model.named_parameters()``: tensors of two or more dimensions, which decay, and
-    the others, which do not. There are two whatever the weight decay, so a state can be loaded after it was changed;
-    one if all parameters are of one kind, or the optimizer has no weight decay. A tied parameter is included once, a frozen one not
-    at all.
+    It has two groups, each in the order of ``model.named_parameters()``: tensors of two or more dimensions, which decay, and the
+    others, which do not. There are two groups for any weight decay, so a state can be loaded after the weight decay was changed.
+    There is one group if all parameters are of one kind, or the optimizer has no weight decay. A tied parameter is included once,
+    a frozen one not at all.
 
     Args:
         name: a class of torch.optim in lower case, such as ``adamw``.
-        model: whose parameters are optimized.
+        model: the model whose parameters are optimized.
         lr: the learning rate.
-        weight_decay: of the first group; it replaces the class's own default.
+        weight_decay: weight decay of the first group; it replaces the class's own default.
         options: other keyword arguments of the class; lists stand for tuples.
-        layer_decay: each block of a chain has groups of its own, with the learning rate of the block behind it times this
-            ("ELECTRA", Clark et al., 2020), in their option ``lr_scale``; the last block has ``lr``.
+        layer_decay: factor of the learning rate from each block of a chain to the block before it ("ELECTRA", Clark et al., 2020).
+            Each block then has its own groups, with the option ``lr_scale``; the last block has ``lr``.
 
     Raises:
         ValueError: the optimizer is unknown (the message names the nearest) or unsuitable, refuses an option or has no weight
@@ -139,15 +139,15 @@ def _groups(parameters: list[nn.Parameter], weight_decay: float, decays: bool) -
 class Schedule:
     """A linear warm-up to ``lr``, then a decay.
 
-    The decays: ``constant`` stays; ``linear`` and ``cosine`` (Loshchilov and Hutter, "SGDR", 2017, without restarts) fall
-    to 0, reached where training ends; ``inverse-sqrt`` falls with one over the square root of the step (Vaswani et al.,
-    "Attention Is All You Need", 2017, scaled so that its top is lr); ``step`` is divided by 10 at 50 % and at 75 % of all steps (as
-    DenseNet, Huang et al., 2017, and nearly as ResNet, He et al., 2016).
+    The decays: ``constant`` does not change; ``linear`` and ``cosine`` (Loshchilov and Hutter, "SGDR", 2017, without restarts)
+    fall to 0, reached where training ends; ``inverse-sqrt`` falls with one over the square root of the step (Vaswani et al.,
+    "Attention Is All You Need", 2017, scaled so that its top is lr); ``step`` is divided by 10 at 50 % and at 75 % of all steps
+    (as DenseNet, Huang et al., 2017, and nearly as ResNet, He et al., 2016).
 
     Attributes:
         name: one of :data:`~hvd_ckpt.utils.text.SCHEDULES`.
         lr: the highest rate.
-        steps: of the whole training.
+        steps: number of steps of the whole training.
         warmup: steps of the warm-up; the first has lr / warmup, the last lr.
 
     Raises:

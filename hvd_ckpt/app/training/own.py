@@ -31,10 +31,10 @@ ENDLESS = 1 << 62  # samples, more than any run takes
 
 
 class OwnModel:
-    """What builds the model of a function, in place of a :class:`hvd_ckpt.app.models.catalog.Entry`.
+    """Builder of the model that a function returns, in place of a :class:`hvd_ckpt.app.models.catalog.Entry`.
 
     Args:
-        kind: of the data that it is trained on.
+        kind: kind of the data that the model is trained on.
 
     Raises:
         ValueError: there is no such function.
@@ -191,8 +191,8 @@ def _makes_batches(samples: Any) -> bool:
 
 
 def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    """What the function ``config.data`` returns: samples to train and to evaluate on, and the facts of the data that a model
-    depends on, which are attributes of the samples to train on.
+    """Calls the function ``config.data``. Returns the samples to train and to evaluate on, and the facts of the data on which a
+    model depends. These facts are attributes of the training samples.
 
     Raises:
         ValueError: there is no such function, or it returns something else.
@@ -328,7 +328,7 @@ def objective_of(config: Config, kind: str) -> Objective:
     metrics = {}
     for name, function in config.metrics.items():
         if name in KEYS:
-            raise ValueError(f"metrics: {name} is the name of something else in the log, choose another name")
+            raise ValueError(f"metrics: {name} is a key of the log already, choose another name")
         if not isinstance(function, str):
             raise ValueError(f"metrics: {name} is {function!r}, give the name of a function, module:function")
         metrics[name] = import_named("metric", function)

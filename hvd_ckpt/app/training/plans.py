@@ -35,12 +35,12 @@ def choose_plan(
 
     Args:
         parts: with the whole model, to which the plan is not applied yet. Planning runs it on the first samples.
-        optimizer: of the model, not distributed.
-        folder: of the run.
-        text: of the run's earlier plan, if it is still valid.
+        optimizer: optimizer of the model, not distributed.
+        folder: folder of the run.
+        text: text of the run's earlier plan, if it is still valid.
 
     Raises:
-        ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit; on every rank alike.
+        ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit; raised on every rank.
     """
     if config.budget is None and config.plan is None:
         return None, None

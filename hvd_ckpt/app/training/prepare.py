@@ -1,11 +1,11 @@
-"""The start of a run, from its configuration to its first step; for a resume it is the same, with the state of a snapshot.
+"""The start of a run, from its configuration to its first step. A resume has the same steps, with the state of a snapshot.
 
-One function calls all steps, :func:`prepare`. Their order follows from what each of them needs:
+:func:`prepare` calls all steps. Their order follows from their requirements:
 
-- The snapshot is compared with a model and an optimizer that are whole and of one rank, so it is read before these are distributed.
-- Planning runs the whole model with the weights of the snapshot, so it comes between the two.
-- Gradient hooks see the modules that the plan has changed and the blocks of this rank's stage, so the optimizer comes after both.
-- What shards, moments and random states a rank has is known last, and loaded last.
+- The snapshot is compared with a whole model and the optimizer of one rank, so it is read before these are distributed.
+- Planning runs the whole model with the weights of the snapshot, so it comes after reading and before distribution.
+- Gradient hooks need the modules that the plan has changed and the blocks of this rank's stage, so the optimizer comes after both.
+- The shards, moments and random states of a rank are known last, and loaded last.
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ class Run:
 
     Attributes:
         config: the settings.
-        folder: of logs, plan, pictures and snapshots.
+        folder: folder of logs, plan, pictures and snapshots.
         objective, train, test: the loss, and the samples; ``test`` is None without a validation split.
         sampler: the order of the samples to train on.
-        device, precision: of the passes.
+        device, precision: device and precision of the passes.
         model: on the device, with its plan; in pipeline stages this rank's part.
         optimizer: the ``DistributedOptimizer``, or that of ``LocalSGD``.
         mode: how the ranks share the work of a step.
-        average: of the weights, if configured.
+        average: average of the weights, if configured.
         plan, plan_text: the plan that recomputation follows, and its file, or None.
         prompt: a text that the model continues at each evaluation, or None.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         first_ranks: with which the run began.
         rate_scale: factor of the configured learning rate: 1, but in an elastic job the number of ranks over that at the start.
-        schedule: of the learning rate.
+        schedule: schedule of the learning rate.
         progress: how far the run has come.
         report: what it counts, shows and logs.
-        trace: of the configured steps.
-        snapshots: of the run, and requests to stop it.
+        trace: trace of the configured steps.
+        snapshots: snapshots of the run, and requests to stop it.
         reports: requests to stop and losses that are not finite, which single ranks report to all.
     """
 
@@ -121,7 +121,7 @@ def prepare(config: Config, assembly: Assembly, point: ResumePoint | None = None
         point: where the run starts, and its folder; by default as configured.
 
     Raises:
-        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; on every rank alike.
+        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; raised on every rank.
         DryRun: the configuration asks for the summary of the run alone.
     """
     Mode = mode_of(config)

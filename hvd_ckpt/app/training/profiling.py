@@ -1,4 +1,4 @@
-"""Profiles of a run: traces of some steps, and how much of the devices' peak it uses."""
+"""Profiles of a run: traces of some steps, and the share of the devices' peak that it uses."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class StepTrace:
 
     Args:
         steps: first and last, counted from 1, such as ``10:15``; None for no trace.
-        folder: of the run.
-        report: of the run, which does not count the time that writing takes.
+        folder: folder of the run.
+        report: report of the run, which does not count the time that writing takes.
     """
 
     def __init__(self, steps: str | None, folder: Path, report: Report) -> None:

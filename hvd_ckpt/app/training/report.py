@@ -37,12 +37,12 @@ class Meter:
     It runs from the moment it is made, or from :meth:`start`.
 
     Args:
-        device: of the steps.
+        device: device of the steps.
         clock: returns seconds.
-        parts: of a batch, each of which is added up by itself: this rank's logical replicas, or 1.
+        parts: number of parts of a batch, which are added up separately: this rank's logical replicas, or 1.
 
     Attributes:
-        spans: of the steps.
+        spans: spans of the steps.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Meter:
             self.start()
 
     def read(self, add_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """``loss``, ``rate`` and ``seconds`` since the last reading, and :data:`TIMES`; counting begins anew.
+        """``loss``, ``rate`` and ``seconds`` since the last reading, and :data:`TIMES`; counting begins again.
 
         Args:
             add_ranks: sums a float64 tensor [parts, columns] on the CPU over the parts of all ranks; then every rank has to read.
@@ -132,7 +132,7 @@ class ProgressLine:
     seconds. A context manager.
 
     Args:
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         start: steps taken before a resume.
         console: by default the launcher's terminal, if it has one, else standard error.
         peak: measured peak of a step, in words, shown in place of the process's.
@@ -253,12 +253,12 @@ class Report:
     """Counts on every rank, and shows and writes on rank 0. A context manager around the training loop.
 
     Args:
-        mode: of the run, which adds up what its ranks have counted.
+        mode: mode of the run, which adds up the counts of its ranks.
         line: on rank 0, where records are shown.
         start: steps taken before; records of later ones are dropped from the logs.
-        unit: of throughput.
-        utilization: of the devices' peak by one unit per second; None if that is not known.
-        callbacks: of this process.
+        unit: unit of throughput.
+        utilization: utilization of the devices' peak by one unit per second; None if that is not known.
+        callbacks: callbacks of this process.
 
     Attributes:
         meter: counts what the next entry of the log says.

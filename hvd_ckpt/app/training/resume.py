@@ -50,11 +50,11 @@ PLANNED = (
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts.
+    """The start of a run: its beginning, or a snapshot.
 
     Attributes:
-        folder: of the run.
-        files: of the snapshot to resume from; None for the beginning.
+        folder: folder of the run.
+        files: files of the snapshot to resume from; None for the beginning.
         commit: a snapshot in memory, to resume from instead.
     """
 
@@ -137,7 +137,7 @@ class Progress(Strict):
     Attributes:
         step: optimizer steps taken.
         position: samples that are used up.
-        epoch, epoch_start: of a stream of the user's own, a pass to continue with, and the position at which it begins.
+        epoch, epoch_start: for a stream of the user: the pass to continue with, and the position at which it begins.
         best: the lowest loss of an evaluation that was due.
         waited: evaluations since then.
         pending_evaluation: whether the run was stopped where an evaluation is due, which comes first when it resumes.
@@ -236,7 +236,7 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
 
     Args:
         resumed: that :func:`check_state` has passed.
-        model: whose weights they are to be.
+        model: the model that will have these weights.
         optimizer: as it was made, not yet distributed.
     """
     with _naming(resumed, "give the settings that the run had, or another snapshot"):
@@ -283,7 +283,7 @@ def read_snapshot(
 
     Args:
         samples: that there are to train on.
-        optimizer: of the model, not yet distributed.
+        optimizer: optimizer of the model, not yet distributed.
 
     Raises:
         ConfigError, SnapshotError: the snapshot cannot be used, or is of another run.

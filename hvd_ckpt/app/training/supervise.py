@@ -1,13 +1,13 @@
 """Supervision: a job that dies is launched again, from the newest snapshot of its run.
 
 ``hvd-ckpt train --max-restarts N`` starts the ranks through a launcher (horovodrun, mpirun, srun; none for one process) and waits.
-However a job dies, by a rank that is killed, a host that is cut off or an error, all of its ranks end; so the whole job
-is launched again, with ``--resume``, and ends with the weights of a job that was never disturbed. torchrun's ``--max-restarts``
+A job dies if a rank is killed, a host is cut off or an error occurs; all of its ranks then end. The whole job
+is launched again, with ``--resume``, and ends with the weights of an undisturbed job. torchrun's ``--max-restarts``
 does the same for its workers.
 
-A signal to this process asks for a stop. Launchers kill their ranks seconds after a signal, whether they have saved or not, so
-the job is asked through the file ``stop`` in the run's folder, which it obeys after its step; only when that takes too long, or
-on a second signal, does the launcher get a signal.
+A signal to this process requests a stop. Launchers kill their ranks seconds after a signal, whether they have saved or not. So
+this process creates the file ``stop`` in the run's folder, and the job stops after its step. The launcher gets a signal only if
+that takes too long, or after a second signal.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             the early warning of a scheduler.
 
     Returns:
-        the exit status: the job's; 128 + signal if a signal stopped it; 2 if a setting is invalid, and 1 if a restart would fail in
-        the same way for another reason
+        The exit status: that of the job; 128 + signal if a signal stopped it; 2 if a setting is invalid, and 1 if a restart would
+        fail in the same way for another reason.
     """
     for left in (FAILURE_FILE, STOP_FILE):  # of an earlier job
         _remove(commands.run / left)

@@ -1,4 +1,4 @@
-"""The trained model of a run, made anew from a snapshot without the run's data, for transformers; and text that models write."""
+"""The trained model of a run, built from a snapshot without the run's data, for transformers; and text generation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def settings_of(path: Path) -> Trained:
     state = open_snapshot(path).state(REPLICATED)
     if not isinstance(state, dict) or "config" not in state:
         raise ConfigError(
-            f"'{path}' was written by a loop of your own, which says nothing of the model: export its weights with --format "
+            f"'{path}' was written by a loop of your own, so the model is not known: export its weights with --format "
             "safetensors or pt, and load them into your model"
         )
     return trained_on_text(Config.make(state["config"]))
@@ -176,7 +176,7 @@ def generate(
     """Continues a text, token by token; yields the text so far, after the prompt.
 
     Args:
-        path: of a snapshot of a causal language model.
+        path: path of a snapshot of a causal language model.
         tokens: to make at most.
         temperature: divides the scores; 0 takes the likeliest token.
         top_k: draw among that many likeliest tokens.
@@ -209,7 +209,7 @@ class Start:
         prompt: the text.
 
     Attributes:
-        ids: of its tokens.
+        ids: token ids of the text.
 
     Raises:
         ConfigError: the model does not predict the next token, or the prompt has no tokens.

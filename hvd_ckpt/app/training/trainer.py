@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, snapshots, stop.
 
-A run is a function of its configuration and its position in the data, so a run that resumes from a snapshot does what the one that
-wrote it would have done. :func:`~.prepare.prepare` makes it ready; :meth:`Trainer.run` is the loop.
+A run is a function of its configuration and its position in the data. So a run that resumes from a snapshot continues exactly like
+the run that wrote it. :func:`~.prepare.prepare` prepares a run, and :meth:`Trainer.run` is the loop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Outcome:
         steps: taken, those before a resume included.
         evaluation: the last one, by names; empty without a validation split.
         ended_early: whether the evaluations stopped improving.
-        folder: of logs, plan, pictures and snapshots.
+        folder: folder of logs, plan, pictures and snapshots.
         stopped: the name of the signal that stopped it, ``"stop"`` for the file of that name in the folder, or None.
     """
 
@@ -57,21 +57,21 @@ class Trainer(Run):
     """A :class:`Run` with a loop, which trains a model over all ranks as configured. Collective: constructed and run on every rank.
 
     Args:
-        config: settings; those of model and data have been used to build the other arguments.
-        model: in training mode, on the CPU; it is moved to the device.
-        objective: its loss. In pipeline stages :meth:`Objective.loss` gets the targets of a batch without its inputs.
+        config: settings of the run. Those of model and data have been used to build the other arguments.
+        model: the model in training mode, on the CPU; it is moved to the device.
+        objective: loss of the model. In pipeline stages :meth:`Objective.loss` gets the targets of a batch without its inputs.
         train, test: samples to train on and to evaluate on.
-        point: where the run starts, and its folder; by default as configured.
+        point: start and folder of the run; by default as configured.
 
     Attributes:
         optimizer: the ``DistributedOptimizer``, or that of ``LocalSGD``.
-        plan: that recomputation follows, or None.
-        rate_scale: factor of the configured learning rate: 1, but in an elastic job the number of ranks over that at the start.
-        requested_stop: a request to stop that :meth:`run` begins with, as in ``Outcome.stopped``.
+        plan: the plan for recomputation, or None.
+        rate_scale: factor of the configured learning rate: 1, or in an elastic job the number of ranks over that at the start.
+        requested_stop: a request to stop before :meth:`run`, as in ``Outcome.stopped``.
 
     Raises:
-        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; on every rank alike.
-        DryRun: the configuration asks for the summary of the run alone.
+        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; raised on every rank.
+        DryRun: the configuration requests only the summary of the run.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class Trainer(Run):
     # -------------------------------------------------------------------------------- the loop
 
     def run(self, after_step: Callable[[], None] | None = None) -> Outcome:
-        """Trains to the end, evaluates, and writes a last snapshot; or until a request to stop, and writes one there.
+        """Trains to the end or until a request to stop, and writes a last snapshot. At the end of training it also evaluates.
 
         SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, unless the program handles them itself, and a file ``stop`` in the run's
         folder stop all ranks after the same step.
 
         Args:
-            after_step: is called after each step but the last, on every rank.
+            after_step: a function that is called after each step except the last, on every rank.
 
         Raises:
-            FatalTrainingError: a loss is not finite, or ranks' weights differ; on every rank.
-            SnapshotError: the last snapshot could not be written; on every rank. Earlier ones are a warning.
+            FatalTrainingError: a loss is not finite, or the weights of ranks differ; raised on every rank.
+            SnapshotError: the last snapshot cannot be written; raised on every rank. Earlier failures only give a warning.
         """
         config, progress, count = self.config, self.progress, self.mode.parts
         if isinstance(self.train, Stream):
@@ -150,13 +150,13 @@ class Trainer(Run):
         return done or self.reports.stopped is not None
 
     def step(self, parts: Parts) -> list[Accumulated]:
-        """One optimizer step on this rank's parts of a global batch: one, or that of each of its logical replicas.
+        """One optimizer step on this rank's parts of a global batch: one part, or one for each of its logical replicas.
 
         Returns:
-            of each part the loss and the number of its terms; no terms if the step was skipped, because a loss was not finite
+            Loss and number of terms of each part. There are no terms if the step was skipped because a loss was not finite.
 
         Raises:
-            NonFiniteLoss: a rank's loss is not finite, and ``on_nan`` is "stop"; on every rank.
+            NonFiniteLoss: a rank's loss is not finite, and ``on_nan`` is "stop"; raised on every rank.
         """
         config, mode = self.config, self.mode
         self.schedule.apply(self.optimizer, self.progress.step)
@@ -214,7 +214,7 @@ class Trainer(Run):
     def state(self) -> dict[str, Any]:
         """The state that the run needs to resume, see :meth:`Snapshots.contents`.
 
-        Collective with replicas, whose buffers the ranks gather.
+        Collective with replicas, since the ranks gather the buffers of all replicas.
         """
         return self.snapshots.contents(**self._further_state())
 
