@@ -49,7 +49,6 @@ class PeerExchange:
         """
         if self.ranks == 1:
             return Work((), lambda _: row.clone())
-        wire = format.encode(row).expand(self.ranks, -1).contiguous()
         flat = torch.empty(self.ranks * row.numel(), dtype=row.dtype, device=row.device)
         self._count("all_gather", flat, format)
 
@@ -57,7 +56,12 @@ class PeerExchange:
             format.decode(rows, flat)
             return flat
 
-        return self.collectives.exchange_rows(wire, f"{what}.gather", self._peers).then(decoded)
+        wire, what = format.encode(row), f"{what}.gather"
+        if self.ranks == self.collectives.process_set.size():
+            return self.collectives.gather_rows(wire.view(-1), what).then(decoded)
+        # An allgather is of all ranks of the set, and needs one of its own for some of them. An alltoall does not.
+        wire = wire.expand(self.ranks, -1).contiguous()
+        return self.collectives.exchange_rows(wire, what, self._peers).then(decoded)
 
     def _count(self, kind: Kind, flat: torch.Tensor, format: WireFormat) -> None:
         row = format.row_bytes(flat.numel() // self.ranks, flat.dtype)

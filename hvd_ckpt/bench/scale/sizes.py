@@ -234,7 +234,7 @@ class Sizes:
             # As in Averaging._average() two runs are under way at a time: one is added up while the one
             # before is gathered.
             trace.wait(*gathers[-2:-1], scatter)
-            gathers.append(trace.launch("alltoall", _padded(group), "gather"))
+            gathers.append(trace.launch("all_gather", _padded(group), "gather"))
         trace.wait(*gathers[-2:])
 
     def _stages(self, trace: Trace, split: Split) -> None:
