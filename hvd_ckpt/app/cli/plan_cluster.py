@@ -50,11 +50,11 @@ class Cluster:
         Raises:
             BadArgument: the optimizer cannot be estimated.
         """
-        from hvd_ckpt.sharding.estimate import Estimator
+        from hvd_ckpt.sharding.estimate import Estimator, TrainingStep
 
-        arguments: dict[str, Any] = {"sample": job.sample, "kwargs": job.kwargs, "loss": job.loss}
         try:
-            estimator = Estimator(job.model, plan, self.optimizer, precision, **arguments)
+            step = TrainingStep(plan, self.optimizer, precision, job.sample, job.kwargs, job.loss)
+            estimator = Estimator(job.model, step)
             console.print(self._table(estimator))
             console.print(Text(str(self._estimate(estimator, self.ranks, self.stage, self.offload))))
         except ValueError as error:
