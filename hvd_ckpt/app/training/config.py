@@ -307,9 +307,34 @@ class Config(Strict):
         return virtual_stages_of(self.pipeline_schedule, self.virtual_stages)
 
     @property
+    def in_stages(self) -> bool:
+        """Whether the model is cut into pipeline stages."""
+        return self.stages > 1
+
+    @property
+    def parts_of_model(self) -> int:
+        """Parts that the model is cut into, on all pipeline stages together."""
+        return self.stages * self.virtual_stages_of_each
+
+    @property
     def shard_stage(self) -> int:
         """The stage of ZeRO, from 0 to 3."""
         return stage_of(self.shard)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some state is split over the ranks."""
+        return self.shard != STAGES[0]
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether gradients are split over the ranks."""
+        return self.shard in STAGES[2:]
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether parameters are split over the ranks, too."""
+        return self.shard == STAGES[3]
 
     def parts_of_batch(self, ranks: int) -> int:
         """Parts of a global batch: one for each rank, or for each logical replica."""
