@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from hvd_ckpt.processes.hosts import host_name
+from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.snapshots.folder import name_of, names_in, reason_of, temporary_name
 from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
 from hvd_ckpt.utils.schema import Strict, Wrong, parse_json

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_ckpt.processes.hosts import host_name
+from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.snapshots.barrier import Participant, RankManifest, await_folder, collect, send
 from hvd_ckpt.snapshots.content import Content, ShardState, complete, staged_content, write_content
 from hvd_ckpt.snapshots.folder import (

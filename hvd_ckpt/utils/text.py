@@ -1,4 +1,4 @@
-"""Texts for people: names of settings, messages about unknown names, byte sizes, and progress of long work.
+"""Texts for people: names of settings, messages about unknown names, byte sizes, ranks, and progress of long work.
 
 Importing this module does not import PyTorch, so that help is fast.
 """
@@ -82,6 +82,18 @@ def show_bytes(count: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     raise AssertionError
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
 def _plain(name: str) -> str:
