@@ -22,7 +22,8 @@ from pydantic import Field
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.snapshots.folder import name_of, names_in, reason_of, temporary_name
 from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
-from hvd_ckpt.utils.schema import Strict, Wrong, parse_json
+from hvd_ckpt.utils.plain_data import parse_json
+from hvd_ckpt.utils.schema import Strict, Wrong
 
 # That a rank waits for the folder, and rank 0, its own files written, for the others' files.
 RANK_SECONDS = 120.0

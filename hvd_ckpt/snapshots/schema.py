@@ -33,7 +33,8 @@ from hvd_ckpt.reduction.buckets import is_dense
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.utils.cuts import Cut, cut_of
-from hvd_ckpt.utils.schema import Strict, Wrong, dumps, loads, parse_json, shown
+from hvd_ckpt.utils.plain_data import dumps, loads, parse_json
+from hvd_ckpt.utils.schema import Strict, Wrong, shown
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"

@@ -141,7 +141,7 @@ def plan(
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
-    from hvd_ckpt.utils.schema import named
+    from hvd_ckpt.utils.plain_data import named
 
     request = Request.of(others)
     try:

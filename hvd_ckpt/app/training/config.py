@@ -31,7 +31,8 @@ from hvd_ckpt.app.training.field_types import (
 )
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
 from hvd_ckpt.sharding import STAGES, stage_of
-from hvd_ckpt.utils.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
+from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, write_text
+from hvd_ckpt.utils.schema import Strict, first_error
 from hvd_ckpt.utils.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
 
 MAX_BYTES = 1 << 20  # of a configuration file

@@ -20,7 +20,7 @@ from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
-from hvd_ckpt.utils.schema import write_text
+from hvd_ckpt.utils.plain_data import write_text
 
 
 def choose_plan(
