@@ -25,7 +25,6 @@ from hvd_ckpt.planning.step import Step
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
-from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
@@ -36,6 +35,7 @@ from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.tensor.recipes import tensor_parallel
+from hvd_ckpt.utils.text import stage_of
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]

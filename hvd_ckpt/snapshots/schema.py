@@ -149,7 +149,7 @@ class ShardingMetadata(Strict):
     """Which elements of which parameter are in the files of which rank.
 
     Attributes:
-        stage: 0 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.
+        stage: 0 to 3, as in :data:`hvd_ckpt.utils.text.STAGES`.
         pipeline_stages, tensor: of the job; rank ``(stage * replicas + replica) * tensor + part`` wrote the files of a part.
         parameters: all of the model, by name, and with pipeline stages the buffers that are part of its weights; tied ones once.
         optimizer: for each rank the shards that it has optimizer state of, in the order of that state.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.utils.named import is_named
+from hvd_ckpt.utils.text import STAGES
 
 if TYPE_CHECKING:
     from hvd_ckpt.app.training.config import Config

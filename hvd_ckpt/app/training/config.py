@@ -30,10 +30,18 @@ from hvd_ckpt.app.training.field_types import (
     one_of,
 )
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
-from hvd_ckpt.sharding import STAGES, stage_of
 from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, write_text
 from hvd_ckpt.utils.schema import Strict, first_error
-from hvd_ckpt.utils.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
+from hvd_ckpt.utils.text import (
+    CHECKPOINTS,
+    DOCUMENTS,
+    PRECISIONS,
+    SCHEDULES,
+    STAGES,
+    one_line,
+    stage_of,
+    unknown,
+)
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
