@@ -116,7 +116,7 @@ class Statistics(NamedTuple):
 
     mean: Tensor
     variance: Tensor
-    count: Tensor
+    number: Tensor
 
 
 def synchronized_batch_norm(module: AnyBatchNorm, input: Tensor) -> Tensor:
@@ -125,7 +125,9 @@ def synchronized_batch_norm(module: AnyBatchNorm, input: Tensor) -> Tensor:
     statistics = remembered(lambda: _global_statistics(input.detach(), accumulate))
     if module.training and module.track_running_stats and module.running_mean is not None:
         _update_running_statistics(module, statistics)
-    rounded = Statistics(statistics.mean.to(accumulate), statistics.variance.to(accumulate), statistics.count)
+    rounded = Statistics(
+        statistics.mean.to(accumulate), statistics.variance.to(accumulate), statistics.number
+    )
     output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
         input, module.weight, module.bias, rounded, module.eps
     )
