@@ -124,6 +124,12 @@ from hvd_ckpt.processes.devices import (
     local_device as local_device,
 )
 from hvd_ckpt.processes.grid import (
+    cross_rank as cross_rank,
+    cross_size as cross_size,
+    local_rank as local_rank,
+    local_size as local_size,
+    rank as rank,
+    size as size,
     stage as stage,
     stages as stages,
     tensor_rank as tensor_rank,
@@ -131,14 +137,8 @@ from hvd_ckpt.processes.grid import (
 )
 from hvd_ckpt.processes.runtime import (
     controller as controller,
-    cross_rank as cross_rank,
-    cross_size as cross_size,
     init as init,
-    local_rank as local_rank,
-    local_size as local_size,
     mpi_communicator as mpi_communicator,
-    rank as rank,
-    size as size,
 )
 from hvd_ckpt.recompute import (
     CheckpointFunction as CheckpointFunction,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
@@ -111,20 +111,31 @@ def _communicates() -> bool:
     return not is_undisturbed() and bool(hvd.size() > 1)
 
 
+class Statistics(NamedTuple):
+    """Statistics of the inputs of all ranks: mean and biased variance of each channel, and the number of values in each."""
+
+    mean: Tensor
+    variance: Tensor
+    number: Tensor
+
+
 def synchronized_batch_norm(module: AnyBatchNorm, input: Tensor) -> Tensor:
     """Normalizes ``input`` (N, C, ...) by the batches of all ranks and updates the running statistics of ``module``."""
     accumulate = torch.float64 if input.dtype == torch.float64 else torch.float32
-    mean, variance, count = remembered(lambda: _global_statistics(input.detach(), accumulate))
+    statistics = remembered(lambda: _global_statistics(input.detach(), accumulate))
     if module.training and module.track_running_stats and module.running_mean is not None:
-        _update_running_statistics(module, mean, variance, count)
+        _update_running_statistics(module, statistics)
+    rounded = Statistics(
+        statistics.mean.to(accumulate), statistics.variance.to(accumulate), statistics.number
+    )
     output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-        input, module.weight, module.bias, mean.to(accumulate), variance.to(accumulate), count, module.eps
+        input, module.weight, module.bias, rounded, module.eps
     )
     return output
 
 
-def _global_statistics(input: Tensor, accumulate: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance per channel, and number of values per channel, over all ranks in float64."""
+def _global_statistics(input: Tensor, accumulate: torch.dtype) -> Statistics:
+    """The statistics over all ranks, in float64."""
     with torch.no_grad():
         channels = input.size(1)
         local_count = input.numel() // max(channels, 1)
@@ -147,11 +158,12 @@ def _global_statistics(input: Tensor, accumulate: torch.dtype) -> tuple[Tensor, 
             )
         mean = (means * counts).sum(0) / count
         variance = (deviations + counts * (means - mean) ** 2).sum(0) / count
-        return mean, variance, count
+        return Statistics(mean, variance, count)
 
 
-def _update_running_statistics(module: AnyBatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+def _update_running_statistics(module: AnyBatchNorm, statistics: Statistics) -> None:
     assert module.running_mean is not None and module.running_var is not None
+    mean, variance, count = statistics
     factor = average_factor(module)
     with torch.no_grad():
         unbiased = variance * (count / (count - 1))
@@ -190,11 +202,11 @@ class _Normalize(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        count: Tensor,
+        statistics: Statistics,
         eps: float,
     ) -> Tensor:
+        # A tuple is no input of the graph: no gradient flows to the statistics, whose share is in that of the input.
+        mean, variance, count = statistics
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps), count)
         scale = None if weight is None else weight.to(mean.dtype)
         shift = None if bias is None else bias.to(mean.dtype)
@@ -232,7 +244,7 @@ class _Normalize(torch.autograd.Function):
             scale = inverse_deviation if weight is None else inverse_deviation * weight.to(mean.dtype)
             grad_input = gradient - totals[0].view(shape) - centered * slope.view(shape)
             grad_input = (grad_input * scale.view(shape)).to(input.dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 @contextlib.contextmanager

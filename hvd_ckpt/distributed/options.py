@@ -21,7 +21,7 @@ from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, globa
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.communicator import Communicator, adasum_unavailable
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-from hvd_ckpt.sharding import stage_name
+from hvd_ckpt.utils.text import stage_name
 
 OPERATIONS = {
     Average: "Average",

@@ -18,11 +18,11 @@ from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.process_sets import check_within
-from hvd_ckpt.sharding import stage_name, stage_of
 from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import INT4, WireFormat, wire_format
 from hvd_ckpt.sharding.offload import Offload
+from hvd_ckpt.utils.text import stage_name, stage_of
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from hvd_ckpt.planning.policy import (
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.utils.cuts import shape_of_first
-from hvd_ckpt.utils.schema import Strict, Wrong, dumps, parse_json, read_bytes, shown, write_text
+from hvd_ckpt.utils.plain_data import dumps, parse_json, read_bytes, write_text
+from hvd_ckpt.utils.schema import Strict, Wrong, shown
 from hvd_ckpt.utils.text import one_line
 
 M = TypeVar("M", bound=nn.Module)

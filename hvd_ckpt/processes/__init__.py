@@ -1,9 +1,9 @@
 """The processes of a job: how they start, find each other, are watched and end.
 
 launchers     how a job was started: horovodrun, mpirun, Slurm, alone
-hosts         hosts as ranks name them
+hosts         where the other ranks run, and whether their machines answer
 rendezvous    the first exchange, before Horovod runs
-grid          stages, replicas and parts: the place of each rank
+grid          stages, replicas and parts: the place of each rank, and its host
 links         messages between all processes of a grid, and how it is formed
 parts         sums and gathers among the parts of a replica
 runtime       init, shutdown and what Horovod needs set before it starts

@@ -1,4 +1,4 @@
-"""The grid of a job: stage, replica and part of this process, and messages between stages and parts.
+"""The grid of a job: stage, replica, part and host of this process, and messages between stages and parts.
 
 A job has ``stages`` times ``replicas`` times ``tensor`` processes. The process number is
 ``(stage * replicas + replica) * tensor + part``, so the parts of a layer are next to each other and the replicas of a stage are
@@ -10,8 +10,11 @@ Horovod (reducer, shards, broadcasts, ``rank()``, ``size()``) thus sees one data
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import pickle
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -163,6 +166,29 @@ def pretending(grid: Grid) -> Iterator[None]:
         _pretended = before
 
 
+def require_initialized(call: str) -> None:
+    """Raises the error of ``call`` if Horovod does not run: a ``ValueError``, as Horovod's own, that names the ``init`` to call."""
+    if not hvd.is_initialized():
+        raise ValueError(f"{call}: Horovod is not initialized; call hc.init() first (import hvd_ckpt as hc)")
+
+
+def _fact(name: str) -> Callable[[], int]:
+    function = getattr(hvd, name)
+
+    @functools.wraps(function)
+    def fact() -> int:
+        require_initialized(f"{name}()")
+        return int(function())
+
+    return fact
+
+
+rank, size, local_rank, local_size, cross_rank, cross_size = map(
+    _fact, ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+)
+"""Horovod's functions, whose error names the ``init`` of this library. They are asked first in most scripts."""
+
+
 def stage() -> int:
     """The pipeline stage of this process, from 0; ``rank()`` is its replica. The stage is 0 in a job without stages."""
     return current().stage
@@ -181,6 +207,12 @@ def tensor_rank() -> int:
 def tensor_size() -> int:
     """The number of parts of a split layer, as given to ``init(tensor=...)``."""
     return current().tensor
+
+
+def host_name() -> str:
+    """This machine's name: as the launcher was given it, where that says which machine it is."""
+    launched = os.environ.get("HOROVOD_HOSTNAME", "")
+    return launched if launched not in ("", "localhost", "127.0.0.1") else socket.gethostname()
 
 
 def set_current(grid: Grid | None) -> None:

@@ -19,18 +19,14 @@ from dataclasses import dataclass
 
 import psutil
 
+from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.processes.launchers import look_up
+from hvd_ckpt.utils.text import ranks_text
 
 PROBE_SECONDS = 1.5  # long enough for the second attempt that TCP makes after one second
 SSH_PORT = 22
 ADDRESSES_PER_HOST = 4
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
-
-
-def host_name() -> str:
-    """This machine's name: as the launcher was given it, where that says which machine it is."""
-    launched = os.environ.get("HOROVOD_HOSTNAME", "")
-    return launched if launched not in ("", "localhost", "127.0.0.1") else socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -133,18 +129,6 @@ def describe_silent(silent: Sequence[Sequence[Peer]], others: Sequence[Peer]) ->
         f"{' and '.join(names)} {verb} not answer: {cause}; see to it, then start again from the newest snapshot, "
         f"on other hosts if need be"
     )
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0-3, 7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
 def answering_addresses(addresses: Iterable[str], seconds: float = PROBE_SECONDS) -> set[str]:

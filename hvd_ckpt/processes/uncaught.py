@@ -27,7 +27,7 @@ from typing import Any
 import horovod.torch as hvd
 
 from hvd_ckpt.processes import watchdog
-from hvd_ckpt.processes.hosts import host_name
+from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.utils.waits import awaited_by
 

@@ -33,7 +33,8 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_ckpt.processes.hosts import Peer, describe_silent, diagnose, host_name, silent_hosts
+from hvd_ckpt.processes.grid import host_name
+from hvd_ckpt.processes.hosts import Peer, describe_silent, diagnose, silent_hosts
 from hvd_ckpt.processes.launchers import has_broken, launched_rank, launcher_chain
 from hvd_ckpt.utils.waits import awaited_in
 

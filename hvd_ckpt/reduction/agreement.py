@@ -25,9 +25,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum, global_process_set
 
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.hosts import ranks_text
-from hvd_ckpt.processes.runtime import require_initialized
+from hvd_ckpt.processes.grid import current, require_initialized
+from hvd_ckpt.utils.text import ranks_text
 
 MESSAGE = "hvd_ckpt.objects"
 

@@ -16,7 +16,7 @@ from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_regis
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.processes.devices import check_devices
-from hvd_ckpt.processes.runtime import require_initialized
+from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.reduction.agreement import (
     Failure,
     ParameterFacts,

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_ckpt.processes.hosts import host_name
+from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.reduction.buckets import is_dense
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.consistency import TableEntry, WeightsDiffer, difference

@@ -19,7 +19,7 @@ from hvd_ckpt.reduction.process_sets import (
     rank_groups,
     release,
 )
-from hvd_ckpt.sharding import stage_of, state
+from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.formats import FP32, INT4, INT8, WireFormat, wire_formats
@@ -32,6 +32,7 @@ from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.units import UnitModules
 from hvd_ckpt.sharding.unshard import Gathering
+from hvd_ckpt.utils.text import stage_of
 
 OFFLOADS = ("optimizer", "parameters")
 

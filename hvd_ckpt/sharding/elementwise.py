@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.sharding import STAGES
+from hvd_ckpt.utils.text import STAGES
 
 _ELEMENTWISE = (
     "ASGD",

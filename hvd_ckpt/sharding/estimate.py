@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +25,6 @@ from hvd_ckpt.planning.step import Step
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
-from hvd_ckpt.sharding import stage_of
 from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
@@ -37,9 +35,10 @@ from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.tensor.recipes import tensor_parallel
+from hvd_ckpt.utils.text import stage_of
 from hvd_ckpt.utils.unmaterialized import is_absent
 
-__all__ = ["PRECISIONS", "Estimator", "estimate_memory"]
+__all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,18 +104,7 @@ def estimate_memory(
         raise ValueError(f"within={within!r}: groups of local SGD are given in local, as its 'within'")
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
-    estimator_of = functools.partial(
-        Estimator,
-        plan=plan,
-        optimizer=optimizer,
-        precision=precision,
-        sample=sample,
-        kwargs=kwargs,
-        loss=loss,
-        bucket_cap_mb=bucket_cap_mb,
-        units=units,
-        device=device,
-    )
+    step = TrainingStep(plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device)
     if tensor > 1:
         if averages is not None or isinstance(optimizer, torch.optim.Optimizer):
             wrong = "an optimizer that is made already" if averages is None else "local"
@@ -125,12 +113,55 @@ def estimate_memory(
             )
         with parts.alone(tensor):
             first_part = tensor_parallel(copy.deepcopy(model))
-            return estimator_of(first_part).estimate(np, shard, offload, wire, within)
-    estimator = estimator_of(model)
+            return Estimator(first_part, step).estimate(np, shard, offload, wire, within)
+    estimator = Estimator(model, step)
     if averages is None:
         return estimator.estimate(np, shard, offload, wire, within)
-    step = estimator.estimate(averages.group, shard, offload, wire)
-    return averages.added_to(step, estimator.parameters.values(), estimator.place)
+    within_group = estimator.estimate(averages.group, shard, offload, wire)
+    return averages.added_to(within_group, estimator.parameters.values(), estimator.place)
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A step of one rank, for any model and number of ranks; arguments as of :func:`estimate_memory`.
+
+    Raises:
+        ValueError: the precision or the size of a bucket is invalid.
+    """
+
+    plan: Plan | None = None
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer = "adamw"
+    precision: str = "fp32"
+    sample: Any = None
+    kwargs: Mapping[str, Any] | None = None
+    loss: Callable[[Any], Tensor] | None = None
+    bucket_cap_mb: float = 25.0
+    units: Sequence[Any] | None = None
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {self.precision!r}")
+        if not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {self.bucket_cap_mb}")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of parameters and inputs; None for their own."""
+        return torch.bfloat16 if self.precision == "bf16-params" else None
+
+    def planned(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model has the plan."""
+        return contextlib.nullcontext() if self.plan is None else applied(model, self.plan)
+
+    def stretches(self, model: nn.Module, device: torch.device) -> list[Stretch]:
+        """Measures the step on a device, where the model is."""
+        arguments = (
+            self.sample if isinstance(self.sample, tuple) else (self.sample,),
+            dict(self.kwargs or {}),
+        )
+        args, kwargs = map_tensors(lambda tensor: _moved(tensor, device, self.dtype), Tensor, arguments)
+        return measure_step(Step(model, args, kwargs, self.loss, _AUTOCAST.get(self.precision)))
 
 
 @dataclass
@@ -154,61 +185,41 @@ class _Moment:
 
 
 class Estimator:
-    """Estimates for one model, batch and optimizer; what has to be measured is measured once.
-
-    Arguments as of :func:`estimate_memory`.
+    """Estimates for one model and step; what has to be measured is measured once.
 
     Attributes:
         parameters: by name, on the meta device.
         place: where the optimizer is tried out.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan | None = None,
-        optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer = "adamw",
-        precision: str = "fp32",
-        sample: Any = None,
-        kwargs: Mapping[str, Any] | None = None,
-        loss: Callable[[Any], Tensor] | None = None,
-        bucket_cap_mb: float = 25.0,
-        units: Sequence[Any] | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {bucket_cap_mb}")
-        _check_model(model, sample)
-        self._optimizer = make_optimizer(optimizer, model)
+    def __init__(self, model: nn.Module, step: TrainingStep) -> None:
+        _check_model(model, step.sample)
+        self._optimizer = make_optimizer(step.optimizer, model)
         self._measured: dict[torch.dtype, OptimizerMemory] = {}
-        self._cap_bytes = bucket_cap_mb * MEBIBYTE
+        self._cap_bytes = step.bucket_cap_mb * MEBIBYTE
         own = next(model.parameters()).device
-        place = own if device is None else torch.device(device)
-        dtype = torch.bfloat16 if precision == "bf16-params" else None
-        with contextlib.nullcontext() if plan is None else applied(model, plan):
+        place = own if step.device is None else torch.device(step.device)
+        with step.planned(model):
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             self._units = [
-                [names[id(parameter)] for parameter in unit.parameters] for unit in find_units(model, units)
+                [names[id(parameter)] for parameter in unit.parameters]
+                for unit in find_units(model, step.units)
             ]
-            if dtype is not None or place != own:
-                model = copy.deepcopy(model).to(device=place, dtype=dtype)
+            if step.dtype is not None or place != own:
+                model = copy.deepcopy(model).to(device=place, dtype=step.dtype)
             self.parameters = {
                 name: torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
                 for name, parameter in model.named_parameters()
             }
             self._buffers = sum(buffer.nbytes for buffer in model.buffers())
-            if sample is None:
+            self._has_sample = step.sample is not None
+            if self._has_sample:
+                self._stretches = step.stretches(model, place)
+            else:
                 trained = sum(
                     parameter.nbytes for parameter in self.parameters.values() if parameter.requires_grad
                 )
                 self._stretches = [Stretch("forward", 0, 0), Stretch("backward", 0, trained)]
-            else:
-                arguments = (sample if isinstance(sample, tuple) else (sample,), dict(kwargs or {}))
-                args, named_args = map_tensors(lambda tensor: _moved(tensor, place, dtype), Tensor, arguments)
-                self._stretches = measure_step(Step(model, args, named_args, loss, _AUTOCAST.get(precision)))
-        self._has_sample = sample is not None
         self.place = torch.device("cpu") if place.type == "meta" else place
 
     def estimate(

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.sharding.formats import FP32, sum_dtype, wire_format
 from hvd_ckpt.sharding.layout import RUN_BYTES
 from hvd_ckpt.sharding.measured_memory import OptimizerMemory
-from hvd_ckpt.utils.text import show_bytes, unknown
+from hvd_ckpt.utils.text import STAGES, show_bytes, unknown
 
 PARTS = (
     "parameters",

@@ -10,21 +10,50 @@ SIGCONT) does not count.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
 
-from hvd_ckpt.processes.hosts import host_name
-from hvd_ckpt.snapshots.folder import names_in, reason_of
+from hvd_ckpt.processes.grid import host_name
+from hvd_ckpt.snapshots.folder import name_of, names_in, reason_of, temporary_name
 from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
-from hvd_ckpt.utils.schema import Strict, Wrong, parse_json
+from hvd_ckpt.utils.plain_data import parse_json
+from hvd_ckpt.utils.schema import Strict, Wrong
 
 # That a rank waits for the folder, and rank 0, its own files written, for the others' files.
 RANK_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Participant:
+    """One of the ranks that write snapshots together.
+
+    Attributes:
+        rank, ranks: its number, and how many they are.
+        token: 8 hexadecimal digits, the same on every rank, and new for each writer.
+    """
+
+    rank: int
+    ranks: int
+    token: str
+
+    @property
+    def leads(self) -> bool:
+        """Whether it makes the folder, completes the snapshot, and removes it if that fails."""
+        return self.rank == 0
+
+    def temporary_name(self, step: int, number: int) -> str:
+        """The name of the folder of the writer's snapshot of that number, while it is written."""
+        # All ranks derive the same name without a message. Each snapshot has
+        # a new one, so files of a failed one cannot get into the next.
+        token = hashlib.sha256(f"{self.token} {number}".encode()).hexdigest()[:8]
+        return temporary_name(name_of(step), token)
 
 
 class RankManifest(Strict):

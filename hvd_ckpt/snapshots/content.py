@@ -16,8 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.hosts import host_name
+from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import COUNTERS, ShardRange, ranges_of

@@ -33,7 +33,8 @@ from hvd_ckpt.reduction.buckets import is_dense
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.utils.cuts import Cut, cut_of
-from hvd_ckpt.utils.schema import Strict, Wrong, dumps, loads, parse_json, shown
+from hvd_ckpt.utils.plain_data import dumps, loads, parse_json
+from hvd_ckpt.utils.schema import Strict, Wrong, shown
 
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
@@ -148,7 +149,7 @@ class ShardingMetadata(Strict):
     """The elements of each parameter in the files of each rank.
 
     Attributes:
-        stage: 0 to 3, as in :data:`hvd_ckpt.sharding.STAGES`.
+        stage: 0 to 3, as in :data:`hvd_ckpt.utils.text.STAGES`.
         pipeline_stages, tensor: numbers of stages and parts of the job; rank ``(stage * replicas + replica) * tensor + part``
             wrote the files of a part.
         parameters: all of the model, by name, and with pipeline stages the buffers that are part of its weights; tied ones once.

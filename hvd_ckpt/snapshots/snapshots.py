@@ -31,6 +31,7 @@ from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.sharding.state import ranges_of
 from hvd_ckpt.snapshots.arguments import check_arguments
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import RunShards
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
@@ -425,9 +426,7 @@ class Snapshots:
             writer = SnapshotWriter(
                 self.folder / "snapshots",
                 keep=self._keep,
-                token=token,
-                rank=grid.number,
-                ranks=grid.size,
+                own=Participant(grid.number, grid.size, token),
                 warn=self._warn,
                 blocking=self._blocking,
                 on_written=self._on_written,

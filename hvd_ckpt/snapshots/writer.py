@@ -11,7 +11,6 @@ ranks, it writes that of the snapshot and renames the folder. If a rank has fail
 from __future__ import annotations
 
 import atexit
-import hashlib
 import queue
 import threading
 from collections import deque
@@ -24,8 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_ckpt.processes.hosts import host_name
-from hvd_ckpt.snapshots.barrier import RankManifest, await_folder, collect, send
+from hvd_ckpt.processes.grid import host_name
+from hvd_ckpt.snapshots.barrier import Participant, RankManifest, await_folder, collect, send
 from hvd_ckpt.snapshots.content import Content, ShardState, complete, staged_content, write_content
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
@@ -34,7 +33,6 @@ from hvd_ckpt.snapshots.folder import (
     make_folder,
     name_of,
     reason_of,
-    temporary_name,
     under_way,
 )
 from hvd_ckpt.snapshots.reader import prune
@@ -77,8 +75,7 @@ class SnapshotWriter:
     Args:
         folder: folder of the run's snapshots, such as RUN/snapshots; made if missing; all ranks must see the same one.
         keep: number of snapshots that stay, the newest ones; at least 1.
-        token: 8 hexadecimal digits, the same on every rank, and new for each writer.
-        rank, ranks: this process's rank and the number of ranks.
+        own: this process among the ranks that write.
         warn: called on rank 0 with one sentence for each snapshot that failed, by the thread that calls the methods.
         blocking: :meth:`begin` returns when the snapshot is on the disk, and nothing is copied.
         on_written: called on rank 0 for each snapshot that is in its place, before older ones are removed, by the writer's own
@@ -93,17 +90,15 @@ class SnapshotWriter:
         self,
         folder: Path,
         keep: int,
-        token: str,
-        rank: int,
-        ranks: int,
+        own: Participant,
         warn: Warn,
         blocking: bool = False,
         on_written: Callable[[Path, Warn], None] | None = None,
     ) -> None:
         self.written: Path | None = None
         self.failed: str | None = None
-        self._folder, self._keep, self._token = Path(folder), keep, token
-        self._rank, self._ranks, self._blocking = rank, ranks, blocking
+        self._folder, self._keep = Path(folder), keep
+        self._own, self._blocking = own, blocking
         self._warn = warn
         # Filled by the writer's thread and emptied by the caller's. Both ends of a deque are safe without a lock.
         self._warnings: deque[str] = deque()
@@ -162,14 +157,11 @@ class SnapshotWriter:
         #
         # Leftovers of 1 to 3 are removed after the next snapshot (prune).
         self._begun += 1
-        # All ranks derive the same name without a message. Each snapshot has
-        # a new one, so files of a failed one cannot get into the next.
-        token = hashlib.sha256(f"{self._token} {self._begun}".encode()).hexdigest()[:8]
-        job = _Job(step, self._folder / temporary_name(name_of(step), token))
+        job = _Job(step, self._folder / self._own.temporary_name(step, self._begun))
         try:
             # Until the thread has finished: prune() of this process, behind the snapshot before, must not remove the folder.
             job.held.enter_context(under_way(job.temporary))
-            if self._rank == 0:  # first of all: the other ranks' threads may be waiting for it
+            if self._own.leads:  # first of all: the other ranks' threads may be waiting for it
                 self._make_folder(job)
             self._settle()
             if job.fault:  # the snapshot before is done, and old ones are pruned: perhaps there is room now
@@ -178,7 +170,7 @@ class SnapshotWriter:
                 staging = None if self._blocking else self._staging
                 try:
                     job.content = staged_content(
-                        self._rank, staging, weights, replicated, per_rank, changing=changing, shard=shard
+                        self._own.rank, staging, weights, replicated, per_rank, changing=changing, shard=shard
                     )
                 except _TROUBLE as error:
                     job.fault = reason_of(error)
@@ -189,7 +181,7 @@ class SnapshotWriter:
                 self._jobs.put(job)
         except BaseException:
             job.held.close()
-            if self._rank == 0:
+            if self._own.leads:
                 discard(job.temporary)
             raise
         self._job = job
@@ -292,15 +284,15 @@ class SnapshotWriter:
     def _run(self, job: _Job) -> None:
         try:
             mine = self._write(job)
-            fault = self._finish(job, mine) if self._rank == 0 else send(job.temporary, self._rank, mine)
+            fault = self._finish(job, mine) if self._own.leads else send(job.temporary, self._own.rank, mine)
         except Exception as error:  # for the caller to raise
             job.bug, fault = error, reason_of(error)
-            if self._rank == 0:
+            if self._own.leads:
                 discard(job.temporary)
         job.content = None
         job.held.close()
         self.failed, self._bug = fault, job.bug
-        if fault is not None and self._rank == 0 and job.bug is None:
+        if fault is not None and self._own.leads and job.bug is None:
             self._warnings.append(
                 f"The snapshot of step {job.step} was not written to '{self._folder}': {fault}. "
                 f"Training continues, and older snapshots stay."
@@ -313,7 +305,7 @@ class SnapshotWriter:
         # Copied even if the folder could not be made: the optimizer's step waits for `copied`, whatever becomes of the files.
         self._copy(job)
         try:
-            if self._rank != 0:
+            if not self._own.leads:
                 await_folder(job.temporary)
             if job.fault:
                 raise Wrong(job.fault)
@@ -341,7 +333,7 @@ class SnapshotWriter:
         After a failure of its own it waits for the others as well, or a rank that comes late would look for a folder that is gone.
         """
         try:
-            ranks = [mine, *collect(job.temporary, self._ranks, self._given_up.is_set)]
+            ranks = [mine, *collect(job.temporary, self._own.ranks, self._given_up.is_set)]
         except _TROUBLE as error:
             discard(job.temporary)
             return f"rank 0: {mine.fault}" if mine.fault else reason_of(error)

@@ -1,4 +1,4 @@
-"""Texts for people: names of settings, messages about unknown names, byte sizes, and progress of long work.
+"""Texts for people: names of settings, messages about unknown names, byte sizes, ranks, and progress of long work.
 
 Importing this module does not import PyTorch, so that help is fast.
 """
@@ -24,6 +24,9 @@ SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt", "step")
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O0", "apex-O1", "apex-O2", "apex-O3")
 """Recipes of :class:`hvd_ckpt.Precision`."""
 
+STAGES = ("none", "optimizer", "gradients", "parameters")
+"""Values of ``shard``: the stages of ZeRO, in their order."""
+
 DOCUMENTS = ("lines", "jsonl")
 """Formats of a text with one document per line: the document itself, or a JSON object with the document as "text"."""
 
@@ -31,6 +34,29 @@ BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch a
 
 LONGEST = 900  # most characters of a message
 SECONDS = 25.0  # of silence before a line is printed, so that a line is out within 30 seconds
+
+
+def stage_of(shard: object) -> int:
+    """The stage, 0 to 3, that a name of :data:`STAGES` or a number (also as a text) stands for.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(shard, str) and shard in STAGES:
+        return STAGES.index(shard)
+    if isinstance(shard, str) and shard in map(str, range(len(STAGES))):
+        return int(shard)
+    if isinstance(shard, int) and not isinstance(shard, bool) and 0 <= shard < len(STAGES):
+        return shard
+    raise ValueError(f"shard must be one of {', '.join(map(repr, STAGES))}, or 0 to 3, not {shard!r}")
+
+
+def stage_name(shard: object) -> object:
+    """The name of its stage, or what was given where that is wrong."""
+    try:
+        return STAGES[stage_of(shard)]
+    except ValueError:
+        return shard
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -82,6 +108,18 @@ def show_bytes(count: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     raise AssertionError
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
 def _plain(name: str) -> str:

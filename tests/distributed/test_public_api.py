@@ -6,6 +6,7 @@ import inspect
 
 import horovod.torch
 import pytest
+from forked import Case, run_forked
 
 import hvd_ckpt as hc
 
@@ -26,3 +27,20 @@ def test_distributed_optimizer_takes_horovods_arguments() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default
+
+
+PLAIN = """
+import hvd_ckpt as hc
+hc.init()
+model = torch.nn.Linear(2, 2)
+optimizer = hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("hvd_ckpt.")}))
+"""
+
+
+def test_a_plain_optimizer_loads_neither_shards_nor_recomputation() -> None:
+    result = run_forked("import sys, torch", {"plain": Case(PLAIN)})["plain"]
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["distributed", "processes", "reduction", "utils"]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -132,8 +133,8 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
     try:
         torch.set_num_threads(1)
         content = _Content(number)
-        how = {"rank": 0, "ranks": 1, "warn": fail, "blocking": writer == WRITERS[0]}
-        with SnapshotWriter(folder, KEEP, os.urandom(4).hex(), **how) as snapshots:  # type: ignore[arg-type]
+        own, blocking = Participant(0, 1, os.urandom(4).hex()), writer == WRITERS[0]
+        with SnapshotWriter(folder, KEEP, own, fail, blocking) as snapshots:
             while True:
                 written = content.number
                 pipe.send((BEGUN, written, time.monotonic()))

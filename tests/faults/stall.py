@@ -22,6 +22,7 @@ from hvd_ckpt.bench.harness.cases import Column, table_of
 from hvd_ckpt.bench.harness.report import Report
 from hvd_ckpt.bench.harness.stats import alternating, ratios
 from hvd_ckpt.bench.harness.workloads import Gpt
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 MEGABYTES = 150  # of weights and both moments of AdamW
@@ -70,7 +71,7 @@ class _Run:
         self.inputs, self.targets = self.workload.sample(torch.Generator().manual_seed(0))
         self.writers = {
             way: SnapshotWriter(
-                folder / way, 1, "00000000", 0, 1, _no_warning, blocking=way.endswith("blocking")
+                folder / way, 1, Participant(0, 1, "00000000"), _no_warning, blocking=way.endswith("blocking")
             )
             for way in WAYS
             if way.startswith("SnapshotWriter")

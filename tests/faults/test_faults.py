@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvd_ckpt.bench.command import bench
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -122,7 +123,9 @@ def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:
     (run / "log.jsonl").parent.mkdir(exist_ok=True)
     (run / "log.jsonl").write_text(json.dumps({"step": step, "kind": "train", "loss": loss}) + "\n")
     weights = {"a": torch.tensor([1.0, weight])}
-    with SnapshotWriter(run / "snapshots", 9, "0" * 8, 0, 1, pytest.fail, blocking=True) as writer:
+    with SnapshotWriter(
+        run / "snapshots", 9, Participant(0, 1, "0" * 8), pytest.fail, blocking=True
+    ) as writer:
         writer.begin(step, weights=weights, replicated=common, per_rank=own)
         path = writer.wait()
     assert path is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
@@ -27,7 +28,7 @@ def write(
 ) -> Path:
     """A snapshot of one rank, on the disk when this returns; raises SnapshotError where it cannot be written."""
     told: list[str] = []
-    with SnapshotWriter(folder, 100, "0123abcd", 0, 1, told.append, blocking=True) as writer:
+    with SnapshotWriter(folder, 100, Participant(0, 1, "0123abcd"), told.append, blocking=True) as writer:
         writer.begin(step, weights=weights or {}, replicated=replicated, per_rank=per_rank)
         written = writer.wait()
     if written is None:

@@ -15,7 +15,7 @@ from torch import nn
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, PlanError
 from hvd_ckpt.planning.policy import KEEP, CheckpointPolicy
 from hvd_ckpt.recompute.tape import Policy
-from hvd_ckpt.utils import schema
+from hvd_ckpt.utils import plain_data
 
 CALLS = ("layer_norm", "linear", "gelu", "linear", "__add__")
 DROP = CheckpointPolicy("drop layer_norm, gelu", Policy(CALLS, frozenset({0, 2})))
@@ -164,7 +164,7 @@ def test_a_missing_key_that_decides_what_a_plan_does_is_named(written: bytes, fo
         b'{"format": NaN}',
         b'{"version": ' + b"9" * 10_000 + b"}",
         b'{"format": 1, "version": 1, "format": 2}',
-        b" " * (schema.MAX_BYTES + 1),
+        b" " * (plain_data.MAX_BYTES + 1),
     ],
     ids=["empty", "utf-16", "list", "deep", "nan", "digits", "twice", "large"],
 )

@@ -19,6 +19,7 @@ from forked import Case, Result, run_forked
 from hvd_ckpt.processes import hosts, watchdog
 from hvd_ckpt.processes.hosts import Peer
 from hvd_ckpt.processes.launchers import RANK_VARIABLES, has_broken, launcher_chain
+from hvd_ckpt.utils.text import ranks_text
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -0.5, math.nan, "10", True, [1]])
@@ -188,7 +189,7 @@ def test_what_hosts_and_ranks_are_blamed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert hosts.diagnose([*everyone, gone], own).startswith(
         f"rank 4 (process {own.pid} on host {own.host}) has ended"
     )
-    assert hosts.ranks_text([7, 0, 2, 1]) == "ranks 0-2, 7"
+    assert ranks_text([7, 0, 2, 1]) == "ranks 0-2, 7"
 
 
 def test_refused_connections_count_as_answers_and_missing_machines_do_not() -> None:

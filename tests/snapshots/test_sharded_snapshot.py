@@ -20,6 +20,7 @@ from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import ShardState, tensors_of
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
@@ -97,7 +98,8 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     buffers = dict(model.named_buffers())
     told: list[str] = []
     writers = [
-        SnapshotWriter(tmp_path / "snapshots", 9, "0" * 8, rank, RANKS, told.append) for rank in range(RANKS)
+        SnapshotWriter(tmp_path / "snapshots", 9, Participant(rank, RANKS, "0" * 8), told.append)
+        for rank in range(RANKS)
     ]
     for step in (1, 2):
         for rank, writer in enumerate(writers):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader, snapshots as snapshots_module
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import ShardState
 from hvd_ckpt.snapshots.files import open_snapshot
 from hvd_ckpt.snapshots.folder import SnapshotError
@@ -125,7 +126,10 @@ def divide(path: Path, folder: Path, ranks: int) -> None:
             for key, value in files.state(shard_file(rank))["state"].get(number, {}).items():
                 entries.setdefault(key, []).append((shard.offset, value))
     total = sum(parameter.numel for parameter in parameters.values())
-    writers = [SnapshotWriter(folder / "snapshots", 9, "0" * 8, rank, ranks, print) for rank in range(ranks)]
+    writers = [
+        SnapshotWriter(folder / "snapshots", 9, Participant(rank, ranks, "0" * 8), print)
+        for rank in range(ranks)
+    ]
     for rank, writer in enumerate(writers):
         first, last, reached = rank * total // ranks, (rank + 1) * total // ranks, 0
         pieces = []

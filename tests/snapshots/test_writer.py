@@ -27,6 +27,7 @@ from snapshot_files import file_size_limit, write
 from torch import Tensor, nn
 
 from hvd_ckpt.snapshots import barrier, reader, writer
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.folder import later_snapshots, remove_abandoned
 from hvd_ckpt.snapshots.tensors import AsyncCopy, Staging
 from hvd_ckpt.snapshots.writer import SnapshotWriter
@@ -40,7 +41,7 @@ class Job:
     def __init__(self, folder: Path, ranks: int = 2, **options: Any) -> None:
         self.folder, self.told = folder, list[str]()
         self.writers = [
-            SnapshotWriter(folder, 2, TOKEN, rank, ranks, self.told.append, **options)
+            SnapshotWriter(folder, 2, Participant(rank, ranks, TOKEN), self.told.append, **options)
             for rank in range(ranks)
         ]
 
@@ -378,9 +379,11 @@ def test_a_process_that_does_not_close_its_writers_ends(tmp_path: Path) -> None:
         import sys, torch
         from pathlib import Path
         from hvd_ckpt.snapshots import writer as room
+        from hvd_ckpt.snapshots.barrier import Participant
         state = [torch.ones(1000, 1000) for _ in range(5)]
         for ranks, room.EXIT_SECONDS in ((1, 60), (2, 0.5)):  # the second is one of a pair without the other
-            writer = room.SnapshotWriter(Path(sys.argv[1]) / str(ranks), 1, "{TOKEN}", 0, ranks, print)
+            own = Participant(0, ranks, "{TOKEN}")
+            writer = room.SnapshotWriter(Path(sys.argv[1]) / str(ranks), 1, own, print)
             writer.begin(1, weights={{}}, replicated=state, per_rank=None)
     """
     command = [sys.executable, "-c", script, tmp_path]
@@ -394,7 +397,7 @@ def test_an_exception_leaves_nothing_of_a_snapshot_that_another_rank_will_not_fi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "EXIT_SECONDS", 0.05)
-    alone = SnapshotWriter(tmp_path, 2, TOKEN, 0, 2, print)
+    alone = SnapshotWriter(tmp_path, 2, Participant(0, 2, TOKEN), print)
 
     def fail() -> None:
         with alone:

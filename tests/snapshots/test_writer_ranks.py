@@ -9,6 +9,7 @@ import torch
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2, 4))
@@ -18,7 +19,7 @@ def test_ranks_write_while_they_train(folder: Path) -> None:
     told: list[str] = []
     last = hc.size() - 1
     weights = {"a": torch.zeros(100_000)}
-    with SnapshotWriter(folder, 2, "89abcdef", hc.rank(), hc.size(), told.append) as writer:
+    with SnapshotWriter(folder, 2, Participant(hc.rank(), hc.size(), "89abcdef"), told.append) as writer:
         for step in range(1, 5):
             faulty = step == 3 and hc.rank() == last
             per_rank = object() if faulty else {"rank": hc.rank(), "step": torch.full((9,), step)}

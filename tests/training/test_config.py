@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.utils.schema import parsed
+from hvd_ckpt.utils.plain_data import parsed
 
 
 def error_of(**values: object) -> str:

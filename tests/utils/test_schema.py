@@ -8,7 +8,8 @@ from typing import Annotated
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from hvd_ckpt.utils.schema import Strict, Wrong, first_error, parse_json
+from hvd_ckpt.utils.plain_data import parse_json
+from hvd_ckpt.utils.schema import Strict, Wrong, first_error
 
 
 class Part(Strict):

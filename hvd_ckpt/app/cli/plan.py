@@ -11,6 +11,7 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from hvd_ckpt.app.cli.plan_models import Job
     from hvd_ckpt.planning.plan import Cost, Plan
+    from hvd_ckpt.planning.stages import Layout
     from hvd_ckpt.planning.step import Step
 
 
@@ -140,9 +142,6 @@ below that you give.
 def plan(
     name: str,
     options: tuple[str, ...],
-    budget: str | None,
-    precision: str,
-    chunk_head: bool,
     device: str,
     file: str | None,
     output: str | None,
@@ -150,20 +149,18 @@ def plan(
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
-    from hvd_ckpt.distributed.precision import AUTOCAST
-    from hvd_ckpt.utils.schema import named
+    from hvd_ckpt.utils.plain_data import named
 
+    request = Request.of(others)
     try:
-        limit = parse_budget(budget)
         model_options = named("--model-option", options)
     except ValueError as error:
         raise BadArgument(str(error)) from None
     place = check_device(device)
-    stages = stages_of(others)
     cluster = cluster_of(others)
-    if stages is not None and (file is not None or cluster is not None):
+    if request.layout is not None and (file is not None or cluster is not None):
         raise BadArgument(
-            f"--stages {stages['stages']}: leave out --load and --np, which are for a model without stages"
+            f"--stages {request.layout.stages}: leave out --load and --np, which are for a model without stages"
         )
     # A plan file is read first: a model may take minutes to build.
     loaded = _load(file) if file is not None else None
@@ -173,25 +170,74 @@ def plan(
     if tensor > 1:
         _split(job, tensor)
     if loaded is not None:
-        loaded = _fitting(loaded, job, None if budget is None else limit, place)
+        loaded = _fitting(loaded, job, request, place)
     folder = output_folder(output, "plan")
-    how = {"autocast": AUTOCAST.get(precision), "chunk_head": chunk_head}
     try:
-        chosen, baseline, unmet = _planned(job, loaded, limit, how, stages)
+        chosen, baseline, unmet = _planned(job, loaded, request)
     except BudgetError as error:
-        raise BadArgument(f"--budget {budget}: {error}") from None
-    _report(chosen, baseline, folder, job, cluster, precision)
+        raise BadArgument(f"--budget {request.given}: {error}") from None
+    _report(chosen, baseline, folder, job, cluster, request.precision)
     if unmet is not None:
         nearest = unmet.smallest
         share = nearest / chosen.baseline.peak_bytes
         click.echo(
             f"Nearest budget: {nearest} ({show_bytes(nearest)}, {share:.2f}x), for which this plan is."
         )
-        raise BadArgument(f"--budget {budget}: {unmet}")
+        raise BadArgument(f"--budget {request.given}: {unmet}")
     if chosen.budget and chosen.measured and chosen.measured.peak_bytes > chosen.budget:
         over = chosen.measured.peak_bytes - chosen.budget
         click.echo(f"The plan's measured peak is {over} bytes over its budget of {chosen.budget}.", err=True)
         sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The plan that is asked for.
+
+    Attributes:
+        given: its budget as it was given; None if it was not.
+        budget: the same, parsed.
+        precision: of the step.
+        chunk_head: whether the head may be computed in chunks.
+        layout: of pipeline stages, or None.
+        param_scale: with stages, as for :func:`hvd_ckpt.plan`.
+    """
+
+    given: str | None
+    budget: Budget
+    precision: str
+    chunk_head: bool
+    layout: Layout | None
+    param_scale: float
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Request:
+        """Takes the options of a plan out of the command's.
+
+        Raises:
+            BadArgument: one is wrong, or is for stages and ``--stages`` is not given.
+        """
+        from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
+
+        given, precision, chunk_head = (options.pop(name) for name in ("budget", "precision", "chunk_head"))
+        names = ("stages", "chunks", "schedule", "param_scale")
+        stages = take_options(options, names, "--stages, the number of stages")
+        layout = None
+        try:
+            budget = parse_budget(given)
+            if stages:
+                schedule = stages.get("schedule", "1f1b")
+                layout = Layout.make(stages["stages"], stages.get("chunks"), schedule, virtual_stages=None)
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
+        return cls(given, budget, precision, chunk_head, layout, stages.get("param_scale", PARAM_SCALE))
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast, if the step runs under it."""
+        from hvd_ckpt.distributed.precision import AUTOCAST
+
+        return AUTOCAST.get(self.precision)
 
 
 def _split(job: Job, tensor: int) -> None:
@@ -232,7 +278,7 @@ def _job(name: str, sizes: dict[str, int], options: dict[str, Any], device: torc
         raise BadArgument(f"--model {name}: {explain_import_error(error) or error}") from None
 
 
-def _fitting(loaded: Plan, job: Job, budget: Budget | None, device: torch.device) -> Plan:
+def _fitting(loaded: Plan, job: Job, request: Request, device: torch.device) -> Plan:
     """The loaded plan, with the budget asked for, if it fits the model."""
     from hvd_ckpt.planning.plan import PlanError, sample_shapes
 
@@ -248,17 +294,15 @@ def _fitting(loaded: Plan, job: Job, budget: Budget | None, device: torch.device
             for shapes in (loaded.sample, sample)
         )
         click.echo(f"The plan was made for {made}, the batch is {given}: predictions do not hold.", err=True)
-    if budget is None:
+    if request.given is None:
         return loaded
-    limit = budget.bytes(loaded.baseline.peak_bytes, loaded.smallest.peak_bytes, device)
+    limit = request.budget.bytes(loaded.baseline.peak_bytes, loaded.smallest.peak_bytes, device)
     return dataclasses.replace(loaded, budget=limit)
 
 
-def _planned(
-    job: Job, loaded: Plan | None, budget: Budget, how: dict[str, Any], stages: dict[str, Any] | None
-) -> tuple[Plan, Cost | None, BudgetError | None]:
+def _planned(job: Job, loaded: Plan | None, request: Request) -> tuple[Plan, Cost | None, BudgetError | None]:
     """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan.
-    A plan for stages is not measured. ``how`` has further arguments of the planner."""
+    A plan for stages is not measured."""
     from hvd_ckpt.planning.step import Step
 
     unmet = None
@@ -269,32 +313,36 @@ def _planned(
             progress.update(task, description=what)
 
         if loaded is None:
-            chosen, unmet = _made(job, budget, {**how, "say": say}, stages)
+            chosen, unmet = _made(job, request, say)
         else:
             chosen = loaded
         # One process cannot measure stages, whose costs are predicted from the blocks.
         if chosen.pipeline is not None:
             return chosen, None, unmet
         chosen, baseline = _measured(
-            chosen, Step(job.model, job.sample, job.kwargs, job.loss, how["autocast"]), say
+            chosen, Step(job.model, job.sample, job.kwargs, job.loss, request.autocast), say
         )
     return chosen, baseline, unmet
 
 
-def _made(
-    job: Job, budget: Budget, how: dict[str, Any], stages: dict[str, Any] | None
-) -> tuple[Plan, BudgetError | None]:
+def _made(job: Job, request: Request, say: Callable[[str], None]) -> tuple[Plan, BudgetError | None]:
     """The plan, or the one that comes nearest, with the error that says so."""
     from hvd_ckpt.planning.request import make_plan
-    from hvd_ckpt.planning.stages import Layout
 
     try:
-        if stages is not None:
-            layout = Layout.make(stages["stages"], stages.get("chunks"), stages.get("schedule", "1f1b"), None)
-            how = {**how, "layout": layout}
-            if "param_scale" in stages:
-                how["param_scale"] = stages["param_scale"]
-        return make_plan(job.model, *job.sample, kwargs=job.kwargs, loss=job.loss, budget=budget, **how), None
+        made = make_plan(
+            job.model,
+            *job.sample,
+            budget=request.budget,
+            layout=request.layout,
+            param_scale=request.param_scale,
+            kwargs=job.kwargs,
+            loss=job.loss,
+            autocast=request.autocast,
+            chunk_head=request.chunk_head,
+            say=say,
+        )
+        return made, None
     except BudgetError as error:
         if error.nearest is None:
             raise
@@ -359,13 +407,3 @@ def _report(
             click.echo(f"Timeline: {folder / 'timeline.png'}")
     except ImportError as error:  # of matplotlib
         say_no_pictures(error)
-
-
-def stages_of(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Takes the options of pipeline stages out of the command's; None if there are no stages.
-
-    Raises:
-        BadArgument: one is given without ``--stages``.
-    """
-    names = ("stages", "chunks", "schedule", "param_scale")
-    return take_options(options, names, "--stages, the number of stages") or None

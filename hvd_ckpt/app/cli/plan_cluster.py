@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvd_ckpt.app.cli.command_line import BadArgument, take_options
-from hvd_ckpt.utils.text import show_bytes
+from hvd_ckpt.utils.text import show_bytes, stage_of
 
 if TYPE_CHECKING:
     from hvd_ckpt.app.cli.plan_models import Job
@@ -50,11 +50,11 @@ class Cluster:
         Raises:
             BadArgument: the optimizer cannot be estimated.
         """
-        from hvd_ckpt.sharding.estimate import Estimator
+        from hvd_ckpt.sharding.estimate import Estimator, TrainingStep
 
-        arguments: dict[str, Any] = {"sample": job.sample, "kwargs": job.kwargs, "loss": job.loss}
         try:
-            estimator = Estimator(job.model, plan, self.optimizer, precision, **arguments)
+            step = TrainingStep(plan, self.optimizer, precision, job.sample, job.kwargs, job.loss)
+            estimator = Estimator(job.model, step)
             console.print(self._table(estimator))
             console.print(Text(str(self._estimate(estimator, self.ranks, self.stage, self.offload))))
         except ValueError as error:
@@ -97,7 +97,6 @@ def cluster_of(options: dict[str, Any]) -> Cluster | None:
     given = take_options(options, names, "--np, the number of ranks")
     if not given:
         return None
-    from hvd_ckpt.sharding import stage_of
     from hvd_ckpt.sharding.formats import wire_format
     from hvd_ckpt.sharding.measured_memory import check_optimizer
 

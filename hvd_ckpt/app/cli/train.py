@@ -24,7 +24,7 @@ from hvd_ckpt.app.training.supervise import Commands, asked_by, supervise
 from hvd_ckpt.processes.launchers import RANK_VARIABLES, launched_rank
 from hvd_ckpt.processes.probe import find_launcher, launcher_environment
 from hvd_ckpt.utils.folders import new_folder
-from hvd_ckpt.utils.schema import named, parsed
+from hvd_ckpt.utils.plain_data import named, parsed
 from hvd_ckpt.utils.text import SECONDS, talking
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_ckpt.utils.schema import Wrong, read_json, shown
+from hvd_ckpt.utils.plain_data import read_json
+from hvd_ckpt.utils.schema import Wrong, shown
 from hvd_ckpt.utils.text import one_line
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.utils.named import is_named
+from hvd_ckpt.utils.text import STAGES
 
 if TYPE_CHECKING:
     from hvd_ckpt.app.training.config import Config
@@ -71,14 +71,13 @@ def _refuse(config: Config, setting: str, others: Iterable[tuple[str, bool, str]
 
 
 def _check_local(config: Config) -> None:
-    shard, stages = config.shard_stage, config.stages
     if config.local_steps is None:
         for name in OF_LOCAL_SGD:
             if _is_given(config, name):
                 raise ValueError(
                     f"{name} {getattr(config, name)}: it is for local SGD, give local_steps as well"
                 )
-        if config.within is not None and (shard < 3 or stages > 1):
+        if config.within is not None and (config.in_stages or not config.splits_parameters):
             raise ValueError(
                 f"within {config.within}: it is for local SGD and for shard {STAGES[3]} without stages, give one of them as well"
             )
@@ -94,9 +93,9 @@ def _check_local(config: Config) -> None:
         )
     _refuse(config, "local_steps", (
         ("wire", config.wire == "int4", "it is for sharded gradients, give int8"),
-        ("shard", shard > 0 and config.within is None, "it splits over the ranks of a group, give within as well"),
+        ("shard", config.is_sharded and config.within is None, "it splits over the ranks of a group, give within as well"),
         ("accumulate_locally", config.accumulate_locally, "gradients are reduced within groups in each step, leave it out"),
-        ("stages", stages > 1, "each rank steps on a whole model, leave it out"),
+        ("stages", config.in_stages, "each rank steps on a whole model, leave it out"),
         ("replicas", _is_given(config, "replicas"), "ranks that step on their own have different weights, leave it out"),
         ("ema", config.ema is not None, "ranks have weights of their own between averages, leave it out"),
         ("compression", config.compression != "none", f"gradients stay on their rank, give wire {config.compression}"),
@@ -108,13 +107,12 @@ def _check_local(config: Config) -> None:
 
 
 def _check_sharding(config: Config) -> None:
-    shard = config.shard_stage
     needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
-    if config.offload is not None and not shard and config.local_steps is None:
+    if config.offload is not None and not config.is_sharded and config.local_steps is None:
         raise ValueError(
             f"offload {config.offload}: it is for sharded runs and local SGD, give shard {STAGES[1]} or more, or local_steps"
         )
-    if config.offload == "parameters" and shard < 3:
+    if config.offload == "parameters" and not config.splits_parameters:
         raise ValueError(
             f"offload parameters: whole parameters stay in memory, give shard {STAGES[3]} as well"
         )
@@ -122,25 +120,24 @@ def _check_sharding(config: Config) -> None:
         raise ValueError(
             f"offload_folder {config.offload_folder}: nothing is offloaded, give offload as well"
         )
-    if config.wire != "fp32" and shard < 2 and config.local_steps is None:
+    if config.wire != "fp32" and not config.splits_gradients and config.local_steps is None:
         raise ValueError(
             f"wire {config.wire}: it is for sharded gradients or averages, give shard {STAGES[2]} or {STAGES[3]}, or local_steps"
         )
-    if config.accumulate_locally and shard < 2:
+    if config.accumulate_locally and not config.splits_gradients:
         raise ValueError(f"accumulate_locally: {needs_gradients}")
-    if shard >= 2 and config.compression != "none":
+    if config.splits_gradients and config.compression != "none":
         raise ValueError(
             f"compression {config.compression}: sharded gradients are not allreduced, give wire {config.compression} instead"
         )
-    if shard and config.precision.startswith("apex"):
+    if config.is_sharded and config.precision.startswith("apex"):
         raise ValueError(
             f"shard {config.shard}: Apex replaces the parameters after they were split, give precision fp16 or bf16"
         )
 
 
 def _check_stages(config: Config) -> None:
-    stages, interleaved = config.stages, config.pipeline_schedule == "interleaved"
-    if stages == 1:
+    if not config.in_stages:
         if config.checkpoint == "auto":
             raise ValueError("checkpoint auto: it is for pipeline stages, give stages as well")
         for name in ("pipeline_schedule", "virtual_stages", "balance"):
@@ -149,14 +146,14 @@ def _check_stages(config: Config) -> None:
                     f"{name} {getattr(config, name)}: it is for pipeline stages, give stages as well"
                 )
         return
-    if config.virtual_stages is not None and not interleaved:
+    if config.virtual_stages is not None and config.pipeline_schedule != "interleaved":
         raise ValueError(
             f"virtual_stages {config.virtual_stages}: it is for pipeline_schedule interleaved, give that as well"
         )
-    parts = stages * config.virtual_stages_of_each
-    if config.balance is not None and len(config.balance) != parts:
+    if config.balance is not None and len(config.balance) != config.parts_of_model:
         raise ValueError(
-            f"balance {config.balance}: it has {len(config.balance)} numbers of blocks, give one for each of {parts} parts"
+            f"balance {config.balance}: it has {len(config.balance)} numbers of blocks, give one for each of "
+            f"{config.parts_of_model} parts"
         )
     if config.segments is not None:
         raise ValueError(
@@ -167,7 +164,7 @@ def _check_stages(config: Config) -> None:
             if getattr(config, name) not in (_default(config, name), chosen):
                 raise ValueError(f"{name} {getattr(config, name)}: the plan chooses it, leave it out")
     if config.precision.startswith("apex"):
-        raise ValueError(f"stages {stages}: Apex wants the whole model, give precision fp16 or bf16")
+        raise ValueError(f"stages {config.stages}: Apex wants the whole model, give precision fp16 or bf16")
     if config.optimizer.strip().lower() == "adafactor":
         raise ValueError(
             f"optimizer {config.optimizer}: snapshots of stages need a state with a value for each element, give adamw"
@@ -179,7 +176,7 @@ def _check_tensor(config: Config) -> None:
         return
     _refuse(config, "tensor", (
         ("local_steps", config.local_steps is not None, "each rank steps on a whole model, leave it out"),
-        ("replicas", config.replicas is not None, "logical replicas are of whole models, leave it out"),
+        ("replicas", _is_given(config, "replicas"), "logical replicas are of whole models, leave it out"),
         ("precision", config.precision.startswith("apex"), "Apex wants whole gradients, give fp16 or bf16"),
         ("offload", config.offload == "parameters", "its files hold whole layers, leave it out"),
         ("prompt", config.prompt is not None, "only whole models generate text, leave it out"),
@@ -195,7 +192,7 @@ def _check_replicas(config: Config) -> None:
         raise ValueError(f"replicas {replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
     _refuse(config, "replicas", (
         ("stages", _is_given(config, "stages"), "stages add up gradients by rank, leave it out"),
-        ("shard", config.shard_stage > 2, f"replicas are added up as whole gradients, give {STAGES[2]} or less"),
+        ("shard", config.splits_parameters, f"replicas are added up as whole gradients, give {STAGES[2]} or less"),
         ("wire", config.wire != "fp32", "it rounds what ranks send, leave it out"),
         ("compression", config.compression != "none", "it rounds the sums of ranks, leave it out"),
         ("batch_norm", config.batch_norm in ACROSS_RANKS, "its statistics depend on the ranks, give local or deferred"),

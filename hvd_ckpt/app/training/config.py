@@ -30,9 +30,18 @@ from hvd_ckpt.app.training.field_types import (
     one_of,
 )
 from hvd_ckpt.planning.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
-from hvd_ckpt.sharding import STAGES, stage_of
-from hvd_ckpt.utils.schema import BROKEN, PlainDumper, PlainLoader, Strict, first_error, write_text
-from hvd_ckpt.utils.text import CHECKPOINTS, DOCUMENTS, PRECISIONS, SCHEDULES, one_line, unknown
+from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, write_text
+from hvd_ckpt.utils.schema import Strict, first_error
+from hvd_ckpt.utils.text import (
+    CHECKPOINTS,
+    DOCUMENTS,
+    PRECISIONS,
+    SCHEDULES,
+    STAGES,
+    one_line,
+    stage_of,
+    unknown,
+)
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
@@ -317,9 +326,34 @@ class Config(Strict):
         return virtual_stages_of(self.pipeline_schedule, self.virtual_stages)
 
     @property
+    def in_stages(self) -> bool:
+        """Whether the model is cut into pipeline stages."""
+        return self.stages > 1
+
+    @property
+    def parts_of_model(self) -> int:
+        """Parts that the model is cut into, on all pipeline stages together."""
+        return self.stages * self.virtual_stages_of_each
+
+    @property
     def shard_stage(self) -> int:
         """The stage of ZeRO, from 0 to 3."""
         return stage_of(self.shard)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some state is split over the ranks."""
+        return self.shard != STAGES[0]
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether gradients are split over the ranks."""
+        return self.shard in STAGES[2:]
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether parameters are split over the ranks, too."""
+        return self.shard == STAGES[3]
 
     def parts_of_batch(self, ranks: int) -> int:
         """Parts of a global batch: one for each rank, or for each logical replica."""

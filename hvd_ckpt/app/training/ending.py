@@ -25,8 +25,7 @@ from torch import nn
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.supervise import FAILURE_FILE, SUPERVISED_VARIABLE
 from hvd_ckpt.processes import uncaught
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.hosts import host_name
+from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.reduction.agreement import FailedElsewhere, errors_on_all, of_all_processes
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
 from hvd_ckpt.snapshots.folder import SnapshotError

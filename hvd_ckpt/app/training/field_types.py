@@ -11,8 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from hvd_ckpt.planning.budget import parse_budget
-from hvd_ckpt.sharding import STAGES, stage_of
-from hvd_ckpt.utils.text import read_when, unknown
+from hvd_ckpt.utils.text import STAGES, read_when, stage_of, unknown
 
 
 def one_of(what: str, *names: str) -> AfterValidator:

@@ -82,10 +82,10 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     """
     if config.verify_recomputation is not None:
         verify_recomputation(config.verify_recomputation)
-    one_stage = check_stages(model, config) == 1
+    check_stages(model, config)
     kind = type(model).__name__
     # A model that will be cut may be larger than a device: only this rank's part of it moves there, in cut_into_stages.
-    if one_stage:
+    if not config.in_stages:
         model = model.to(device)
     if config.batch_norm != "local":
         if not any(isinstance(module, AnyBatchNorm) for module in model.modules()):
@@ -109,28 +109,26 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     return seed_blocks(CheckpointSequential(model, config.segments, config.reentrant))
 
 
-def check_stages(model: nn.Module, config: Config) -> int:
-    """Returns the number of pipeline stages.
+def check_stages(model: nn.Module, config: Config) -> None:
+    """Checks that the job and the model have the configured pipeline stages.
 
     Raises:
-        ConfigError: the job was started with another number, or the model cannot be cut into this number.
+        ConfigError: the job was started with other numbers of stages or parts, or the model cannot be cut into this number.
     """
-    stages, each, started = config.stages, config.virtual_stages_of_each, current().stages
-    if stages != started:
-        raise ConfigError(
-            f"stages {stages}: the job was started with {started}, give the same number to init()"
-        )
-    if config.tensor != current().tensor:
-        raise ConfigError(
-            f"tensor {config.tensor}: the job was started with {current().tensor}, give the same number to init()"
-        )
-    if stages == 1:
-        return stages
+    for name in ("stages", "tensor"):
+        given, started = getattr(config, name), getattr(current(), name)
+        if given != started:
+            raise ConfigError(
+                f"{name} {given}: the job was started with {started}, give the same number to init()"
+            )
+    if not config.in_stages:
+        return
+    stages, each = config.stages, config.virtual_stages_of_each
     if not isinstance(model, nn.Sequential):
         raise ConfigError(
             f"stages {stages}: this {type(model).__name__} is not a chain of blocks, make it an nn.Sequential of them"
         )
-    if len(model) < stages * each:
+    if len(model) < config.parts_of_model:
         of_each = f" with {each} parts each" if each > 1 else ""
         raise ConfigError(
             f"stages {stages}{of_each}: this model has {len(model)} blocks, give at most that many"
@@ -139,7 +137,6 @@ def check_stages(model: nn.Module, config: Config) -> int:
         raise ConfigError(
             f"balance {config.balance}: these are {sum(config.balance)} blocks and this model has {len(model)}, give all of them"
         )
-    return stages
 
 
 def cut_into_stages(

@@ -79,7 +79,7 @@ class Plain:
     ) -> None:
         ranks: int = hvd.size()
         self.parts = config.parts_of_batch(ranks) // ranks
-        self.gathers_weights = config.shard_stage == 3
+        self.gathers_weights = config.splits_parameters
         self.config, self.device = config, device
         self._model, self._optimizer = model, optimizer
         self._objective, self._precision = objective, precision
@@ -404,7 +404,7 @@ def mode_of(config: Config) -> type[Plain]:
         return Local
     if config.replicas is not None:
         return Replicas
-    return Stages if config.stages > 1 else Plain
+    return Stages if config.in_stages else Plain
 
 
 def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
@@ -413,8 +413,7 @@ def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
     Raises:
         ConfigError: the job is elastic.
     """
-    stage = config.shard_stage
-    if not stage:
+    if not config.is_sharded:
         return {}
     if is_elastic():
         raise ConfigError(
@@ -422,7 +421,7 @@ def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
         )
     options = {name: getattr(config, name) for name in ("shard", "offload", "offload_folder", "wire")}
     options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1
-    return {**options, "model": model, "within": config.within} if stage == 3 else options
+    return {**options, "model": model, "within": config.within} if config.splits_parameters else options
 
 
 def _distributed(

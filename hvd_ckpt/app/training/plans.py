@@ -20,7 +20,7 @@ from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
-from hvd_ckpt.utils.schema import write_text
+from hvd_ckpt.utils.plain_data import write_text
 
 
 def choose_plan(
@@ -111,10 +111,13 @@ def _param_scale(model: nn.Module, optimizer: torch.optim.Optimizer, config: Con
     # the step, hardly any.
     entries = next(iter(state_of_shards(optimizer, model).values()), {})
     kept = sum(isinstance(entry, torch.Tensor) and entry.numel() == FLAT for entry in entries.values())
-    # Optimizer state and average are split from stage 1 of ZeRO on, gradients from stage 2 on, parameters at stage 3.
-    split = [kept + (config.ema is not None), 1, 1]
-    stage = config.shard_stage
-    return sum(part / hvd.size() if stage > place else float(part) for place, part in enumerate(split))
+    # Optimizer state with average, gradients and parameters, and whether they are split over the ranks.
+    parts = (
+        (kept + (config.ema is not None), config.is_sharded),
+        (1, config.splits_gradients),
+        (1, config.splits_parameters),
+    )
+    return sum(part / hvd.size() if split else float(part) for part, split in parts)
 
 
 def _check_layout(made: Plan, config: Config) -> None:

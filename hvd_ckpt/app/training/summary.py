@@ -14,7 +14,6 @@ from hvd_ckpt.app.training.modes import Replicas, Stages, mode_of
 from hvd_ckpt.app.training.own import Stream
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.runtime import controller
-from hvd_ckpt.sharding import STAGES
 from hvd_ckpt.utils.text import show_bytes
 
 DEFAULT_DATA = {
@@ -57,8 +56,7 @@ def print_summary(
             "data": f"{source}: {amount} to train on, {len(test or ()):,} to evaluate on",
             "step": f"{config.batch} samples {_owners(config)}{split}: {samples:,} samples{each}",
             "steps": f"{steps - taken:,}{epochs}; {config.optimizer}, learning rate {config.lr:g}, {config.schedule}",
-            "memory": _recomputation(config)
-            + ("" if config.shard == STAGES[0] else f"; sharded: {config.shard}"),
+            "memory": _recomputation(config) + (f"; sharded: {config.shard}" if config.is_sharded else ""),
             "ranks": f"{_ranks(config)} on {device}, CPU threads of each: {torch.get_num_threads()}",
             "folder": str(folder),
         }

@@ -22,7 +22,7 @@ from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.processes.probe import launcher_environment
 from hvd_ckpt.utils.extras import explain_import_error
-from hvd_ckpt.utils.schema import write_text
+from hvd_ckpt.utils.plain_data import write_text
 
 if TYPE_CHECKING:
     import torch

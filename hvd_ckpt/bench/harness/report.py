@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hvd_ckpt.utils.extras import installed_version, say_no_pictures
-from hvd_ckpt.utils.schema import write_json
+from hvd_ckpt.utils.plain_data import write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
