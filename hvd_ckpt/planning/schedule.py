@@ -88,6 +88,20 @@ def chain_edges(chunks: int, skips: Iterable[Edge] = ()) -> list[Edge]:
     return sorted({*(Edge(chunk, chunk + 1) for chunk in range(chunks - 1)), *skips})
 
 
+def check_name(name: str, virtual_stages: int) -> None:
+    """Checks the name of a schedule.
+
+    Raises:
+        ValueError: the name is unknown, or ``"1f1b"`` is given several chunks on a rank.
+    """
+    if name not in NAMES:
+        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, got {name!r}")
+    if name == "1f1b" and virtual_stages > 1:
+        raise ValueError(
+            f'schedule "1f1b" has one chunk on each rank, got virtual_stages={virtual_stages}: use "interleaved"'
+        )
+
+
 def make_schedule(
     name: str, stages: int, micro_batches: int, virtual_stages: int = 1, edges: Sequence[Edge] | None = None
 ) -> Schedule:
@@ -100,14 +114,9 @@ def make_schedule(
         edges: as :func:`chain_edges` returns them; by default those of a chain without skip connections.
 
     Raises:
-        ValueError: the name is unknown, or ``"1f1b"`` is given several chunks on a rank.
+        ValueError: as :func:`check_name`.
     """
-    if name not in NAMES:
-        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, got {name!r}")
-    if name == "1f1b" and virtual_stages > 1:
-        raise ValueError(
-            f'schedule "1f1b" has one chunk on each rank, got virtual_stages={virtual_stages}: use "interleaved"'
-        )
+    check_name(name, virtual_stages)
     chunks = stages * virtual_stages
     edges = chain_edges(chunks) if edges is None else edges
     orders = [_orders(stage, stages, micro_batches, virtual_stages, edges) for stage in range(stages)]
@@ -131,19 +140,20 @@ def _orders(
     Micro-batches are in groups of as many as there are stages. Each group goes through one chunk after the other.
     """
     own = [stage + stages * number for number in range(virtual_stages)]
+    before = {chunk: tuple(edge for edge in edges if edge.target == chunk) for chunk in own}
+    after = {chunk: tuple(edge for edge in edges if edge.source == chunk) for chunk in own}
     forwards, backwards = [], []
     for start in range(0, micro_batches, stages):
         group = range(start, min(start + stages, micro_batches))
-        forwards += [_action(FORWARD, chunk, index, edges) for chunk in own for index in group]
-        backwards += [_action(BACKWARD, chunk, index, edges) for chunk in reversed(own) for index in group]
+        forwards += [
+            Action(FORWARD, chunk, index, before[chunk], after[chunk]) for chunk in own for index in group
+        ]
+        backwards += [
+            Action(BACKWARD, chunk, index, after[chunk], before[chunk])
+            for chunk in reversed(own)
+            for index in group
+        ]
     return forwards, backwards
-
-
-def _action(kind: str, chunk: int, micro_batch: int, edges: Sequence[Edge]) -> Action:
-    before = tuple(edge for edge in edges if edge.target == chunk)
-    after = tuple(edge for edge in edges if edge.source == chunk)
-    receives, sends = (before, after) if kind == FORWARD else (after, before)
-    return Action(kind, chunk, micro_batch, receives, sends)
 
 
 def _warm_up(name: str, stage: int, stages: int, virtual_stages: int, total: int) -> int:

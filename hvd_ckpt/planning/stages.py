@@ -32,7 +32,15 @@ from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError
 from hvd_ckpt.planning.chain import Block, Run, simulate
 from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
-from hvd_ckpt.planning.schedule import Schedule, Span, in_flight, make_schedule, timeline, virtual_stages_of
+from hvd_ckpt.planning.schedule import (
+    Schedule,
+    Span,
+    check_name,
+    in_flight,
+    make_schedule,
+    timeline,
+    virtual_stages_of,
+)
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.text import show_bytes
 
@@ -62,7 +70,7 @@ class Layout:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a number from 1, got {value!r}")
-        self.actions  # noqa: B018  # refuses an unknown schedule
+        check_name(self.schedule, self.virtual_stages)
 
     @classmethod
     def make(cls, stages: int, chunks: int | None, schedule: str, virtual_stages: int | None) -> Layout:
