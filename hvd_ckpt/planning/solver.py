@@ -334,8 +334,9 @@ def _pareto(need: Integers, seconds: Seconds) -> Integers:
     """The points that stay of those in order of need: each that is faster than all before it; of several with one need, the last
     one, which is the fastest."""
     best = np.minimum.accumulate(seconds)
-    chosen: Integers = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
-    return chosen[np.append(need[chosen][1:] > need[chosen][:-1], True)]
+    faster: Integers = np.concatenate(([0], np.flatnonzero(seconds[1:] < best[:-1]) + 1))
+    chosen: Integers = faster[np.append(need[faster][1:] > need[faster][:-1], True)]
+    return chosen
 
 
 def _thinned(need: Integers, size: int) -> Integers:
