@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
+from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command
 from hvd_ckpt.bench.harness.report import Report, Table
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
@@ -28,7 +28,7 @@ from hvd_ckpt.processes.launchers import launched_rank
 class Job(RankJob):
     """Ranks that measure nothing; rank ``broken`` raises an error."""
 
-    worker = __name__
+    worker = f"{__name__}:measure"
 
     names: tuple[str, ...] = ()
     broken: int | None = None
@@ -57,7 +57,7 @@ def measure(job: Job) -> Result:
 def ranks_import_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks run this file as the module ``test_harness``."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr(Job, "worker", Path(__file__).stem)
+    monkeypatch.setattr(Job, "worker", f"{Path(__file__).stem}:measure")
 
 
 @pytest.mark.usefixtures("ranks_import_this_file")
@@ -165,7 +165,3 @@ def test_every_workload_has_a_loss_that_depends_on_all_its_parameters(name: str)
     trained.loss(model(inputs), targets).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert name in WORKLOADS and trained.title
-
-
-if __name__ == "__main__":
-    run_rank(Job, measure)

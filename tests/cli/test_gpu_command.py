@@ -85,7 +85,7 @@ def test_a_check_that_fails_or_hangs_is_one_line(tmp_path: Path, monkeypatch: py
         return Outcome("fine")
 
     def hang(session: Session, seconds: float) -> Outcome:
-        command.run_command(session, "hanging", ["sleep", "99"], seconds)
+        command.run_command(["sleep", "99"], session.log("hanging"), {}, seconds)
         return Outcome("never")
 
     checks = (

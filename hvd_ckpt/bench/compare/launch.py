@@ -35,8 +35,9 @@ START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to en
 GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves
 SMALL_SECONDS = 6.0  # without a step that takes milliseconds
 POLL_SECONDS = 0.05
+WORKER = "hvd_ckpt.bench.compare.worker"
 IMPORTED = (
-    "hvd_ckpt.bench.compare.worker",
+    WORKER,
     "hvd_ckpt.app.models.bert",
     "hvd_ckpt.app.models.densenet",
     "sklearn.datasets",
@@ -147,7 +148,7 @@ class Launcher:
         ranks: _Forked | _Launched
         # MPI can be joined once in the life of a process, and only under mpirun, so a fork will not do.
         if self._controller == "mpi" and find_engine(job.engine).uses_horovod:
-            command = jobs.launch_command(job.size, "mpi", job.worker, job.file)
+            command = jobs.launch_command(job.size, "mpi", WORKER, job.file)
             ranks = _Launched(command, job.log_file, self._environment)
         else:
             ranks = _Forked(

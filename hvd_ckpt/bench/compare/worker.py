@@ -32,7 +32,7 @@ from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, trai
 from hvd_ckpt.bench.compare.workloads import Workload
 from hvd_ckpt.bench.harness.engine import Engine, launched_rank_and_size
 from hvd_ckpt.bench.harness.engines import find_engine
-from hvd_ckpt.bench.harness.jobs import RankJob, own_device
+from hvd_ckpt.bench.harness.jobs import RankJob, load_json, own_device
 from hvd_ckpt.bench.harness.report import plain
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.devices import use_deterministic_kernels
@@ -54,8 +54,6 @@ class Job(RankJob):
         checks: each cell is trained twice, with its reductions recorded, and the second time its memory; otherwise
             once, with nothing that takes time.
     """
-
-    worker = "hvd_ckpt.bench.compare.worker"
 
     references: Path
     engine: str
@@ -286,7 +284,7 @@ def compute_references(job: Job, events: EventWriter) -> None:
 
 def run_forked(job_file: str, variables: dict[str, str]) -> None:
     """A process of the fork server, with the variables that a launcher of ranks would set."""
-    job = Job.load(Path(job_file))
+    job = load_json(Job, Path(job_file))
     _begin(job)
     os.environ.update(variables)
     _end(work(job))
@@ -310,6 +308,6 @@ def _end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    _status = work(Job.load(Path(sys.argv[1])))
+    _status = work(load_json(Job, Path(sys.argv[1])))
     if _status:
         os._exit(_status)

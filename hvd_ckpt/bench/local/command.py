@@ -127,7 +127,7 @@ class LocalJob(RankJob):
         evaluations: evenly spread over the steps, besides one before the first; 0 for none.
     """
 
-    worker = "hvd_ckpt.bench.local.worker"
+    worker = "hvd_ckpt.bench.local.worker:measure"
 
     methods: tuple[str, ...]
     seed: int
@@ -136,25 +136,10 @@ class LocalJob(RankJob):
     settings: Settings
 
 
-@dataclass
-class MethodResult:
-    """The measurements of a method on one rank.
-
-    Attributes:
-        tokens: of all ranks in a step.
-        points: steps taken at each evaluation.
-        losses: over the validation split, with the mean of the ranks' weights.
-        seconds: of all steps but the first ones, from a barrier to a barrier, without evaluations.
-        timed: these steps.
-        sent: bytes that this rank hands to the network for gradients or averages, in all steps.
-    """
-
-    tokens: int
-    points: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    timed: int = 0
-    sent: int = 0
+Figures = dict[str, Any]
+"""The measurements of a method on one rank: ``losses`` over the validation split, with the mean of the ranks' weights, at
+``points``; the ``rate`` in tokens of all ranks a second, without the first steps and evaluations; bytes ``sent`` in a step, which
+this rank hands to the network for gradients or averages."""
 
 
 @dataclass
@@ -177,13 +162,12 @@ class Case:
     sent: float = 0.0
     on_link: float | None = None
 
-    def add(self, steps: int, ranks: Sequence[MethodResult]) -> None:
+    def add(self, ranks: Sequence[Figures]) -> None:
         """Adds the results of a run."""
-        tokens = ranks[0].tokens
-        self.curves.append(ranks[0].losses)
-        self.points = [step * tokens for step in ranks[0].points]
-        self.rates.append(_rate(ranks))
-        self.sent = max(rank.sent for rank in ranks) / steps
+        self.curves.append(ranks[0]["losses"])
+        self.points = ranks[0]["points"]
+        self.rates.append(rate_of(ranks))
+        self.sent = max(rank["sent"] for rank in ranks)
 
     @property
     def final(self) -> list[float]:
@@ -196,8 +180,9 @@ class Case:
         return statistics.fmean(self.final) if self.curves else None
 
 
-def _rate(ranks: Sequence[MethodResult]) -> float:
-    return ranks[0].tokens * ranks[0].timed / max(rank.seconds for rank in ranks)
+def rate_of(ranks: Sequence[Figures]) -> float:
+    """Tokens a second, as the slowest rank has seen it."""
+    return float(min(rank["rate"] for rank in ranks))
 
 
 @bench_command("local", settings=Settings)
@@ -222,7 +207,7 @@ def local(run: BenchRun, settings: Settings) -> None:
             ranks = progress.job(
                 f"{size} ranks, {f'{settings.link} Mbit/s' if slow else f'seed {seed}'}",
                 LocalJob(folder, size, order, seed or 0, steps, evaluations, settings),
-                dict[str, MethodResult],
+                dict[str, Figures],
                 name=folder.name,
                 threads=1,
                 within=throttle(size * settings.link) if slow else (),
@@ -230,9 +215,9 @@ def local(run: BenchRun, settings: Settings) -> None:
             for name in names if ranks else ():
                 results = [rank[name] for rank in ranks]
                 if slow:
-                    cases[size, name].on_link = _rate(results)
+                    cases[size, name].on_link = rate_of(results)
                 else:
-                    cases[size, name].add(settings.steps, results)
+                    cases[size, name].add(results)
     run.finish()
 
 

@@ -16,9 +16,8 @@ from hvd_ckpt.app.training.evaluation import EvaluationOptions, evaluate
 from hvd_ckpt.app.training.optim import Schedule, build_optimizer
 from hvd_ckpt.bench.harness.engine import Engine
 from hvd_ckpt.bench.harness.engines import HvdCkpt, Local
-from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.harness.peers import ModelAverager, TorchftDiLoCo
-from hvd_ckpt.bench.local.command import BATCH, FULL, LR, METHODS, QUICK, LocalJob, Method, MethodResult
+from hvd_ckpt.bench.local.command import BATCH, FULL, LR, METHODS, QUICK, Figures, LocalJob, Method
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import DistributedSampler
@@ -28,13 +27,13 @@ SAMPLES = 512  # samples, the same ones each time
 EVALUATION_BATCH = 32
 
 
-def measure(job: LocalJob) -> dict[str, MethodResult]:
+def measure(job: LocalJob) -> dict[str, Figures]:
     """The measurements of one rank, by method."""
     hc.init()
     return {name: _train(job, METHODS[name]) for name in job.methods}
 
 
-def _train(job: LocalJob, method: Method) -> MethodResult:
+def _train(job: LocalJob, method: Method) -> Figures:
     sizes = QUICK if job.settings.quick else FULL
     options = {"width": sizes["width"], "layers": sizes["layers"]}
     length = sizes["length"]
@@ -47,22 +46,23 @@ def _train(job: LocalJob, method: Method) -> MethodResult:
     sampler = DistributedSampler(train, seed=job.seed)
     schedule = Schedule("cosine", LR, job.steps, job.steps // 20)
     count = BATCH * hc.size()
-    result = MethodResult(count * length)
+    points: list[int] = []
+    losses: list[float] = []
     evaluated = {job.steps * (number + 1) // job.evaluations for number in range(job.evaluations)}
     warm_up = min(WARM_UP, job.steps - 1)
-    start = 0.0
+    start = seconds = 0.0
 
     def evaluate_mean(step: int) -> None:
         if test is not None:
-            result.points.append(step)
-            result.losses.append(_loss_of_mean(model, test, objective))
+            points.append(step * count * length)
+            losses.append(_loss_of_mean(model, test, objective))
 
     if evaluated:
         evaluate_mean(0)
     for step in range(job.steps):
         if step == warm_up:
             hc.barrier()
-            start, result.timed = time.perf_counter(), job.steps - step
+            start = time.perf_counter()
         batch = train.batch(*sampler.part(step * count, count, hc.rank(), hc.size()))
         schedule.apply(optimizer, step)
         optimizer.zero_grad()
@@ -72,15 +72,19 @@ def _train(job: LocalJob, method: Method) -> MethodResult:
             # The clock stops from one barrier to the next: an evaluation takes no time of the method.
             hc.barrier()
             if step >= warm_up:
-                result.seconds += time.perf_counter() - start
+                seconds += time.perf_counter() - start
             evaluate_mean(step + 1)
             hc.barrier()
             start = time.perf_counter()
     hc.barrier()
-    result.seconds += time.perf_counter() - start
+    seconds += time.perf_counter() - start
     counted = engine.sent(optimizer)
-    result.sent = _sent(method, job.steps, model) if counted is None else counted
-    return result
+    return {
+        "losses": losses,
+        "points": points,
+        "rate": count * length * (job.steps - warm_up) / seconds,
+        "sent": (_sent(method, job.steps, model) if counted is None else counted) / job.steps,
+    }
 
 
 def _engine(method: Method, job: LocalJob) -> Engine:
@@ -136,7 +140,3 @@ def _mean_of_ranks(model: nn.Module) -> Iterator[None]:
         yield
         for parameter, own in zip(parameters, kept):
             parameter.copy_(own)
-
-
-if __name__ == "__main__":
-    run_rank(LocalJob, measure)

@@ -1,7 +1,4 @@
-"""The ranks of one engine: they time steps of every workload and schedule, and record memory, messages and a timeline.
-
-Run by the launcher as ``python -m hvd_ckpt.bench.pipeline.job JOB``.
-"""
+"""The ranks of one engine: they time steps of every workload and schedule, and record memory, messages and a timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import join_torch, run_rank
+from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.bench.harness.workloads import RandomBatch, workload
 from hvd_ckpt.bench.pipeline.command import UNSTAGED, VIRTUAL, Figures, Job, RankResult, Settings, Span
 from hvd_ckpt.planning.balance import balance_costs
@@ -227,25 +224,25 @@ def measure(job: Job) -> RankResult:
 
 
 def _figures(job: Job, name: str, schedule: str) -> Figures:
-    figures = Figures()
     program = PROGRAMS[job.program](job, name, schedule, "never")
     # Objects of the imports and of the model are not collected again while the clock runs.
     gc.collect()
     gc.freeze()
-    warm_up = QUICK_WARM_UP if job.settings.quick else WARM_UP
-    for number in range(warm_up + job.settings.steps):
+    warm_up, seconds = QUICK_WARM_UP if job.settings.quick else WARM_UP, []
+    for _ in range(warm_up + job.settings.steps):
         start = time.perf_counter()
         program.step()
-        if number >= warm_up:
-            figures.seconds.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
     gc.unfreeze()
+    figures: Figures = {"seconds": seconds[warm_up:]}
     if job.details:
-        figures.sent_bytes = program.sent_bytes()
-        figures.peak_bytes = program.peak_bytes()
+        figures |= {"sent_bytes": program.sent_bytes(), "peak_bytes": program.peak_bytes()}
         if isinstance(program, Ours):
             recomputing = Ours(job, name, schedule, "always")
-            figures.recomputed_peak_bytes = recomputing.peak_bytes()
-            figures.timeline = recomputing.timeline()
+            figures |= {
+                "recomputed_peak_bytes": recomputing.peak_bytes(),
+                "timelines": recomputing.timeline(),
+            }
     return figures
 
 
@@ -266,7 +263,3 @@ def block_costs(workload: RandomBatch, chunks: int) -> list[float]:
         costs.append(statistics.median(rounds))
         inputs = output.detach()
     return costs
-
-
-if __name__ == "__main__":
-    run_rank(Job, measure)
