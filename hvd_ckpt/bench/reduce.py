@@ -107,14 +107,10 @@ class Job(RankJob):
 
 def measure(job: Job) -> dict[str, dict[str, Any]]:
     """For each workload the ``seconds`` of all timed steps on this rank, and its ``gradient_bytes`` if they are counted."""
-    from hvd_ckpt.bench.harness.engines import find_engine
+    from hvd_ckpt.bench.harness.engines import start_engine
     from hvd_ckpt.bench.harness.workloads import workload
 
-    engine = find_engine(job.engine)()
-    engine.device = own_device(job.settings.device)
-    engine.start(job.folder)
-    if engine.size != job.size:
-        raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
+    engine = start_engine(job.engine, job, own_device(job.settings.device))
     # Objects that the imports left behind are not collected again while the clock runs.
     gc.collect()
     gc.freeze()
@@ -195,7 +191,7 @@ def _prepare(
     return model, step
 
 
-@bench_command("reduce", width=120, settings=Settings)
+@bench_command(Settings, width=120)
 def reduce(run: BenchRun, settings: Settings) -> None:
     """Time training steps with this library, stock Horovod and DDP, in whole jobs that alternate.
 

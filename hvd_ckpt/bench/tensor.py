@@ -97,7 +97,7 @@ def measure(job: Job) -> dict[str, Any]:
     from hvd_ckpt.processes import parts
 
     hc.init(tensor=job.size)
-    join_torch(job.folder, hc.tensor_rank(), job.size)
+    join_torch(job.folder)
     steps, shares = job.settings.steps, []
     ways = {OURS: step_of(hc.tensor_parallel), THEIRS: step_of(parallelize)}
     exchange, spent = parts.exchange, 0.0
@@ -122,7 +122,7 @@ def measure(job: Job) -> dict[str, Any]:
     return {"seconds": seconds, "shares": shares}
 
 
-@bench_command("tensor", width=100, settings=Settings)
+@bench_command(Settings, width=100)
 def tensor(run: BenchRun, settings: Settings) -> None:
     """Time steps of a GPT whose layers are split over parts, beside PyTorch's parallelize_module."""
     job = Job(run.jobs / "steps", settings.parts, settings)

@@ -33,7 +33,9 @@ from hvd_ckpt.bench.compare.stages import (
     Tied,
     Uneven,
 )
-from hvd_ckpt.bench.harness.engine import Engine, OnTorch, launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import Engine, OnTorch
+from hvd_ckpt.bench.harness.jobs import launched_rank_and_size
+from hvd_ckpt.bench.harness.peers import torch_schedule
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.planning.balance import balance_costs
 
@@ -109,14 +111,8 @@ class TorchStages(StageEngine, OnTorch):
         else:
             part = nn.Sequential(*(blocks[number] for number in self.own))
             stage = pipelining.PipelineStage(part, self.stage, self.stages, self.device)
-        kind: Any = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[model.schedule]
-        schedule = kind(stage, CHUNKS, loss_fn=scenario.loss)
-        first, last = self.stage == 0, self.stage == self.stages - 1
-
-        def step(batch: Batch) -> None:
-            schedule.step(*(batch.inputs if first else ()), target=batch.targets if last else None)
-
-        return Stage(step), made_again(optimizer, model)
+        step = torch_schedule(model.schedule, [stage], CHUNKS, scenario.loss)
+        return Stage(lambda batch: step(batch.inputs, batch.targets)), made_again(optimizer, model)
 
 
 class DeepSpeedStages(StageEngine, OnTorch):

@@ -256,7 +256,7 @@ def sanitized(job: CheckJob) -> Outcome:
 def ddp(job: CheckJob) -> Outcome:
     """Time and weights of ``DistributedOptimizer`` and PyTorch's DDP, in alternating rounds."""
     training = Training(job, gpt2_small(job))
-    join_torch(job.folder, hc.rank(), hc.size(), device=training.device)
+    join_torch(job.folder, training.device)
     ours = training.model()
     theirs: Any = nn.parallel.DistributedDataParallel(training.model())
     engines = {"hvd_ckpt": (ours, distributed(ours)), "DDP": (theirs, make_optimizer(theirs))}

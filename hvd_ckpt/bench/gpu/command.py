@@ -67,7 +67,7 @@ class Session:
     @property
     def gpus(self) -> int:
         """Number of GPUs that PyTorch sees."""
-        return int(self.builds.torch.get("gpus", 0)) if self.device == "cuda" else 0
+        return len(self.builds.torch.get("devices", ())) if self.device == "cuda" else 0
 
     def ranks(self) -> int:
         """The number of ranks of a check of several: one for each GPU, else 2."""
@@ -109,16 +109,16 @@ def look_at_machine(session: Session, seconds: float) -> Outcome:
     """The facts of the machine and of PyTorch."""
     session.builds = machine.builds(session.run.jobs / "staged")
     torch = session.builds.torch
-    session.facts |= machine.system_facts(session.device, torch.get("cuda"))
+    session.facts |= machine.system_facts(session.device, torch.get("cuda_built"))
     if "error" in torch:
         raise JobError(f"PyTorch: {torch['error']}")
     session.facts["PyTorch"] = (
-        f"{torch['version']}, CUDA {torch['cuda']}, NCCL {torch['nccl']}, {torch['gpus']} GPUs"
+        f"{torch['version']}, CUDA {torch['cuda_built']}, NCCL {torch['nccl']}, {len(torch['devices'])} GPUs"
     )
-    if session.device == "cuda" and not torch["gpus"]:
+    if session.device == "cuda" and not torch["devices"]:
         why = (
             "is built for the CPU"
-            if torch["cuda"] is None
+            if torch["cuda_built"] is None
             else "finds no GPU, as with a driver that is too old for it"
         )
         raise JobError(

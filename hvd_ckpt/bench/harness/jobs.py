@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -16,7 +15,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from hvd_ckpt.processes.commands import Process, error_line
-from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.processes.launchers import launched_rank, whole_in
 from hvd_ckpt.processes.probe import launcher_environment
 from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.schema import write_text
@@ -169,9 +168,20 @@ def own_device(kind: str) -> torch.device:
     return device
 
 
-def join_torch(
-    folder: Path, rank: int, size: int, timeout: timedelta | None = None, device: torch.device | None = None
-) -> None:
+def launched_rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the launcher says: Horovod's over Gloo, or Open MPI.
+
+    Raises:
+        RuntimeError: no launcher that sets them started this process.
+    """
+    for names in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        rank, size = map(whole_in, names)
+        if rank is not None and size is not None:
+            return rank, size
+    raise RuntimeError("this process has no rank: start it with horovodrun or mpirun")
+
+
+def join_torch(folder: Path, device: torch.device | None = None) -> None:
     """Makes this process a rank of ``torch.distributed``, over Gloo, and over NCCL for tensors of a GPU.
 
     Args:
@@ -180,12 +190,12 @@ def join_torch(
     """
     import torch
 
+    rank, size = launched_rank_and_size()
     torch.distributed.init_process_group(
         "gloo" if device is None or device.type == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=size,
-        timeout=timeout,
     )
 
 

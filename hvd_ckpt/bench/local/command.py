@@ -185,7 +185,7 @@ def rate_of(ranks: Sequence[Figures]) -> float:
     return float(min(rank["rate"] for rank in ranks))
 
 
-@bench_command("local", settings=Settings)
+@bench_command(Settings)
 def local(run: BenchRun, settings: Settings) -> None:
     """Train a GPT on text synchronously, with local SGD and with DiLoCo, and compare losses, bytes and speed.
 

@@ -90,7 +90,7 @@ class Job(RankJob):
 
     Attributes:
         program: a name in :data:`PROGRAMS`.
-        costs: seconds of each block of each workload, for the cuts; empty for the unstaged model, which measures them.
+        cuts: of each workload into each number of chunks; empty for the unstaged model, whose first job finds them.
         details: also measure peaks, bytes and a timeline.
     """
 
@@ -98,7 +98,7 @@ class Job(RankJob):
 
     program: str
     settings: Settings
-    costs: dict[str, list[float]]
+    cuts: dict[str, dict[int, list[int]]]
     details: bool
 
 
@@ -129,13 +129,13 @@ with ``checkpoint="always"``. ``sent_bytes``: of a step. ``timelines``: of a ste
 
 @dataclass
 class RankResult:
-    """The measurements of one rank: by workload and schedule, and the seconds of each block by workload."""
+    """The measurements of one rank: by workload and schedule, and the cuts by workload and number of chunks."""
 
     figures: dict[str, dict[str, Figures]] = field(default_factory=dict)
-    costs: dict[str, list[float]] = field(default_factory=dict)
+    cuts: dict[str, dict[int, list[int]]] = field(default_factory=dict)
 
 
-@bench_command("pipeline", width=150, settings=Settings)
+@bench_command(Settings, width=150)
 def pipeline(run: BenchRun, settings: Settings) -> None:
     """Time training steps in pipeline stages with this library and torch.distributed.pipelining, in jobs that alternate.
 
@@ -151,7 +151,7 @@ def pipeline(run: BenchRun, settings: Settings) -> None:
             for schedule in settings.schedules
             for engine in settings.engines
         ]
-    costs: dict[str, list[float]] = {}
+    cuts: dict[str, dict[int, list[int]]] = {}
     jobs = [(UNSTAGED, 1), *((name, size) for size in settings.sizes for name in settings.engines)]
     run.make_report = functools.partial(make_report, run, settings, cases)
     with run.progress(len(jobs) * settings.rounds) as progress:
@@ -165,7 +165,7 @@ def pipeline(run: BenchRun, settings: Settings) -> None:
                     size,
                     program,
                     settings,
-                    costs,
+                    cuts,
                     number == 0,
                 ),
                 RankResult,
@@ -174,11 +174,11 @@ def pipeline(run: BenchRun, settings: Settings) -> None:
                 threads=1,
             )
             if name == UNSTAGED and where in run.failures:
-                break  # without costs there are no cuts
+                break  # without it there are no cuts
             for case in cases:
                 if (case.engine, case.at["np"]) == (engine, size):
                     case.add([rank.figures[case.at["workload"]][case.at["schedule"]] for rank in ranks])
-            costs.update(ranks[0].costs if ranks else {})
+            cuts.update(ranks[0].cuts if ranks else {})
     run.finish()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import inspect
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -18,14 +16,13 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import join_torch
+from hvd_ckpt.bench.harness.peers import torch_schedule
 from hvd_ckpt.bench.harness.workloads import RandomBatch, workload
 from hvd_ckpt.bench.pipeline.command import UNSTAGED, VIRTUAL, Figures, Job, RankResult, Settings, Span
-from hvd_ckpt.planning.balance import balance_costs
-from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.utils.memory import recording_peak
 
 LEARNING_RATE = 1e-4
-COST_ROUNDS = 5
+SECONDS_PER_BLOCK = 0.2  # that are measured, for the cuts
 SIZES: dict[str, dict[str, Any]] = {  # a step of one rank takes about a second, in 8 micro-batches
     "gpt": {"batch": 8, "length": 128, "layers": 8},
     "resnet": {"batch": 32},
@@ -44,7 +41,19 @@ def sized(settings: Settings, name: str) -> RandomBatch:
 
 def cuts(job: Job, name: str, schedule: str) -> list[int]:
     """The cuts of every engine: those whose longest chunk takes the least time."""
-    return balance_costs(job.costs[name], job.size * VIRTUAL[schedule])
+    return job.cuts[name][job.size * VIRTUAL[schedule]]
+
+
+def all_cuts(settings: Settings, name: str) -> dict[int, list[int]]:
+    """The cuts into each number of chunks that a job needs."""
+    workload = sized(settings, name)
+    torch.manual_seed(1)
+    model = workload.model()
+    sample = workload.sample(torch.Generator().manual_seed(1))[0].tensor_split(settings.chunks)[0]
+    numbers = {size * VIRTUAL[schedule] for size in settings.sizes for schedule in settings.schedules}
+    return {
+        number: hc.balance_by_time(number, model, sample, timeout=SECONDS_PER_BLOCK) for number in numbers
+    }
 
 
 class Program(ABC):
@@ -156,37 +165,20 @@ class Torch(Program):
 
         balance = cuts(self.job, name, schedule)
         ends = [sum(balance[: part + 1]) for part in range(len(balance))]
-        rank = torch.distributed.get_rank()
         chunks = {
             part: nn.Sequential(*list(whole)[ends[part] - balance[part] : ends[part]])
-            for part in range(rank, len(balance), self.job.size)
+            for part in range(torch.distributed.get_rank(), len(balance), self.job.size)
         }
-        stages: list[Any] = [
+        stages = [
             pipelining.PipelineStage(chunk, part, len(balance), torch.device("cpu"))
             for part, chunk in chunks.items()
         ]
-        kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-        self.schedule: Any
-        if schedule in kinds:
-            self.schedule = kinds[schedule](stages[0], self.job.settings.chunks, loss_fn=self.workload.loss)
-        else:
-            self.schedule = pipelining.ScheduleInterleaved1F1B(
-                stages, self.job.settings.chunks, loss_fn=self.workload.loss
-            )
-        self._first, self._last = rank == 0, rank == self.job.size - 1
-        # PyTorch 2.6 cannot leave the outputs out.
-        can_leave_out = "return_outputs" in inspect.signature(self.schedule.step).parameters
-        self._options = {"return_outputs": False} if can_leave_out else {}
+        self._step = torch_schedule(schedule, stages, self.job.settings.chunks, self.workload.loss)
         return nn.ModuleList(chunks.values())
 
     def backward(self) -> None:
         inputs, targets = self.batch
-        losses: list[Tensor] = []
-        given = (inputs,) if self._first else ()
-        if self._last:
-            self.schedule.step(*given, target=targets, losses=losses, **self._options)
-        else:
-            self.schedule.step(*given)
+        self._step([inputs], targets)
 
     def sent_bytes(self) -> int:
         operation, sent = torch.distributed.P2POp, 0
@@ -211,11 +203,11 @@ def measure(job: Job) -> RankResult:
     if job.program == "hvd_ckpt":
         hc.init(stages=job.size)
     elif job.program == "torch":
-        join_torch(job.folder, launched_rank() or 0, job.size)
+        join_torch(job.folder)
     result = RankResult()
     for name in settings.workloads:
         if job.program == UNSTAGED and job.details:
-            result.costs[name] = block_costs(sized(settings, name), settings.chunks)
+            result.cuts[name] = all_cuts(settings, name)
         schedules = (UNSTAGED,) if job.program == UNSTAGED else settings.schedules
         result.figures[name] = {schedule: _figures(job, name, schedule) for schedule in schedules}
     if job.program == "torch":
@@ -244,22 +236,3 @@ def _figures(job: Job, name: str, schedule: str) -> Figures:
                 "timelines": recomputing.timeline(),
             }
     return figures
-
-
-def block_costs(workload: RandomBatch, chunks: int) -> list[float]:
-    """Seconds of the forward and backward pass of each block, for one micro-batch."""
-    torch.manual_seed(1)
-    model = workload.model()
-    inputs = workload.sample(torch.Generator().manual_seed(1))[0].tensor_split(chunks)[0]
-    costs = []
-    for block in model:
-        rounds = []
-        for _ in range(COST_ROUNDS):
-            given = inputs.detach().requires_grad_(inputs.is_floating_point())
-            start = time.perf_counter()
-            output = block(given)
-            output.backward(torch.ones_like(output))
-            rounds.append(time.perf_counter() - start)
-        costs.append(statistics.median(rounds))
-        inputs = output.detach()
-    return costs

@@ -167,7 +167,7 @@ def measure(job: ShardJob) -> dict[str, Findings]:
         rank, size = str(hc.rank()), str(hc.size())
         os.environ.update(LOCAL_RANK=rank, RANK=rank, WORLD_SIZE=size, LOCAL_SIZE=size)  # read by DeepSpeed
         os.environ.setdefault("DS_ACCELERATOR", bench.device.type)
-        join_torch(job.folder, hc.rank(), hc.size(), device=bench.device)
+        join_torch(job.folder, bench.device)
     for configuration in job.configurations if job.memory else ():
         print(configuration.name, flush=True)
         try:

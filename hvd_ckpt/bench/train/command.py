@@ -123,7 +123,7 @@ COLUMNS = (
 )
 
 
-@bench_command("train", settings=Settings)
+@bench_command(Settings)
 def train(run: BenchRun, settings: Settings) -> None:
     """Time what `hvd-ckpt train` adds to a step, beside a loop written by hand with the same calls.
 
