@@ -89,11 +89,8 @@ class InParts(Scenario):
     title = "nothing special"
     variants = ("none", "reentrant", "non-reentrant")
     staged = True
+    model_line = f"{LAYERS} layers of {WIDTH} units, {SAMPLES} samples"
     dropout, vocabulary = 0.0, VOCABULARY
-
-    def __init__(self, scale: str, seed: int, text: str | None) -> None:
-        super().__init__(scale, seed, text)
-        self.model_line = f"{LAYERS} layers of {WIDTH} units, {SAMPLES} samples"
 
     def model(self, recompute: Recompute) -> nn.Module:
         layers = [Layer(self.dropout) for _ in range(LAYERS)]

@@ -1,11 +1,10 @@
-"""Engines that split states or average weights: those of PyTorch, DeepSpeed and torchft; and PyTorch's pipeline schedules.
+"""Engines that split states or average weights: those of PyTorch, DeepSpeed and torchft.
 
 Each is what that project's documentation tells its user to write, and imports the project only when it wraps a model.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -139,40 +138,6 @@ class ModelAverager(OnTorch):
         averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
         optimizer.register_step_post_hook(lambda *_: averager.average_parameters(model.parameters()))
         return model, optimizer
-
-
-def torch_schedule(
-    name: str, stages: Sequence[Any], chunks: int, loss: Callable[..., Tensor]
-) -> Callable[[Sequence[Tensor], Tensor], None]:
-    """A step of ``torch.distributed.pipelining`` on one rank, which takes inputs and targets of a batch.
-
-    Args:
-        name: of the schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
-        stages: of this rank, as ``PipelineStage``; one, unless the schedule is interleaved.
-        chunks: micro-batches of a step.
-        loss: of a micro-batch, from output and targets.
-    """
-    from torch.distributed import pipelining
-
-    kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-    schedule: Any = (
-        kinds[name](stages[0], chunks, loss_fn=loss)
-        if name in kinds
-        else pipelining.ScheduleInterleaved1F1B(list(stages), chunks, loss_fn=loss)
-    )
-    # PyTorch 2.6 cannot leave the outputs out.
-    can_leave_out = "return_outputs" in inspect.signature(schedule.step).parameters
-    options = {"return_outputs": False} if can_leave_out else {}
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-    def step(inputs: Sequence[Tensor], targets: Tensor) -> None:
-        given = inputs if rank == 0 else ()
-        if rank == size - 1:
-            schedule.step(*given, target=targets, losses=[], **options)
-        else:
-            schedule.step(*given)
-
-    return step
 
 
 class TorchftDiLoCo(Engine):

@@ -52,38 +52,39 @@ class Method:
 
     Attributes:
         title: for people.
-        every: steps between two averages; 0 reduces the gradients of every step.
+        engine: one of :data:`hvd_ckpt.bench.local.worker.ENGINES`.
+        options: of the engine, such as ``every``: steps between two averages.
         outer: with Nesterov momentum, as DiLoCo.
-        fragments, delay, wire: as in :func:`hvd_ckpt.LocalSGD`.
-        of: the package whose implementation it is, with ``torch.distributed`` over Gloo; None for this one's.
     """
 
     title: str
-    every: int = 0
+    engine: str = "local"
+    options: dict[str, Any] = field(default_factory=dict)
     outer: bool = False
-    fragments: int = 1
-    delay: int = 0
-    wire: str = "fp32"
-    of: str | None = None
+
+
+def _diloco(title: str, every: int, engine: str = "local", **options: Any) -> Method:
+    return Method(title, engine, {"every": every, **options}, outer=True)
 
 
 METHODS: dict[str, Method] = {
-    "synchronous": Method("synchronous"),
-    "local-10": Method("local SGD, every 10", 10),
-    "local-50": Method("local SGD, every 50", 50),
-    "torch-50": Method("PyTorch's PeriodicModelAverager, 50", 50, of="torch"),
-    "diloco-10": Method("DiLoCo, every 10", 10, True),
-    "diloco-50": Method("DiLoCo, every 50", 50, True),
-    "diloco-100": Method("DiLoCo, every 100", 100, True),
-    "torchft-50": Method("DiLoCo of torchft, every 50", 50, True, of="torchft"),
-    "fragments-50": Method("DiLoCo, every 50, 4 fragments, delay 5", 50, True, 4, 5),
-    "int8-50": Method("DiLoCo, every 50, int8", 50, True, wire="int8"),
+    "synchronous": Method("synchronous", "hvd_ckpt"),
+    "local-10": Method("local SGD, every 10", options={"every": 10}),
+    "local-50": Method("local SGD, every 50", options={"every": 50}),
+    "torch-50": Method("PyTorch's PeriodicModelAverager, 50", "torch", {"every": 50}),
+    "diloco-10": _diloco("DiLoCo, every 10", 10),
+    "diloco-50": _diloco("DiLoCo, every 50", 50),
+    "diloco-100": _diloco("DiLoCo, every 100", 100),
+    "torchft-50": _diloco("DiLoCo of torchft, every 50", 50, "torchft"),
+    "fragments-50": _diloco("DiLoCo, every 50, 4 fragments, delay 5", 50, fragments=4, delay=5),
+    "int8-50": _diloco("DiLoCo, every 50, int8", 50, wire="int8"),
 }
 
 
 def installed_methods() -> list[str]:
     """The methods whose packages are here."""
-    return [name for name, method in METHODS.items() if method.of is None or find_spec(method.of) is not None]
+    missing = {"torchft"} if find_spec("torchft") is None else set()
+    return [name for name, method in METHODS.items() if method.engine not in missing]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,12 @@ from hvd_ckpt.data.sampler import DistributedSampler
 WARM_UP = 3  # steps that are not timed
 SAMPLES = 512  # samples, the same ones each time
 EVALUATION_BATCH = 32
+ENGINES: dict[str, type[Engine]] = {
+    "hvd_ckpt": HvdCkpt,
+    "local": Local,
+    "torch": ModelAverager,
+    "torchft": TorchftDiLoCo,
+}
 
 
 def measure(job: LocalJob) -> dict[str, Figures]:
@@ -89,19 +95,12 @@ def _train(job: LocalJob, method: Method) -> Figures:
 
 def _engine(method: Method, job: LocalJob) -> Engine:
     """The engine of a method, which has joined the other ranks."""
-    settings, every = job.settings, method.every
-    engine: Engine
-    if method.of == "torch":
-        engine = ModelAverager(every=every)
-    elif method.of == "torchft":
-        engine = TorchftDiLoCo(every=every, lr=settings.outer_lr, momentum=settings.outer_momentum)
-    elif every:
-        outer = hc.Nesterov(settings.outer_lr, settings.outer_momentum) if method.outer else None
-        engine = Local(
-            every=every, outer=outer, fragments=method.fragments, delay=method.delay, wire=method.wire
-        )
-    else:
-        engine = HvdCkpt()
+    options, settings = dict(method.options), job.settings
+    if method.engine == "torchft":
+        options |= {"lr": settings.outer_lr, "momentum": settings.outer_momentum}
+    elif method.outer:
+        options["outer"] = hc.Nesterov(settings.outer_lr, settings.outer_momentum)
+    engine = ENGINES[method.engine](**options)
     engine.start(job.folder)
     return engine
 
@@ -109,7 +108,7 @@ def _engine(method: Method, job: LocalJob) -> Engine:
 def _sent(method: Method, steps: int, model: nn.Module) -> int:
     """Bytes of allreduces: of each the 2 (n - 1) / n of its bytes that a ring sends."""
     size = sum(parameter.nbytes for parameter in model.parameters())
-    times = steps // method.every if method.every else steps
+    times = steps // method.options.get("every", 1)
     return int(times * size * 2 * (hc.size() - 1) / hc.size())
 
 
