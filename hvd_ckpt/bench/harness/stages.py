@@ -147,9 +147,27 @@ class TorchStages(StageEngine, OnTorch):
     title = "torch"
 
     def cut(self, model: nn.Sequential, cut: Cut) -> Stage:
-        step = torch_schedule(cut.schedule, self.stages_of(model, cut), cut.micro_batches, cut.loss)
+        from torch.distributed import pipelining
+
+        stages = self.stages_of(model, cut)
+        kinds: dict[Any, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+        kind, given = kinds.get(cut.schedule), stages[0]
+        if kind is None:
+            kind, given = pipelining.ScheduleInterleaved1F1B, stages
+        schedule = kind(given, cut.micro_batches, loss_fn=cut.loss)
+        # PyTorch 2.6 cannot leave the outputs out.
+        can_leave_out = "return_outputs" in inspect.signature(schedule.step).parameters
+        options = {"return_outputs": False} if can_leave_out else {}
+
+        def step(batch: Batch) -> None:
+            inputs = batch.inputs if self.stage == 0 else ()
+            if self.stage == self.stages - 1:
+                schedule.step(*inputs, target=batch.targets, losses=[], **options)
+            else:
+                schedule.step(*inputs)
+
         keep_blocks(model, {number for chunk in self.own(cut).values() for number in chunk})
-        return Stage(lambda batch: step(batch.inputs, batch.targets))
+        return Stage(step)
 
     def stages_of(self, model: nn.Sequential, cut: Cut) -> list[Any]:
         """The stages of this rank, one for each of its chunks."""
@@ -174,40 +192,6 @@ class TorchStages(StageEngine, OnTorch):
         with mock.patch("torch.distributed.P2POp", counted):
             step()
         return sent
-
-
-def torch_schedule(
-    name: str | None, stages: Sequence[Any], chunks: int, loss: Callable[..., Tensor]
-) -> Callable[[Sequence[Tensor], Tensor], None]:
-    """A step of ``torch.distributed.pipelining`` on one rank, which takes inputs and targets of a batch.
-
-    Args:
-        name: of the schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
-        stages: of this rank, as ``PipelineStage``; one, unless the schedule is interleaved.
-        chunks: micro-batches of a step.
-        loss: of a micro-batch, from output and targets.
-    """
-    from torch.distributed import pipelining
-
-    kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-    schedule: Any = (
-        kinds[name](stages[0], chunks, loss_fn=loss)
-        if name in kinds
-        else pipelining.ScheduleInterleaved1F1B(list(stages), chunks, loss_fn=loss)
-    )
-    # PyTorch 2.6 cannot leave the outputs out.
-    can_leave_out = "return_outputs" in inspect.signature(schedule.step).parameters
-    options = {"return_outputs": False} if can_leave_out else {}
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-    def step(inputs: Sequence[Tensor], targets: Tensor) -> None:
-        given = inputs if rank == 0 else ()
-        if rank == size - 1:
-            schedule.step(*given, target=targets, losses=[], **options)
-        else:
-            schedule.step(*given)
-
-    return step
 
 
 def keep_blocks(model: nn.Sequential, own: Collection[int]) -> None:
