@@ -119,7 +119,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
 
-def distributed(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+def distributed(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, /, **options: Any) -> Any:
     """An optimizer over all ranks, by default of :func:`make_optimizer`."""
     return hc.DistributedOptimizer(
         optimizer or make_optimizer(model), named_parameters=model.named_parameters(), **options

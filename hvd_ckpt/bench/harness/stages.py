@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -73,7 +73,7 @@ class StageEngine(Engine):
         stage: this rank's; set by :meth:`start`.
     """
 
-    schedules = ("gpipe", "1f1b")
+    schedules: ClassVar[tuple[str, ...]] = ("gpipe", "1f1b")
     stage: int
 
     def start(self, folder: Path) -> None:
@@ -157,7 +157,7 @@ class TorchStages(StageEngine, OnTorch):
         schedule = kind(given, cut.micro_batches, loss_fn=cut.loss)
         # PyTorch 2.6 cannot leave the outputs out.
         can_leave_out = "return_outputs" in inspect.signature(schedule.step).parameters
-        options = {"return_outputs": False} if can_leave_out else {}
+        options: dict[str, Any] = {"return_outputs": False} if can_leave_out else {}
 
         def step(batch: Batch) -> None:
             inputs = batch.inputs if self.stage == 0 else ()

@@ -100,7 +100,8 @@ class Program:
 
     def timeline(self) -> list[Span]:
         """The spans of a step of this library's pipeline."""
-        spans: list[Span] = []
+        spans, pipeline = list[Span](), self.stage.pipeline
+        assert pipeline is not None
 
         @contextlib.contextmanager
         def record(kind: str, chunk: int, micro_batch: int) -> Iterator[None]:
@@ -110,9 +111,9 @@ class Program:
             finally:  # a recomputation ends early
                 spans.append(Span(kind, chunk, micro_batch, start, time.perf_counter()))
 
-        self.stage.pipeline.recorder = record
+        pipeline.recorder = record
         self.step()
-        self.stage.pipeline.recorder = None
+        pipeline.recorder = None
         return spans
 
 
