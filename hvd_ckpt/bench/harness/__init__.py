@@ -6,8 +6,8 @@
     cases       ``Case`` (what was measured under one condition) and ``Column`` (a value of each case, in tables and results)
     report      ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures
     stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
-    engine      ``Engine``, the interface of all engines: those on data parallelism (``engines``), in pipeline stages (``stages``) and
-                those that split states or average weights (``peers``)
+    engine      ``Engine``, the interface of all engines: those on data parallelism (``engines``), in pipeline stages (``stages``),
+                and those that split states or average weights (``peers``)
     workloads   GPT, BERT, DenseNet, LSTM, transformer: model, batch and loss
 
 A benchmark, whole::

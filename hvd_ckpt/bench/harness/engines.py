@@ -136,8 +136,11 @@ class LogicalReplicas(HvdCkpt):
     title = "hvd_ckpt, replicas"
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        self.options = {"model": model, "replicas": self.size}
-        return super().wrap(model, optimizer, passes)
+        optimizer = hc.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), model=model, replicas=self.size
+        )
+        hc.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, optimizer
 
     def backward_passes(self, optimizer: Any) -> Iterable[AbstractContextManager[Any]]:
         passes: Iterable[AbstractContextManager[Any]] = optimizer.local_replicas()
