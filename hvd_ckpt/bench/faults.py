@@ -57,7 +57,7 @@ class FaultSettings(BenchSettings):
             )
 
 
-@bench_command("faults", width=170, settings=FaultSettings)
+@bench_command(FaultSettings, width=170)
 def faults(run: BenchRun, settings: FaultSettings) -> None:
     """Kill training and saving at random moments, and check what is lost.
 

@@ -10,24 +10,25 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hvd_ckpt.bench.harness.cases import (
     Case,
     Column,
+    attributes,
     conditions,
+    figure,
     find_case,
     in_mib,
     milliseconds,
     results_of,
     table_of,
 )
-from hvd_ckpt.bench.harness.jobs import RankJob, own_device, run_rank
+from hvd_ckpt.bench.harness.jobs import RankJob, own_device
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command
 from hvd_ckpt.bench.harness.report import Report, device_name
 from hvd_ckpt.bench.harness.settings import (
@@ -41,7 +42,7 @@ from hvd_ckpt.bench.harness.settings import (
     setting,
     timeout_setting,
 )
-from hvd_ckpt.bench.harness.stats import Quartiles, alternating, slowest
+from hvd_ckpt.bench.harness.stats import Quartiles, alternating
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,48 +98,34 @@ class Settings(BenchSettings):
 class Job(RankJob):
     """One engine's ranks, which time one workload after the other; ``memory``: also count the bytes held for gradients."""
 
-    worker = "hvd_ckpt.bench.reduce"
+    worker = "hvd_ckpt.bench.reduce:measure"
 
     engine: str
     memory: bool
     settings: Settings
 
 
-@dataclass
-class RankResult:
-    """The measurements of one rank.
-
-    Attributes:
-        seconds: for each workload, the time of every timed step.
-        gradient_bytes: for each workload, the bytes held for gradients after a step; empty if not counted.
-    """
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    gradient_bytes: dict[str, int] = field(default_factory=dict)
-
-
-def measure(job: Job) -> RankResult:
-    """Times every workload of a job on one rank."""
-    from hvd_ckpt.bench.harness.engines import find_engine
+def measure(job: Job) -> dict[str, dict[str, Any]]:
+    """For each workload the ``seconds`` of all timed steps on this rank, and its ``gradient_bytes`` if they are counted."""
+    from hvd_ckpt.bench.harness.engines import start_engine
     from hvd_ckpt.bench.harness.workloads import workload
 
-    engine = find_engine(job.engine)()
-    engine.device = own_device(job.settings.device)
-    engine.start(job.folder)
-    if engine.size != job.size:
-        raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
+    engine = start_engine(job.engine, job, own_device(job.settings.device))
     # Objects that the imports left behind are not collected again while the clock runs.
     gc.collect()
     gc.freeze()
-    result = RankResult()
+    result: dict[str, dict[str, Any]] = {}
     for name in job.settings.workloads:
         kind, _, warm_up, steps = WORKLOADS[name]
         trained = workload(kind)
-        result.seconds[name] = _time_steps(trained, engine, warm_up, job.settings.steps or steps)
+        found: dict[str, Any] = {
+            "seconds": _time_steps(trained, engine, warm_up, job.settings.steps or steps)
+        }
         gc.collect()
         if job.memory:
-            result.gradient_bytes[name] = min(_count_gradient_bytes(trained, engine) for _ in range(COUNTS))
+            found["gradient_bytes"] = min(_count_gradient_bytes(trained, engine) for _ in range(COUNTS))
             gc.collect()
+        result[name] = found
     engine.stop()
     return result
 
@@ -204,7 +191,7 @@ def _prepare(
     return model, step
 
 
-@bench_command("reduce", width=120, settings=Settings)
+@bench_command(Settings, width=120)
 def reduce(run: BenchRun, settings: Settings) -> None:
     """Time training steps with this library, stock Horovod and DDP, in whole jobs that alternate.
 
@@ -230,7 +217,7 @@ def reduce(run: BenchRun, settings: Settings) -> None:
                     f"{size} ranks over {controller}, pair {pair + 1} of {settings.pairs}, {engine}",
                     # Bytes are counted in the first job alone: other jobs have the same.
                     Job(folder, size, engine, pair == 0, settings),
-                    RankResult,
+                    dict[str, dict[str, Any]],
                     name=(name := f"{engine}, {size} ranks over {controller}"),
                     controller=controller,
                     threads=threads_per_rank(size),
@@ -238,17 +225,8 @@ def reduce(run: BenchRun, settings: Settings) -> None:
                 for case in cases:
                     if (case.engine, case.at["np"], case.at["controller"]) == (engine, size, controller):
                         case.failure = run.failures.get(name)
-                        if ranks:
-                            add(case, ranks)
+                        case.add([rank[case.at["workload"]] for rank in ranks])
     run.finish()
-
-
-def add(case: Case, ranks: Sequence[RankResult]) -> None:
-    """Adds the results of a job to a case."""
-    name = case.at["workload"]
-    case.seconds.append(statistics.median(slowest(rank.seconds[name] for rank in ranks)))
-    if name in ranks[0].gradient_bytes:
-        case.figures["gradient_bytes"] = max(rank.gradient_bytes[name] for rank in ranks)
 
 
 def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Report:
@@ -264,24 +242,18 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Rep
     columns = [
         *conditions("workload", "np", "controller", left=("workload", "controller")),
         Column("engine", lambda case: case.engine.rpartition(":")[2], left=True),
-        Column("", lambda case: case.engine, key="engine"),
+        *attributes("engine"),
         Column("", lambda case: case.seconds, key="jobs"),
         Column("", lambda case: case.step, key="step_seconds"),
         Column(
             "step ms", lambda case: None if case.failure else case.step, milliseconds(".1f"), missing="failed"
         ),
         *(of(name) for name in BASELINES if name in settings.engines),
-        Column(
-            "gradients MiB", lambda case: case.figures.get("gradient_bytes"), in_mib(), key="gradient_bytes"
-        ),
-        Column("", lambda case: case.failure, key="failure"),
+        figure("gradient_bytes", max, "gradients MiB", in_mib()),
+        *attributes("failure"),
     ]
     threads = ", ".join(f"{threads_per_rank(size)} at np={size}" for size in sorted(settings.sizes))
     facts = {"threads per rank": threads, "device": device_name(settings.device)}
     facts |= {name: WORKLOADS[name][1] for name in settings.workloads}
     tables, results = [table_of(columns, cases, folded=3)], results_of(columns, cases)
     return run.report("Speed of gradient reduction", tables, results, facts, notes=NOTES)
-
-
-if __name__ == "__main__":
-    run_rank(Job, measure)

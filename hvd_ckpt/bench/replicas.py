@@ -50,7 +50,7 @@ class ReplicaSettings(BenchSettings):
         check_replicas(self.replicas, self.sizes)
 
 
-@bench_command("replicas", width=170, settings=ReplicaSettings)
+@bench_command(ReplicaSettings, width=170)
 def replicas(run: BenchRun, settings: ReplicaSettings) -> None:
     """Train as logical replicas on several numbers of ranks, and compare what comes of it bit for bit.
 

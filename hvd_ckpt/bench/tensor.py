@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvd_ckpt.bench.harness.jobs import RankJob, join_torch, run_rank
+from hvd_ckpt.bench.harness.cases import Case, Column, in_milliseconds, table_of
+from hvd_ckpt.bench.harness.jobs import RankJob, join_torch
 from hvd_ckpt.bench.harness.options import ONE_THREAD, BenchRun, bench_command
-from hvd_ckpt.bench.harness.report import Table
 from hvd_ckpt.bench.harness.settings import BenchSettings, setting
-from hvd_ckpt.bench.harness.stats import alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.bench.harness.stats import alternating, quartiles, slowest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,16 +44,8 @@ class Settings(BenchSettings):
 class Job(RankJob):
     """Parts that take steps with both engines in turn."""
 
-    worker = "hvd_ckpt.bench.tensor"
+    worker = "hvd_ckpt.bench.tensor:measure"
     settings: Settings
-
-
-@dataclass
-class RankResult:
-    """For each engine the seconds of a step in each round; of ours also the share of sums."""
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {OURS: [], THEIRS: []})
-    shares: list[float] = field(default_factory=list)
 
 
 def parallelize(model: nn.Module) -> nn.Module:
@@ -97,16 +89,16 @@ def step_of(split: Callable[[Any], Any]) -> Callable[[], None]:
     return step
 
 
-def measure(job: Job) -> RankResult:
-    """Times steps of both engines in turn on one part."""
+def measure(job: Job) -> dict[str, Any]:
+    """Times steps of both engines in turn on one part: ``seconds`` of a step in each round, and ``shares`` of our sums in them."""
     import torch
 
     import hvd_ckpt as hc
     from hvd_ckpt.processes import parts
 
     hc.init(tensor=job.size)
-    join_torch(job.folder, hc.tensor_rank(), job.size)
-    steps, result = job.settings.steps, RankResult()
+    join_torch(job.folder)
+    steps, shares = job.settings.steps, []
     ways = {OURS: step_of(hc.tensor_parallel), THEIRS: step_of(parallelize)}
     exchange, spent = parts.exchange, 0.0
 
@@ -118,34 +110,46 @@ def measure(job: Job) -> RankResult:
 
     # All sums and gathers of this library among parts call this one function of the module. PyTorch's do not.
     parts.exchange = timed
+    seconds: dict[str, list[float]] = {engine: [] for engine in ways}
     for _, engine in alternating(list(ways), job.settings.rounds):
         parts.add(torch.zeros(1))  # all parts begin together
         start, spent = time.perf_counter(), 0.0
         for _ in range(steps):
             ways[engine]()
         took = time.perf_counter() - start
-        result.seconds[engine].append(took / steps)
+        seconds[engine].append(took / steps)
         if engine == OURS:
-            result.shares.append(spent / took)
-    return result
+            shares.append(spent / took)
+    return {"seconds": seconds, "shares": shares}
 
 
-@bench_command("tensor", width=100, settings=Settings)
+@bench_command(Settings, width=100)
 def tensor(run: BenchRun, settings: Settings) -> None:
     """Time steps of a GPT whose layers are split over parts, beside PyTorch's parallelize_module."""
     job = Job(run.jobs / "steps", settings.parts, settings)
     with run.progress(1) as progress:
-        ranks = progress.job(f"{settings.parts} parts", job, RankResult, threads=1)
-    table = Table(("engine", "step ms", f"of {THEIRS}", "sums"), left=("engine",))
-    if ranks:
-        seconds = {engine: slowest(rank.seconds[engine] for rank in ranks) for engine in (OURS, THEIRS)}
-        ratios = quartiles_of_ratios(seconds[OURS], seconds[THEIRS])
-        figures = {OURS: (f"{ratios:.2f}", f"{quartiles(ranks[0].shares):.2f}"), THEIRS: ("", "")}
-        for engine, values in seconds.items():
-            table.rows.append((engine, f"{quartiles(values).times(1e3):.1f}", *figures[engine]))
+        ranks = progress.job(f"{settings.parts} parts", job, dict[str, Any], threads=1)
+    cases = [
+        Case(engine, {}, slowest(rank["seconds"][engine] for rank in ranks))
+        for engine in (OURS, THEIRS)
+        if ranks
+    ]
+    columns = [
+        Column("engine", lambda case: case.engine, left=True),
+        Column("step ms", lambda case: case.step, in_milliseconds(".1f")),
+        Column(
+            f"of {THEIRS}", lambda case: case.ratio(cases[1]) if case is cases[0] else None, ".2f", missing=""
+        ),
+        Column(
+            "sums",
+            lambda case: quartiles(ranks[0]["shares"]) if case is cases[0] else None,
+            ".2f",
+            missing="",
+        ),
+    ]
     facts = {**SIZES, "batch": BATCH, **ONE_THREAD}
-    run.finish(run.report("Tensor parallelism: time of a step", [table], ranks, facts, notes=NOTES))
-
-
-if __name__ == "__main__":
-    run_rank(Job, measure)
+    run.finish(
+        run.report(
+            "Tensor parallelism: time of a step", [table_of(columns, cases)], ranks, facts, notes=NOTES
+        )
+    )

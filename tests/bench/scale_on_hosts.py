@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from hosts import Hosts
 
-from hvd_ckpt.bench.harness.jobs import launch_command, load_json
+from hvd_ckpt.bench.harness.jobs import RANK, launch_command, load_json
 from hvd_ckpt.bench.scale.network import Network
 from hvd_ckpt.bench.scale.record import MODES, Recorded, RecordJob
 from hvd_ckpt.bench.scale.replay import replay
@@ -40,7 +40,7 @@ def run(hosts: Hosts, job: RecordJob, local: int) -> list[Recorded]:
     """The result of each rank of a job on as many hosts as it needs."""
     job.save()
     where = ",".join(f"{name}:{local}" for name in string.ascii_lowercase[: job.size // local])
-    command = launch_command(job.size, "gloo", job.worker, job.file, options=["-H", where])
+    command = launch_command(job.size, "gloo", RANK, job.worker, job.file, options=["-H", where])
     done = hosts.run("a", command, timeout=500, environment={"OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])

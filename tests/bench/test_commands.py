@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.bench import reduce as reduce_module
 from hvd_ckpt.bench.command import bench
 from hvd_ckpt.bench.harness.jobs import JobError, RankJob, load_json, reason, save_json
+from hvd_ckpt.utils.named import import_named
 
 pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]
 
@@ -39,7 +39,7 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
         hc.barrier()
         error = None
         try:
-            found = importlib.import_module(job.worker).measure(type(job).load(job.file))
+            found = import_named("function", job.worker)(load_json(type(job), job.file))
             save_json(found, job.result_file(hc.rank()))
         except RuntimeError as raised:
             error = reason(raised)

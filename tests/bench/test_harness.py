@@ -9,15 +9,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import psutil
 import pytest
 import torch
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job, run_rank
+from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command
 from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.bench.harness.settings import BenchSettings, setting
 from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
 from hvd_ckpt.bench.harness.workloads import WORKLOADS, workload
 from hvd_ckpt.processes.commands import Process, error_line
@@ -28,7 +28,7 @@ from hvd_ckpt.processes.launchers import launched_rank
 class Job(RankJob):
     """Ranks that measure nothing; rank ``broken`` raises an error."""
 
-    worker = __name__
+    worker = f"{__name__}:measure"
 
     names: tuple[str, ...] = ()
     broken: int | None = None
@@ -57,7 +57,7 @@ def measure(job: Job) -> Result:
 def ranks_import_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks run this file as the module ``test_harness``."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr(Job, "worker", Path(__file__).stem)
+    monkeypatch.setattr(Job, "worker", f"{Path(__file__).stem}:measure")
 
 
 @pytest.mark.usefixtures("ranks_import_this_file")
@@ -138,12 +138,15 @@ def test_a_report_is_a_page_results_for_programs_and_pictures(tmp_path: Path) ->
 
 @pytest.mark.parametrize("success", [True, False])
 def test_a_command_writes_its_report_and_ends_with_its_status(tmp_path: Path, success: bool) -> None:
-    @bench_command("thing")
-    @click.option("--steps", type=click.IntRange(1), default=2)
-    def thing(run: BenchRun, steps: int) -> None:
+    @dataclass(frozen=True)
+    class Settings(BenchSettings):
+        steps: int = setting("Of the thing.", 2)
+
+    @bench_command(Settings)
+    def thing(run: BenchRun, settings: Settings) -> None:
         with run.progress(1) as progress:
             progress.start("the only part")
-        run.finish(Report("Thing", {}, [Table(("steps",), [(str(steps),)])]), success)
+        run.finish(Report("Thing", {}, [Table(("steps",), [(str(settings.steps),)])]), success)
 
     folder = tmp_path / "out"
     result = CliRunner().invoke(thing, ["--steps", "7", "--output", str(folder)])
@@ -165,7 +168,3 @@ def test_every_workload_has_a_loss_that_depends_on_all_its_parameters(name: str)
     trained.loss(model(inputs), targets).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert name in WORKLOADS and trained.title
-
-
-if __name__ == "__main__":
-    run_rank(Job, measure)

@@ -81,11 +81,11 @@ def test_a_pytorch_for_the_cpu_on_a_machine_with_a_gpu(
 
 def test_a_check_that_fails_or_hangs_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def look(session: Session, seconds: float) -> Outcome:
-        session.builds = Builds({"gpus": 0}, {"gloo": True})
+        session.builds = Builds({"devices": []}, {"gloo": True})
         return Outcome("fine")
 
     def hang(session: Session, seconds: float) -> Outcome:
-        command.run_command(session, "hanging", ["sleep", "99"], seconds)
+        command.run_command(["sleep", "99"], session.log("hanging"), {}, seconds)
         return Outcome("never")
 
     checks = (

@@ -21,7 +21,7 @@ from watch import Finding, Kind, check_message
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.bench.harness.engine import launched_rank_and_size
+from hvd_ckpt.bench.harness.jobs import launched_rank_and_size
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
 from hvd_ckpt.processes import launchers, parts, runtime

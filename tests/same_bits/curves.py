@@ -14,7 +14,7 @@ from torch import Tensor
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.build import Assembly, assemble
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.bench.harness.jobs import RankJob
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.data.sampler import DistributedSampler
 
@@ -33,7 +33,7 @@ class CurveJob(RankJob):
         steps: to train.
     """
 
-    worker = "same_bits.curves"
+    worker = "same_bits.curves:measure"
 
     replicas: int
     stock: bool
@@ -97,7 +97,3 @@ def _pass(parts: Assembly, batch: Batch) -> Tensor:
     loss = parts.objective.loss(parts.model(*batch.inputs, **batch.shared), batch)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
-
-
-if __name__ == "__main__":
-    run_rank(CurveJob, measure)

@@ -20,7 +20,7 @@ from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.logs import TIMES
 from hvd_ckpt.app.training.trainer import Trainer
-from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.bench.harness.jobs import RankJob
 
 TEXT = bytes(range(32, 127)) * 40
 NOT_BITS = ("rate", "memory", "seconds", *TIMES)  # of a log entry
@@ -64,7 +64,7 @@ class Job(RankJob):
         earlier: the folder of another job, whose runs are resumed from the middle; None to resume nothing.
     """
 
-    worker = "same_bits.job"
+    worker = "same_bits.job:measure"
 
     replicas: int
     workloads: tuple[str, ...]
@@ -209,7 +209,3 @@ def measure(job: Job) -> RankResult:
             hc.barrier()
             result.resumed[workload], _ = train(job, workload, resumed=True)
     return result
-
-
-if __name__ == "__main__":
-    run_rank(Job, measure)

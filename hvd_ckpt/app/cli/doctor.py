@@ -78,6 +78,7 @@ def torch_facts() -> Facts:
     facts: Facts = {
         "version": torch.__version__,
         "cuda_built": cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "cuda_available": available,
         "devices": names,
     }

@@ -9,7 +9,7 @@ one process.
     workloads    real models: model, batches, loss, and the passes of a step
     scenarios    small models that are hard; ``stages`` has those that are trained in pipeline stages, ``parts`` in parts of layers,
                  with their engines; ``catalog`` lists all
-    stage_engines  how a rank becomes a pipeline stage; engines that reduce gradients are those of the harness
+    stage_engines  the engines of those in stages, where the harness has no such; all other engines are those of the harness
     recording    which gradients are reduced, how often, and in which order
     training     one training run: precision, seeds, steps, fingerprints
     reference    the right answer, from one process

@@ -96,11 +96,6 @@ class Cell:
         """A name for events and logs, such as ``bert/reentrant/4``."""
         return f"{self.workload}/{self.variant}/{self.chunks}"
 
-    @classmethod
-    def from_key(cls, key: str) -> Cell:
-        workload, variant, chunks = key.split("/")
-        return cls(workload, variant, int(chunks))
-
 
 def make_cells(workloads: Mapping[str, Sequence[str]], chunks: Sequence[int]) -> list[Cell]:
     """Each workload with each of its variants, and each of those that have segments with each number of segments."""

@@ -43,7 +43,6 @@ VARIANTS = "none,reentrant,non-reentrant,explicit"
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 SUBJECT = "hvd_ckpt"
 DIVIDED_SECONDS = 20.0  # without a step
-WIDTH = 150  # of the table where the output is not a terminal
 NOTHING = "nothing"  # in place of a list of workloads or scenarios
 
 
@@ -209,7 +208,7 @@ class CompareSettings(BenchSettings):
         return self.engines, chosen
 
 
-@bench_command("compare", width=WIDTH, group="", settings=CompareSettings)
+@bench_command(CompareSettings, width=150, group="")
 def compare(run: BenchRun, settings: CompareSettings) -> None:
     """Train real workloads and small hard ones with each engine and each way to recompute, and compare with one process.
 

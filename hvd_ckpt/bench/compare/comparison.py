@@ -192,7 +192,7 @@ class Comparison:
             folder=self.folder / name,
             references=self.folder / "reference",
             engine=engine,
-            cells=tuple(cell.key for cell in cells),
+            cells=tuple(cells),
             size=self.size,
             settings=self.settings,
             checks=checks,

@@ -35,8 +35,9 @@ START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to en
 GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves
 SMALL_SECONDS = 6.0  # without a step that takes milliseconds
 POLL_SECONDS = 0.05
+WORKER = "hvd_ckpt.bench.compare.worker"
 IMPORTED = (
-    "hvd_ckpt.bench.compare.worker",
+    WORKER,
     "hvd_ckpt.app.models.bert",
     "hvd_ckpt.app.models.densenet",
     "sklearn.datasets",
@@ -125,19 +126,19 @@ class Launcher:
             starts += 1
             part = dataclasses.replace(job, folder=job.folder / f"start{starts}", cells=tuple(left))
             events, failure = self._start(part, listener)
-            finished = {key for key in left if _finished(key, events, job.size)}
+            finished = {cell.key for cell in left if _finished(cell.key, events, job.size)}
             outcome.events += [event for event in events if event.get("cell") in finished]
             if failure is None:
                 break
             # If no rank got as far as its cells, a fresh start would fail in the same way.
             if _ranks(events, "ready") == 0:
-                outcome.failures.update(dict.fromkeys(left, failure))
+                outcome.failures.update((cell.key, failure) for cell in left)
                 break
             # Ranks train cells in order, so the first unfinished one has failed. If all are finished, the job did not end as it
             # should, which counts against the last.
-            unfinished = [key for key in left if key not in finished]
+            unfinished = [cell for cell in left if cell.key not in finished]
             failed = unfinished[0] if unfinished else left[-1]
-            outcome.failures[failed] = failure
+            outcome.failures[failed.key] = failure
             left = unfinished[1:]
         return outcome
 
@@ -147,7 +148,7 @@ class Launcher:
         ranks: _Forked | _Launched
         # MPI can be joined once in the life of a process, and only under mpirun, so a fork will not do.
         if self._controller == "mpi" and find_engine(job.engine).uses_horovod:
-            command = jobs.launch_command(job.size, "mpi", job.worker, job.file)
+            command = jobs.launch_command(job.size, "mpi", WORKER, job.file)
             ranks = _Launched(command, job.log_file, self._environment)
         else:
             ranks = _Forked(

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 import hvd_ckpt as hc
 from hvd_ckpt.bench.compare.cells import Chain, Recompute
 from hvd_ckpt.bench.compare.scenarios import Scenario
-from hvd_ckpt.bench.harness.engine import Engine, OnTorch, launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import Engine, OnTorch
 from hvd_ckpt.bench.harness.engines import HvdCkpt
+from hvd_ckpt.bench.harness.jobs import launched_rank_and_size
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.processes import parts
 from hvd_ckpt.utils.cuts import cut_of
@@ -88,11 +89,8 @@ class InParts(Scenario):
     title = "nothing special"
     variants = ("none", "reentrant", "non-reentrant")
     staged = True
+    model_line = f"{LAYERS} layers of {WIDTH} units, {SAMPLES} samples"
     dropout, vocabulary = 0.0, VOCABULARY
-
-    def __init__(self, scale: str, seed: int, text: str | None) -> None:
-        super().__init__(scale, seed, text)
-        self.model_line = f"{LAYERS} layers of {WIDTH} units, {SAMPLES} samples"
 
     def model(self, recompute: Recompute) -> nn.Module:
         layers = [Layer(self.dropout) for _ in range(LAYERS)]

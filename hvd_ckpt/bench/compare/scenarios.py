@@ -31,10 +31,10 @@ class Scenario(Workload):
     learning_rate = 0.05
     variants: ClassVar[tuple[str, ...]] = ("reentrant", "non-reentrant")
     small = True
+    model_line = f"{LAYERS} layers of {WIDTH} units, {SAMPLES} samples per rank"
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
         self._seed = seed
-        self.model_line = f"{LAYERS} layers of {WIDTH} units, {SAMPLES} samples per rank"
 
     def model(self, recompute: Recompute) -> nn.Module:
         return Chain([layer() for _ in range(LAYERS)], recompute)

@@ -1,29 +1,21 @@
-"""The engines of pipeline stages: how a process becomes a stage, and how micro-batches pass through.
-
-What a stage trains stays in the whole model under its names, and the blocks of other stages leave it. So the weights and buffers
-of a stage are compared with the reference as those of a rank are.
-"""
+"""The engines of scenarios in pipeline stages: those of the harness, and what others need for skip connections and tied weights."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-import hvd_ckpt as hc
 from hvd_ckpt.bench.compare.stages import (
-    BLOCKS,
     CHUNKS,
     SAMPLES,
-    SCHEDULES,
     VOCABULARY,
     WIDTH,
     Lengths,
@@ -33,90 +25,38 @@ from hvd_ckpt.bench.compare.stages import (
     Tied,
     Uneven,
 )
-from hvd_ckpt.bench.harness.engine import Engine, OnTorch, launched_rank_and_size
+from hvd_ckpt.bench.harness.engine import OnTorch
+from hvd_ckpt.bench.harness.jobs import launched_rank_and_size
+from hvd_ckpt.bench.harness.stages import (
+    Cut,
+    HvdCkptStages,
+    Stage,
+    StageEngine,
+    TorchStages,
+    keep_blocks,
+    made_again,
+)
 from hvd_ckpt.data.objectives import Batch
-from hvd_ckpt.planning.balance import balance_costs
 
 
-class StageEngine(Engine):
-    """Ranks with a stage each. Together they are one replica, so each is rank 0 of 1 where batches and seeds are counted.
+class TracingTorchStages(TorchStages):
+    """``torch.distributed.pipelining``; where a skip connection joins blocks, its tracer cuts the model."""
 
-    Attributes:
-        stage: this rank's; set by :meth:`start`.
-    """
-
-    schedules: ClassVar[tuple[str, ...]] = SCHEDULES
-    stage: int
-
-    def start(self, folder: Path) -> None:
-        super().start(folder)
-        self.stage, self.stages = self.rank, self.size
-        self.rank, self.size = 0, 1
-
-    @property
-    def balance(self) -> list[int]:
-        """The number of blocks of each stage."""
-        return balance_costs([1.0] * BLOCKS, self.stages)
-
-    @property
-    def own(self) -> range:
-        """The numbers of this stage's blocks."""
-        first = sum(self.balance[: self.stage])
-        return range(first, first + self.balance[self.stage])
-
-
-class HvdCkptStages(StageEngine):
-    """This library's ``Pipeline``."""
-
-    title = "hvd_ckpt"
-    uses_horovod = True
-
-    def start(self, folder: Path) -> None:
-        super().start(folder)
-        hc.init(stages=self.stages)
-
-    def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[Any, Optimizer]:
-        staged = hc.Pipeline(nn.Sequential(*model), self.balance, chunks=CHUNKS, schedule=model.schedule)
-        keep_blocks(model, self.own)
-        scenario = model.scenario
-        return (
-            Stage(lambda batch: staged.accumulate(batch, scenario.loss, weight=scenario.weight).loss),
-            made_again(optimizer, model),
-        )
-
-
-class TorchStages(StageEngine, OnTorch):
-    """``torch.distributed.pipelining`` over Gloo, with the model cut by hand; with a skip connection, by its tracer."""
-
-    title = "torch"
-
-    def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[Any, Optimizer]:
+    def stages_of(self, model: Any, cut: Cut) -> list[Any]:
         from torch.distributed import pipelining
 
-        blocks, scenario = list(model), model.scenario
-        keep_blocks(model, self.own)
-        stage: Any
-        if isinstance(scenario, Skip):
-            starts = [str(sum(self.balance[:number])) for number in range(1, self.stages)]
-            cuts = dict.fromkeys(starts, pipelining.SplitPoint.BEGINNING)
-            example = scenario.batch(0, 1, 0).split(CHUNKS)[0].inputs
-            traced = pipelining.pipeline(SkipByHand(*blocks), example, split_spec=cuts)
-            stage = traced.build_stage(self.stage, self.device)
-            # The tracer has parameters of its own: they take the place of the blocks'.
-            for name, parameter in traced.get_stage_module(self.stage).named_parameters():
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, parameter)
-        else:
-            part = nn.Sequential(*(blocks[number] for number in self.own))
-            stage = pipelining.PipelineStage(part, self.stage, self.stages, self.device)
-        kind: Any = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[model.schedule]
-        schedule = kind(stage, CHUNKS, loss_fn=scenario.loss)
-        first, last = self.stage == 0, self.stage == self.stages - 1
-
-        def step(batch: Batch) -> None:
-            schedule.step(*(batch.inputs if first else ()), target=batch.targets if last else None)
-
-        return Stage(step), made_again(optimizer, model)
+        if not isinstance(model.scenario, Skip):
+            return super().stages_of(model, cut)
+        starts = [str(cut.blocks(stage).start) for stage in range(1, self.stages)]
+        points = dict.fromkeys(starts, pipelining.SplitPoint.BEGINNING)
+        example = model.scenario.batch(0, 1, 0).split(CHUNKS)[0].inputs
+        traced = pipelining.pipeline(SkipByHand(*model), example, split_spec=points)
+        stage = traced.build_stage(self.stage, self.device)
+        # The tracer has parameters of its own: they take the place of the blocks'.
+        for name, parameter in traced.get_stage_module(self.stage).named_parameters():
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, parameter)
+        return [stage]
 
 
 class DeepSpeedStages(StageEngine, OnTorch):
@@ -184,20 +124,7 @@ class DeepSpeedStages(StageEngine, OnTorch):
         }
 
 
-STAGE_ENGINES: tuple[type[StageEngine], ...] = (HvdCkptStages, TorchStages, DeepSpeedStages)
-
-
-class Stage(nn.Module):
-    """In place of the whole model, what runs this stage's part of a step; its loss is nan where the stage has none."""
-
-    def __init__(self, step: Callable[[Batch], Tensor | None]) -> None:
-        super().__init__()
-        self._step = step
-
-    def accumulate(self, batch: Batch) -> Tensor:
-        """Adds the gradients of a batch."""
-        loss = self._step(batch)
-        return torch.tensor(torch.nan) if loss is None else loss
+STAGE_ENGINES: tuple[type[StageEngine], ...] = (HvdCkptStages, TracingTorchStages, DeepSpeedStages)
 
 
 class SkipByHand(nn.Sequential):
@@ -227,19 +154,3 @@ class Handing(nn.Module):
             return y, y
         x, skip = values
         return torch.tanh(block.linear(x)) + skip if isinstance(block, Pop) else (block(x), skip)
-
-
-def keep_blocks(model: nn.Sequential, own: range) -> None:
-    """Takes the blocks out of the model that are not a stage's own; the others keep their names."""
-    kept = {id(parameter) for number in own for parameter in model[number].parameters()}
-    for number in set(range(len(model))) - set(own):
-        empty = nn.Module()
-        for name, parameter in model[number].named_parameters(recurse=False):
-            if id(parameter) in kept:  # tied: the reference knows it by the first of its names
-                empty.register_parameter(name, parameter)
-        model[number] = empty
-
-
-def made_again(optimizer: Optimizer, model: nn.Module) -> Optimizer:
-    """An optimizer of the same kind for what the model has now."""
-    return type(optimizer)(model.parameters(), **optimizer.defaults)

@@ -16,7 +16,9 @@ import hvd_ckpt as hc
 from hvd_ckpt.bench.compare.cells import Recompute
 from hvd_ckpt.bench.compare.scenarios import Scenario
 from hvd_ckpt.bench.compare.workloads import Step
+from hvd_ckpt.bench.harness.stages import Cut, Unstaged
 from hvd_ckpt.data.objectives import IGNORED, Batch
+from hvd_ckpt.planning.balance import balance_costs
 
 SCHEDULES = ("gpipe", "1f1b")
 WIDTH, SAMPLES, CHUNKS, BLOCKS, LENGTH, VOCABULARY = 8, 8, 4, 8, 6, 12
@@ -29,18 +31,16 @@ class Blocks(nn.Sequential):
         super().__init__(*scenario.blocks())
         self.scenario, self.schedule = scenario, schedule
 
+    def cut(self, stages: int) -> Cut:
+        """Equal chunks, one for each stage."""
+        balance, scenario = balance_costs([1.0] * BLOCKS, stages), self.scenario
+        return Cut(balance, CHUNKS, self.schedule, scenario.loss, scenario.weight)
+
     def accumulate(self, batch: Batch) -> Tensor:
         """The gradients of the whole model, micro-batch by micro-batch; an engine has its own method in place of this one."""
         # A pipeline seeds each block by its position. So does this, in each step, since a second call changes nothing.
         hc.seed_blocks(self)
-        scenario = self.scenario
-        loss, _ = hc.accumulate(
-            lambda part: scenario.loss(self(*part.inputs), part.targets),
-            batch,
-            CHUNKS,
-            weight=scenario.weight,
-        )
-        return loss
+        return Unstaged().cut(self, self.cut(1)).accumulate(batch)
 
 
 class Staged(Scenario):
@@ -51,10 +51,7 @@ class Staged(Scenario):
     variants = SCHEDULES
     staged = True
     small = False  # tracing a model takes seconds
-
-    def __init__(self, scale: str, seed: int, text: str | None) -> None:
-        self._seed = seed
-        self.model_line = f"{BLOCKS} blocks of {WIDTH} units, {SAMPLES} samples"
+    model_line = f"{BLOCKS} blocks of {WIDTH} units, {SAMPLES} samples"
 
     def model(self, recompute: Recompute) -> nn.Module:
         return Blocks(self, recompute.schedule)

@@ -30,9 +30,9 @@ from hvd_ckpt.bench.compare.cells import Cell, Settings, find_variant
 from hvd_ckpt.bench.compare.reference import Reference, largest_difference, make_reference, mean_losses
 from hvd_ckpt.bench.compare.training import AUTOCAST, Trained, fingerprint, train
 from hvd_ckpt.bench.compare.workloads import Workload
-from hvd_ckpt.bench.harness.engine import Engine, launched_rank_and_size
-from hvd_ckpt.bench.harness.engines import find_engine
-from hvd_ckpt.bench.harness.jobs import RankJob, own_device
+from hvd_ckpt.bench.harness.engine import Engine
+from hvd_ckpt.bench.harness.engines import start_engine
+from hvd_ckpt.bench.harness.jobs import RankJob, launched_rank_and_size, load_json, own_device
 from hvd_ckpt.bench.harness.report import plain
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.devices import use_deterministic_kernels
@@ -49,24 +49,22 @@ class Job(RankJob):
     Attributes:
         references: the folder of the references, one file per workload, and of the plans.
         engine: a name in the registry of engines, ``module:Class``, or :data:`REFERENCE`.
-        cells: keys of the cells, in the order in which they are trained.
+        cells: in the order in which they are trained.
         settings: of each training run.
         checks: each cell is trained twice, with its reductions recorded, and the second time its memory; otherwise
             once, with nothing that takes time.
     """
 
-    worker = "hvd_ckpt.bench.compare.worker"
-
     references: Path
     engine: str
-    cells: tuple[str, ...]
+    cells: tuple[Cell, ...]
     settings: Settings
     checks: bool
 
     @property
     def workloads(self) -> list[str]:
         """The workloads of the cells, each once, in order."""
-        return list(dict.fromkeys(Cell.from_key(key).workload for key in self.cells))
+        return list(dict.fromkeys(cell.workload for cell in self.cells))
 
     def reference_file(self, workload: str) -> Path:
         """The reference of a workload."""
@@ -120,17 +118,18 @@ class Worker:
 
     def run(self) -> None:
         """Trains every cell: twice with a close look, or once against the clock, as the job says."""
-        for key in self._job.cells:
-            cell = Cell.from_key(key)
+        for cell in self._job.cells:
             planned = find_variant(cell.variant).budget is not None
             # Whether milliseconds pass between two events; planning takes seconds.
-            self._events.write("cell", cell=key, small=self._workloads[cell.workload].small and not planned)
+            self._events.write(
+                "cell", cell=cell.key, small=self._workloads[cell.workload].small and not planned
+            )
             try:
                 self._run(cell)
             except LeftOut as reason:
-                self._events.write("left out", cell=key, reason=str(reason))
+                self._events.write("left out", cell=cell.key, reason=str(reason))
             gc.collect()
-            self._events.write("finished", cell=key)
+            self._events.write("finished", cell=cell.key)
 
     def _run(self, cell: Cell) -> None:
         refused = self._engine.refuses(self._workloads[cell.workload])
@@ -256,11 +255,7 @@ def work(job: Job) -> int:
 
 def train_cells(job: Job, events: EventWriter) -> None:
     """Joins the job's other ranks, trains, leaves."""
-    engine = find_engine(job.engine)()
-    engine.device = own_device(job.settings.device)
-    engine.start(job.folder)
-    if engine.size * engine.stages != job.size:
-        raise RuntimeError(f"the job has {engine.size * engine.stages} ranks instead of {job.size}")
+    engine = start_engine(job.engine, job, own_device(job.settings.device))
     worker = Worker(job, engine, events)
     events.write("ready")
     worker.run()
@@ -286,7 +281,7 @@ def compute_references(job: Job, events: EventWriter) -> None:
 
 def run_forked(job_file: str, variables: dict[str, str]) -> None:
     """A process of the fork server, with the variables that a launcher of ranks would set."""
-    job = Job.load(Path(job_file))
+    job = load_json(Job, Path(job_file))
     _begin(job)
     os.environ.update(variables)
     _end(work(job))
@@ -310,6 +305,6 @@ def _end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    _status = work(Job.load(Path(sys.argv[1])))
+    _status = work(load_json(Job, Path(sys.argv[1])))
     if _status:
         os._exit(_status)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,19 +15,17 @@ from torch import Tensor, nn
 import hvd_ckpt as hc
 from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
 from hvd_ckpt.bench.gpu.training import (
+    MEDIUM,
     State,
-    batch_of,
+    Training,
     begin,
+    copied,
     digest,
+    distributed,
     expect,
-    expect_close,
     gpt2_small,
-    make_model,
     make_optimizer,
     same_bits,
-    sizes_of,
-    take_steps,
-    train,
 )
 from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.bench.harness.report import mebibytes
@@ -78,17 +76,16 @@ def operations(job: CheckJob) -> Outcome:
 
 def optimizer(job: CheckJob) -> Outcome:
     """``DistributedOptimizer`` against a CPU reference, the same run twice, and within a side stream."""
-    device = begin(job)
-    sizes = sizes_of(job)
-    first = train(sizes, device)
-    error = expect_close(first, sizes, hc.size(), "DistributedOptimizer")
-    expect(same_bits(first, train(sizes, device)), "the same run twice ends in different bits")
+    training = Training(job)
+    device, first = training.device, training.train()
+    error = training.expect_close(first, hc.size(), "DistributedOptimizer: the weights")
+    expect(same_bits(first, training.train()), "the same run twice ends in different bits")
     if device.type == "cuda":
         stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         # All kernels of this run are on the side stream, where a communication that waits for the default one is a race.
         with torch.cuda.stream(stream):
-            beside = train(sizes, device)
+            beside = training.train()
         expect(same_bits(first, beside), "the run within a side stream ends in other bits")
     streams = "twice and in a side stream" if device.type == "cuda" else "twice"
     return Outcome(
@@ -99,15 +96,16 @@ def optimizer(job: CheckJob) -> Outcome:
 
 def stages(job: CheckJob) -> Outcome:
     """ZeRO stages 0 to 3 against a CPU reference, each twice for its bits."""
-    device = begin(job)
-    sizes = sizes_of(job)
+    training = Training(job)
     errors, digests = [], []
     for stage in range(4):
-        run = functools.partial(train, sizes, device, options={"shard": stage})
-        state = run()
-        errors.append(expect_close(state, sizes, hc.size(), f"shard={stage}"))
+        state = training.train(shard=stage)
+        errors.append(training.expect_close(state, hc.size(), f"shard={stage}: the weights"))
         digests.append(digest(state))
-        expect(same_bits(state, run()), f"shard={stage}: the same run twice ends in different bits")
+        expect(
+            same_bits(state, training.train(shard=stage)),
+            f"shard={stage}: the same run twice ends in different bits",
+        )
     same = digests[1:].count(digests[0])
     text = (
         f"error up to {max(errors):.0e} of the CPU reference; {same} of stages 1 to 3 in the bits of stage 0"
@@ -117,40 +115,29 @@ def stages(job: CheckJob) -> Outcome:
 
 def snapshot(job: CheckJob) -> Outcome:
     """A snapshot that is copied during a backward pass, and a run that resumes from it, bit for bit."""
-    device = begin(job)
-    sizes = sizes_of(job) if job.tiny else dataclasses.replace(sizes_of(job), width=1024, layers=12)
+    training = Training(job, None if job.tiny else dataclasses.replace(MEDIUM, width=1024, layers=12))
     folder = job.folder / "run"
-
-    def make(seed: int) -> tuple[nn.Module, Any]:
-        model = make_model(sizes, seed).to(device)
-        return model, hc.DistributedOptimizer(
-            make_optimizer(model), named_parameters=model.named_parameters()
-        )
-
-    model, optimizer = make(1)
+    model = training.model()
+    optimizer = distributed(model)
     with hc.Snapshots(folder, model=model, optimizer=optimizer) as snapshots:
         expect(snapshots.resume() == 0, "a new folder has a snapshot")
-        take_steps(model, optimizer, sizes, device, range(2))
+        training.take_steps(model, optimizer, range(2))
         saved = copied(model)
         snapshots.save(2)
-        take_steps(model, optimizer, sizes, device, range(2, 4))
+        training.take_steps(model, optimizer, range(2, 4))
         snapshots.wait()
     ended = copied(model)
-    model, optimizer = make(2)
+    model = training.model(seed=2)
+    optimizer = distributed(model)
     with hc.Snapshots(folder, model=model, optimizer=optimizer) as snapshots:
         expect(snapshots.resume() == 2, "the snapshot of step 2 is not found")
         expect(
             same_bits(saved, copied(model)), "the snapshot has other bits than the weights when it was saved"
         )
-        take_steps(model, optimizer, sizes, device, range(2, 4))
+        training.take_steps(model, optimizer, range(2, 4))
     expect(same_bits(ended, copied(model)), "the resumed run ends in other bits")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Outcome(f"{mebibytes(size)} MiB; resumed in the same bits", {"bytes": size})
-
-
-def copied(model: nn.Module) -> State:
-    """Copies of the weights on the CPU."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def offload(job: CheckJob) -> Outcome:
@@ -164,9 +151,8 @@ def offload(job: CheckJob) -> Outcome:
     def run(where: str | None) -> None:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
-        optimizer = hc.DistributedOptimizer(
-            make_optimizer(model),
-            named_parameters=model.named_parameters(),
+        optimizer = distributed(
+            model,
             shard="optimizer",
             offload=where,
             offload_folder=job.folder if where and device.type == "cpu" else None,
@@ -191,18 +177,16 @@ def offload(job: CheckJob) -> Outcome:
 
 def planner(job: CheckJob) -> Outcome:
     """A plan for half the memory: predicted against measured peak, and gradients with and without it."""
-    device = begin(job)
-    sizes = gpt2_small(job)
-    torch.manual_seed(1)
-    model = sizes.model().to(device)
-    inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, 0, 0))
+    training = Training(job, gpt2_small(job))
+    model = training.start().to(training.device)
+    inputs, targets = training.batch(0)
 
-    def loss(output: Any) -> Tensor:
-        return sizes.loss(output, targets)
+    def backward() -> None:
+        training.backward(model, 0)
 
     def gradients() -> State:
         model.zero_grad()
-        loss(model(inputs)).backward()  # type: ignore[no-untyped-call]
+        backward()
         return {
             name: parameter.grad.cpu().clone()
             for name, parameter in model.named_parameters()
@@ -210,19 +194,16 @@ def planner(job: CheckJob) -> Outcome:
         }
 
     kept = gradients()
-    peak = hc.measure_peak(lambda: loss(model(inputs)).backward(), device).peak_bytes  # type: ignore[no-untyped-call]
-    # A head that is computed in chunks adds its losses up in another order, so gradients would be equal to rounding only.
-    exact = hc.plan(model, inputs, loss=loss, budget="min", chunk_head=False)
+    peak = hc.measure_peak(backward, training.device).peak_bytes
     budget = "0.8x" if job.tiny else "0.5x"
-    half = hc.plan(model, inputs, loss=loss, budget=budget)
+    plan = functools.partial(hc.plan, model, inputs, loss=lambda output: training.sizes.loss(output, targets))
+    # A head that is computed in chunks adds its losses up in another order, so gradients would be equal to rounding only.
+    exact, half = plan(budget="min", chunk_head=False), plan(budget=budget)
     exact.apply(model)
     expect(same_bits(kept, gradients()), "gradients with a plan have other bits than without")
     half.apply(model)
     gradients()
-    measured = hc.measure_peak(
-        lambda: sizes.loss(model(inputs), targets).backward(),  # type: ignore[no-untyped-call]
-        device,
-    ).peak_bytes
+    measured = hc.measure_peak(backward, training.device).peak_bytes
     predicted = half.predicted.peak_bytes if half.predicted is not None else 0
     text = (
         f"without a plan {mebibytes(peak)} MiB; at {budget} predicted {mebibytes(predicted)}, measured {mebibytes(measured)} MiB; "
@@ -237,18 +218,17 @@ def planner(job: CheckJob) -> Outcome:
 
 def overflow(job: CheckJob) -> Outcome:
     """Training in fp16 with an overflow in the second of three steps: that step alone is skipped, and the scale halves."""
-    device = begin(job)
-    sizes = sizes_of(job)
-    model = make_model(sizes).to(device)
-    optimizer = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
-    precision = hc.Precision("fp16", device.type, init_scale=2.0**10)
+    training = Training(job)
+    model = training.model()
+    optimizer = distributed(model)
+    precision = hc.Precision("fp16", training.device.type, init_scale=2.0**10)
     assert precision.scaler is not None
     scales, states = [precision.scaler.get_scale()], [copied(model)]
     for step in range(3):
-        inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, step, hc.rank()))
+        inputs, targets = training.batch(step)
         optimizer.zero_grad()
         with precision.autocast():
-            loss = sizes.loss(model(inputs), targets)
+            loss = training.sizes.loss(model(inputs), targets)
         # On one rank alone: all must skip the step, and halve the scale.
         precision.backward(loss * float("inf") if step == 1 and hc.rank() == 0 else loss, optimizer)
         precision.step(optimizer)
@@ -277,22 +257,17 @@ def sanitized(job: CheckJob) -> Outcome:
 
 def ddp(job: CheckJob) -> Outcome:
     """Time and weights of ``DistributedOptimizer`` and PyTorch's DDP, in alternating rounds."""
-    device = begin(job)
-    sizes = gpt2_small(job)
-    join_torch(job.folder, hc.rank(), hc.size(), device=device)
-    ours = make_model(sizes).to(device)
-    optimizer = hc.DistributedOptimizer(make_optimizer(ours), named_parameters=ours.named_parameters())
-    theirs: Any = nn.parallel.DistributedDataParallel(make_model(sizes).to(device))
-    engines: Mapping[str, tuple[nn.Module, torch.optim.Optimizer]] = {
-        "hvd_ckpt": (ours, optimizer),
-        "DDP": (theirs, make_optimizer(theirs)),
-    }
+    training = Training(job, gpt2_small(job))
+    join_torch(job.folder, training.device)
+    ours = training.model()
+    theirs: Any = nn.parallel.DistributedDataParallel(training.model())
+    engines = {"hvd_ckpt": (ours, distributed(ours)), "DDP": (theirs, make_optimizer(theirs))}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for step in range(ROUNDS):
-        for name, (model, its_optimizer) in engines.items():
-            begun = now(device)
-            take_steps(model, its_optimizer, sizes, device, [step])
-            seconds[name].append(now(device) - begun)
+        for name, (model, optimizer) in engines.items():
+            begun = now(training.device)
+            training.take_steps(model, optimizer, [step])
+            seconds[name].append(now(training.device) - begun)
     torch.distributed.destroy_process_group()
     # The first steps learn the order of gradients and fill caches.
     median = {name: 1000 * statistics.median(times[2:]) for name, times in seconds.items()}

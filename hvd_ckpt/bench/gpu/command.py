@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -19,10 +18,10 @@ from hvd_ckpt.app.install.recipe import HOROVOD_VERSION
 from hvd_ckpt.bench.gpu import machine
 from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
 from hvd_ckpt.bench.gpu.machine import Builds
-from hvd_ckpt.bench.harness.jobs import JobError, rank_environment, run_job
+from hvd_ckpt.bench.harness.cases import Column, attributes, results_of, table_of
+from hvd_ckpt.bench.harness.jobs import JobError, rank_environment, run_command, run_job
 from hvd_ckpt.bench.harness.options import BenchRun
-from hvd_ckpt.bench.harness.report import Report, Table
-from hvd_ckpt.processes.commands import Process, error_line
+from hvd_ckpt.bench.harness.report import Report
 
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 STYLES = {PASSED: "green", FAILED: "red", SKIPPED: "dim"}
@@ -68,11 +67,15 @@ class Session:
     @property
     def gpus(self) -> int:
         """Number of GPUs that PyTorch sees."""
-        return int(self.builds.torch.get("gpus", 0)) if self.device == "cuda" else 0
+        return len(self.builds.torch.get("devices", ())) if self.device == "cuda" else 0
 
     def ranks(self) -> int:
         """The number of ranks of a check of several: one for each GPU, else 2."""
         return max(2, self.gpus)
+
+    def log(self, name: str) -> Path:
+        """The file for the output of a command."""
+        return self.run.jobs / name / "log.txt"
 
     def note_build(self) -> None:
         """Adds Horovod's build to the facts."""
@@ -106,16 +109,16 @@ def look_at_machine(session: Session, seconds: float) -> Outcome:
     """The facts of the machine and of PyTorch."""
     session.builds = machine.builds(session.run.jobs / "staged")
     torch = session.builds.torch
-    session.facts |= machine.system_facts(session.device, torch.get("cuda"))
+    session.facts |= machine.system_facts(session.device, torch.get("cuda_built"))
     if "error" in torch:
         raise JobError(f"PyTorch: {torch['error']}")
     session.facts["PyTorch"] = (
-        f"{torch['version']}, CUDA {torch['cuda']}, NCCL {torch['nccl']}, {torch['gpus']} GPUs"
+        f"{torch['version']}, CUDA {torch['cuda_built']}, NCCL {torch['nccl']}, {len(torch['devices'])} GPUs"
     )
-    if session.device == "cuda" and not torch["gpus"]:
+    if session.device == "cuda" and not torch["devices"]:
         why = (
             "is built for the CPU"
-            if torch["cuda"] is None
+            if torch["cuda_built"] is None
             else "finds no GPU, as with a driver that is too old for it"
         )
         raise JobError(
@@ -132,7 +135,7 @@ def build(session: Session, seconds: float) -> Outcome:
     if session.offline is not None:
         command += ["--sdist", str(session.offline / f"horovod-{HOROVOD_VERSION}.tar.gz")]
     if session.device == "cuda":
-        run_command(session, "build", command, seconds)
+        run_command(command, session.log("build"), rank_environment(), seconds)
         session.builds = machine.builds(session.run.jobs / "staged")
     horovod = session.builds.horovod
     if "error" in horovod:
@@ -149,23 +152,8 @@ def compare(session: Session, seconds: float) -> Outcome:
     folder = session.run.folder / "compare"
     words = ["compare", *COMPARE.split(), "--np", str(ranks), "--device", session.device]
     command = [sys.executable, "-m", "hvd_ckpt.app.cli.main", *words, "--output", str(folder)]
-    run_command(session, "compare", command, seconds)
+    run_command(command, session.log("compare"), rank_environment(), seconds)
     return Outcome(f"this library is right in every cell: {folder / 'report.md'}")
-
-
-def run_command(session: Session, name: str, command: Sequence[str], seconds: float) -> None:
-    """Runs a command with its output in a log.
-
-    Raises:
-        JobError: it failed or took longer.
-    """
-    log = session.run.jobs / name / "log.txt"
-    with Process(command, log, rank_environment()) as process:
-        status = process.wait(seconds)
-    if status is None:
-        raise JobError(f"no end after {seconds:.0f} s (log: {log})")
-    if status:
-        raise JobError(f"{error_line(log)} (status {status}, log: {log})")
 
 
 CHECKS = (
@@ -277,13 +265,10 @@ def _row(check: Check, session: Session, end: float, rows: Sequence[Row]) -> Row
         return row
     try:
         outcome = _outcome(check, session, ranks, seconds)
-        other = next((before for before in rows if before.name == check.bits_of), None)
-        if (
-            other is not None
-            and other.verdict == PASSED
-            and other.values["digest"] != outcome.values.get("digest")
-        ):
-            raise JobError(f"the bits differ from those of '{other.name}'")
+        digests = {before.name: before.values.get("digest") for before in rows if before.verdict == PASSED}
+        differs = digests.get(check.bits_of, outcome.values.get("digest")) != outcome.values.get("digest")
+        if differs and not outcome.skipped:
+            raise JobError(f"the bits differ from those of '{check.bits_of}'")
         row.verdict = SKIPPED if outcome.skipped else PASSED
         row.text, row.values = outcome.text, outcome.values
     except (JobError, OSError) as error:
@@ -308,22 +293,28 @@ def _outcome(check: Check, session: Session, ranks: int, seconds: float) -> Outc
     return run_job(job, Outcome, controller, seconds, threads=threads, environment=environment)[0]
 
 
+COLUMNS = (
+    Column("check", lambda row: row.name, key="name", left=True),
+    Column("ranks", lambda row: row.ranks, lambda ranks: str(ranks or "-"), key="ranks"),
+    Column("verdict", lambda row: row.verdict, key="verdict", left=True),
+    Column("s", lambda row: row.seconds, ".0f", key="seconds"),
+    Column("found", lambda row: row.text, key="text", left=True),
+    *attributes("values"),
+)
+
+
 def _report(session: Session, rows: Sequence[Row]) -> Report:
     counts = Counter(row.verdict for row in rows)
-    table = Table(
-        ("check", "ranks", "verdict", "s", "found"),
-        [(row.name, str(row.ranks or "-"), row.verdict, f"{row.seconds:.0f}", row.text) for row in rows],
-        left=("check", "verdict", "found"),
-        style=lambda entry: STYLES.get(entry, ""),
-        mark=lambda entry: entry.replace("|", r"\|"),
-        printed=False,  # each row has been
-    )
+    table = table_of(COLUMNS, rows)
+    table.style = lambda entry: STYLES.get(entry, "")
+    table.mark = lambda entry: entry.replace("|", r"\|")
+    table.printed = False  # each row has been
     facts = {name: found.replace("\n", " / ") for name, found in session.facts.items()}
     return Report(
         f"Checks on {'a GPU' if session.device == 'cuda' else 'the CPU: a dry run'}",
         facts,
         [table],
-        results=[dataclasses.asdict(row) for row in rows],
+        results=results_of(COLUMNS, rows),
         settings={"device": session.device, "topology": session.facts.get("topology", "")},
         conclusion=", ".join(f"{counts[verdict]} {verdict}" for verdict in (PASSED, FAILED, SKIPPED)),
         success=not counts[FAILED],

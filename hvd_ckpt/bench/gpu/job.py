@@ -1,8 +1,9 @@
-"""The job of one check and its outcome on a rank."""
+"""The job of one check, its outcome on a rank, and what each rank calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from hvd_ckpt.bench.harness.jobs import RankJob
@@ -18,7 +19,7 @@ class CheckJob(RankJob):
         tiny: small sizes, for a dry run.
     """
 
-    worker = "hvd_ckpt.bench.gpu.worker"
+    worker = "hvd_ckpt.bench.gpu.job:run_check"
 
     check: str
     device: str
@@ -38,3 +39,10 @@ class Outcome:
     text: str
     values: dict[str, Any] = field(default_factory=dict)
     skipped: bool = False
+
+
+def run_check(job: CheckJob) -> Outcome:
+    """Calls the function of the check."""
+    module, name = job.check.split(".")
+    outcome: Outcome = getattr(import_module(f"hvd_ckpt.bench.gpu.{module}"), name)(job)
+    return outcome

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_ckpt.app.cli.doctor import horovod_facts, torch_facts
 from hvd_ckpt.app.install.cuda import find_nccl, find_toolkit, run_briefly
 from hvd_ckpt.app.install.prerequisites import BuildError
 from hvd_ckpt.processes.probe import launcher_environment
@@ -97,8 +98,7 @@ class Builds:
     """PyTorch and Horovod as they load, and what else was built of Horovod.
 
     Attributes:
-        torch: version, CUDA version, NCCL version, number of GPUs, or ``error``.
-        horovod: of :func:`hvd_ckpt.processes.runtime.horovod_build`, or ``error``.
+        torch, horovod: of :func:`hvd_ckpt.app.cli.doctor.torch_facts` and ``horovod_facts``, or ``error``.
         staged: variables of the environment in which Horovod copies the tensors of GPUs to the host; None without such a build.
     """
 
@@ -120,7 +120,7 @@ def builds(folder: Path) -> Builds:
     # This environment's Horovod copies to the host already.
     if horovod.get("cuda") and not horovod.get("nccl"):
         return Builds(torch, horovod, {})
-    return Builds(torch, horovod, _staged_environment(folder) if torch.get("gpus") else None)
+    return Builds(torch, horovod, _staged_environment(folder) if torch.get("devices") else None)
 
 
 def _staged_environment(folder: Path) -> dict[str, str] | None:
@@ -148,29 +148,5 @@ def _compiler() -> str:
     return (answer([compiler, "--version"]) or compiler).split("\n")[0] if compiler else "no C++ compiler"
 
 
-def _loaded() -> dict[str, dict[str, Any]]:
-    facts: dict[str, dict[str, Any]] = {}
-    try:
-        import torch
-
-        cuda = torch.version.cuda
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
-        facts["torch"] = {
-            "version": torch.__version__,
-            "cuda": cuda,
-            "nccl": nccl,
-            "gpus": torch.cuda.device_count(),
-        }
-    except Exception as error:
-        facts["torch"] = {"error": str(error).split("\n")[0]}
-    try:
-        from hvd_ckpt.processes import runtime
-
-        facts["horovod"] = runtime.horovod_build()
-    except Exception as error:
-        facts["horovod"] = {"error": str(error).split("\n")[0]}
-    return facts
-
-
 if __name__ == "__main__":
-    print(json.dumps(_loaded()))
+    print(json.dumps({"torch": torch_facts(), "horovod": horovod_facts()}))

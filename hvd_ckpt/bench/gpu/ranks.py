@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,20 +14,14 @@ import hvd_ckpt as hc
 from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
 from hvd_ckpt.bench.gpu.training import (
     STEPS,
-    TOLERANCE,
-    batch_of,
+    Training,
     begin,
     digest,
-    error_of,
+    distributed,
     expect,
     expect_close,
     gpt2_small,
-    make_model,
     make_optimizer,
-    reference,
-    sizes_of,
-    start,
-    take_steps,
 )
 from hvd_ckpt.utils.measure import now
 
@@ -39,28 +32,24 @@ ROUNDS = 10
 
 def replicas(job: CheckJob) -> Outcome:
     """Logical replicas against a CPU reference; any number of ranks ends in the same bits."""
-    device = begin(job)
-    sizes = sizes_of(job)
+    training = Training(job)
     if REPLICAS % hc.size():
         return Outcome(
             f"{REPLICAS} replicas need a number of ranks that is a power of two up to {REPLICAS}",
             skipped=True,
         )
-    model = make_model(sizes).to(device)
-    optimizer: Any = hc.DistributedOptimizer(
-        make_optimizer(model), named_parameters=model.named_parameters(), model=model, replicas=REPLICAS
-    )
+    model = training.model()
+    optimizer = distributed(model, model=model, replicas=REPLICAS)
     for step in range(STEPS):
         optimizer.zero_grad()
         for replica in optimizer.local_replicas():
             with replica:
                 # By the number of the replica, not of the rank: so all replicas have the same batches on any
                 # number of ranks.
-                inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, step, replica.index))
-                sizes.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                training.backward(model, step, replica.index)
         optimizer.step()
     state = optimizer.full_model_state_dict(model, all_ranks=True)
-    error = expect_close(state, sizes, REPLICAS, f"{REPLICAS} replicas")
+    error = training.expect_close(state, REPLICAS, f"{REPLICAS} replicas: the weights")
     return Outcome(f"error {error:.0e} of the CPU reference", {"error": error, "digest": digest(state)})
 
 
@@ -94,38 +83,26 @@ def batchnorm(job: CheckJob) -> Outcome:
         torch.zeros((), dtype=torch.float64),
     )
     hc.SyncBatchNorm.convert(model).to(device)
-    optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
-    )
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run(model, optimizer, slice(4 * hc.rank(), 4 * hc.rank() + 4), torch.zeros((), device=device))
-    error = error_of(model.state_dict(), expected.state_dict(), before)
-    expect(
-        error <= TOLERANCE,
-        f"weights and statistics differ from the whole batch's by {error:.1e} of their way",
-    )
+    error = expect_close(model.state_dict(), expected.state_dict(), before, "weights and statistics")
     return Outcome(f"error {error:.0e} of the whole batch on the CPU", {"error": error})
 
 
 def pipeline(job: CheckJob) -> Outcome:
     """A pipeline with one stage on each rank against a CPU reference, in each schedule."""
-    device = begin(job, stages=job.size)
-    sizes = sizes_of(job)
-    expected, before = reference(sizes, 1), start(sizes).state_dict()
+    training = Training(job, stages=job.size)
     errors = []
     for schedule in ("gpipe", "1f1b"):
-        model = hc.Pipeline(start(sizes).to(device), chunks=CHUNKS, schedule=schedule, checkpoint="always")
-        optimizer = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
+        whole = training.start().to(training.device)
+        model = hc.Pipeline(whole, chunks=CHUNKS, schedule=schedule, checkpoint="always")
+        optimizer = distributed(model)
         for step in range(STEPS):
-            inputs, targets = (tensor.to(device) for tensor in batch_of(sizes, step, 0))
             optimizer.zero_grad()
-            model.accumulate((inputs, targets), sizes.loss)
+            model.accumulate(training.batch(step, 0), training.sizes.loss)
             optimizer.step()
         own = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
-        errors.append(error_of(own, expected, before))
-        expect(
-            errors[-1] <= TOLERANCE,
-            f"{schedule}: weights differ from the CPU reference's by {errors[-1]:.1e} of their way",
-        )
+        errors.append(training.expect_close(own, 1, f"{schedule}: weights"))
     return Outcome(
         f"{job.size} stages; error up to {max(errors):.0e} of the CPU reference", {"errors": errors}
     )
@@ -133,8 +110,8 @@ def pipeline(job: CheckJob) -> Outcome:
 
 def overlap(job: CheckJob) -> Outcome:
     """The part of the communication that runs beside the backward pass."""
-    device = begin(job)
-    sizes = gpt2_small(job)
+    training = Training(job, gpt2_small(job))
+    device = training.device
 
     def median(step: Callable[[int], object]) -> float:
         times = []
@@ -147,14 +124,14 @@ def overlap(job: CheckJob) -> Outcome:
         slowest = torch.tensor(1000 * statistics.median(times[2:]))
         return float(hc.allreduce(slowest, op=hc.Max, name="overlap.milliseconds"))
 
-    alone = make_model(sizes).to(device)
+    alone = training.model()
     plain = make_optimizer(alone)
     gradients = torch.zeros(sum(parameter.numel() for parameter in alone.parameters()), device=device)
-    computation = median(lambda step: take_steps(alone, plain, sizes, device, [step]))
+    computation = median(lambda step: training.take_steps(alone, plain, [step]))
     communication = median(lambda step: hc.allreduce_(gradients, name="overlap"))
-    model = make_model(sizes).to(device)  # since the ranks' weights differ by now
-    reduced = hc.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
-    together = median(lambda step: take_steps(model, reduced, sizes, device, [step]))
+    model = training.model()  # since the ranks' weights differ by now
+    reduced = distributed(model)
+    together = median(lambda step: training.take_steps(model, reduced, [step]))
     # What both take together is shorter than their sum by the time in which both ran:
     #     computation    [=================]
     #     communication           [===============]

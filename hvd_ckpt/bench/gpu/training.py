@@ -49,11 +49,6 @@ def begin(job: CheckJob, **options: Any) -> torch.device:
     return device
 
 
-def sizes_of(job: CheckJob) -> Gpt:
-    """The model of most checks."""
-    return TINY if job.tiny else MEDIUM
-
-
 def gpt2_small(job: CheckJob) -> Gpt:
     """GPT-2 small, or a tiny model in its place."""
     chosen = workload("gpt", "quick" if job.tiny else "cuda")
@@ -61,10 +56,62 @@ def gpt2_small(job: CheckJob) -> Gpt:
     return chosen if job.tiny else dataclasses.replace(chosen, length=1024)
 
 
-def make_model(sizes: Gpt, seed: int = 1) -> nn.Sequential:
-    """A model whose blocks are recomputed, on the CPU."""
-    torch.manual_seed(seed)
-    return hc.CheckpointSequential(sizes.model(), segments=SEGMENTS)
+class Training:
+    """The training of a GPT on the device of this rank, which has joined the others.
+
+    Args:
+        job: of the check.
+        sizes: of the model, by default those of most checks.
+        **options: of ``hvd_ckpt.init``.
+    """
+
+    def __init__(self, job: CheckJob, sizes: Gpt | None = None, **options: Any) -> None:
+        self.device = begin(job, **options)
+        self.sizes = sizes or (TINY if job.tiny else MEDIUM)
+
+    def model(self, seed: int = 1) -> nn.Sequential:
+        """A model whose blocks are recomputed."""
+        torch.manual_seed(seed)
+        return hc.CheckpointSequential(self.sizes.model(), segments=SEGMENTS).to(self.device)
+
+    def start(self) -> nn.Sequential:
+        """The model before training, on the CPU and without recomputation."""
+        torch.manual_seed(1)
+        return self.sizes.model()
+
+    def batch(self, step: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a rank in one step, by default of this one."""
+        inputs, targets = batch_of(self.sizes, step, hc.rank() if rank is None else rank)
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def backward(self, model: nn.Module, step: int, rank: int | None = None) -> None:
+        """The forward and backward pass of a batch."""
+        inputs, targets = self.batch(step, rank)
+        self.sizes.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    def take_steps(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+        """Trains on this rank's batches of these steps."""
+        for step in steps:
+            optimizer.zero_grad()
+            self.backward(model, step)
+            optimizer.step()
+
+    def train(self, **options: Any) -> State:
+        """The weights, on the CPU, after training over all ranks.
+
+        Args:
+            **options: further arguments of ``hvd_ckpt.DistributedOptimizer``.
+        """
+        model = self.model()
+        optimizer = distributed(model, **options)
+        self.take_steps(model, optimizer, range(STEPS))
+        state: State = optimizer.full_model_state_dict(model, all_ranks=True)
+        now(self.device)
+        return state
+
+    def expect_close(self, found: Mapping[str, Tensor], ranks: int, what: str) -> float:
+        """Fails unless a state equals to rounding what training over so many ranks should reach; returns the error."""
+        return expect_close(found, reference(self.sizes, ranks), self.start().state_dict(), what)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -72,49 +119,25 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
 
+def distributed(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, /, **options: Any) -> Any:
+    """An optimizer over all ranks, by default of :func:`make_optimizer`."""
+    return hc.DistributedOptimizer(
+        optimizer or make_optimizer(model), named_parameters=model.named_parameters(), **options
+    )
+
+
 def batch_of(sizes: Gpt, step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one rank in one step, on the CPU."""
     return sizes.sample(torch.Generator().manual_seed(1000 * step + rank))
 
 
-def take_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sizes: Gpt, device: torch.device, steps: Iterable[int]
-) -> None:
-    """Trains on this rank's batches of these steps."""
-    for step in steps:
-        inputs, targets = (
-            tensor.to(device, non_blocking=True) for tensor in batch_of(sizes, step, hc.rank())
-        )
-        optimizer.zero_grad()
-        sizes.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-
-def train(
-    sizes: Gpt, device: torch.device, steps: int = STEPS, options: Mapping[str, Any] | None = None
-) -> State:
-    """The weights, on the CPU, after training over all ranks.
-
-    Args:
-        options: further arguments of ``hvd_ckpt.DistributedOptimizer``.
-    """
-    model = make_model(sizes).to(device)
-    optimizer: Any = hc.DistributedOptimizer(
-        make_optimizer(model), named_parameters=model.named_parameters(), **(options or {})
-    )
-    take_steps(model, optimizer, sizes, device, range(steps))
-    state: State = optimizer.full_model_state_dict(model, all_ranks=True)
-    # The caller may go on in another stream than this ran in, and reads the weights there.
-    now(device)
-    return state
-
-
 @functools.cache
-def reference(sizes: Gpt, ranks: int, steps: int = STEPS) -> State:
-    """The weights that :func:`train` should reach over so many ranks: one process on the CPU, in float64, without this library."""
-    model = start(sizes).double()
+def reference(sizes: Gpt, ranks: int) -> State:
+    """The weights that training over so many ranks should reach: one process on the CPU, in float64, without this library."""
+    torch.manual_seed(1)
+    model = sizes.model().double()
     optimizer = make_optimizer(model)
-    for step in range(steps):
+    for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(ranks):
             inputs, targets = batch_of(sizes, step, rank)
@@ -123,32 +146,18 @@ def reference(sizes: Gpt, ranks: int, steps: int = STEPS) -> State:
     return model.state_dict()
 
 
-def start(sizes: Gpt) -> nn.Sequential:
-    """The model before training, without recomputation."""
-    torch.manual_seed(1)
-    return sizes.model()
-
-
-def error_of(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor]
+def expect_close(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor], what: str
 ) -> float:
-    """The distance of two states as a part of the distance that ``expected`` has moved."""
+    """Fails if two states differ by more than rounding; returns their distance as a part of that which ``expected`` has moved."""
     names = [name for name, tensor in found.items() if tensor.is_floating_point()]
 
     def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
         squares = [(one[name].cpu().double() - other[name].cpu().double()).square().sum() for name in names]
         return float(torch.stack(squares).sum().sqrt())
 
-    return distance(found, expected) / distance(expected, before)
-
-
-def expect_close(found: State, sizes: Gpt, ranks: int, what: str) -> float:
-    """Fails unless a state equals that of the reference to rounding; returns the error."""
-    error = error_of(found, reference(sizes, ranks), start(sizes).state_dict())
-    expect(
-        error <= TOLERANCE,
-        f"{what}: the weights differ from those of the CPU reference by {error:.1e} of their way",
-    )
+    error = distance(found, expected) / distance(expected, before)
+    expect(error <= TOLERANCE, f"{what} differ from those of the CPU reference by {error:.1e} of their way")
     return error
 
 
@@ -163,3 +172,8 @@ def digest(state: Mapping[str, Tensor]) -> str:
 def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Whether two states have the same bits."""
     return digest(one) == digest(other)
+
+
+def copied(model: nn.Module) -> State:
+    """Copies of the weights on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}

@@ -2,11 +2,12 @@
 
     settings    a frozen dataclass of settings, from which the options of a command follow
     options     ``bench_command`` and ``BenchRun``: output folder, progress, jobs and their failures, report, exit status
-    jobs        ``RankJob`` (a dataclass that the ranks are given), ``run_job`` (launcher side), ``run_rank`` (rank side)
+    jobs        ``RankJob`` (a dataclass that the ranks are given) and ``run_job``; ``rank`` is the program of each rank
     cases       ``Case`` (what was measured under one condition) and ``Column`` (a value of each case, in tables and results)
     report      ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures
     stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
-    engine      ``Engine``, the interface of all engines; ``engines`` and ``peers`` are those on data parallelism and the others
+    engine      ``Engine``, the interface of all engines: those on data parallelism (``engines``), in pipeline stages (``stages``),
+                and those that split states or average weights (``peers``)
     workloads   GPT, BERT, DenseNet, LSTM, transformer: model, batch and loss
 
 A benchmark, whole::
@@ -19,22 +20,24 @@ A benchmark, whole::
 
     @dataclass(frozen=True)
     class Job(RankJob):
-        worker = "hvd_ckpt.bench.thing"               # the module that the ranks run
+        worker = "hvd_ckpt.bench.thing:measure"       # what each rank calls
         settings: Settings
 
-    COLUMNS = [*conditions("np"), Column("step ms", lambda case: case.step, milliseconds(".1f"), key="step_seconds")]
+    def measure(job: Job) -> dict[str, Any]: ...      # {"seconds": of each step, "bytes": sent}
 
-    @bench_command("thing", settings=Settings)
+    COLUMNS = [
+        *conditions("np"),
+        Column("step ms", lambda case: case.step, milliseconds(".1f"), key="step_seconds"),
+        figure("bytes", max, "sent MiB", in_mib()),
+    ]
+
+    @bench_command(Settings)
     def thing(run: BenchRun, settings: Settings) -> None:
         cases = [Case("thing", {"np": size}) for size in settings.sizes]
         run.make_report = lambda: run.report("A thing, timed", [table_of(COLUMNS, cases)], results_of(COLUMNS, cases))
         with run.progress(len(cases)) as progress:
             for case in cases:
                 size = case.at["np"]
-                ranks = progress.job(f"{size} ranks", Job(run.jobs / f"np{size}", size, settings), list[float])
-                case.seconds = slowest(ranks)
+                case.add(progress.job(f"{size} ranks", Job(run.jobs / f"np{size}", size, settings), dict[str, Any]))
         run.finish()
-
-    if __name__ == "__main__":                        # on each rank; the launcher hears of an error
-        run_rank(Job, measure)                        # measure(job) -> list[float]
 """

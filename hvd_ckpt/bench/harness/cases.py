@@ -5,12 +5,13 @@ A :class:`Column` is declared once. With a title it is in the printed table and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_ckpt.bench.harness.report import MIB, Table
-from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios
+from hvd_ckpt.bench.harness.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Case:
         engine: a name.
         at: the condition: names and values that it shares with the engines that it is compared with, such as workload and np.
         seconds: of a step, in each round.
-        figures: everything else that was measured, by name.
+        figures: everything else that was measured, by name; what :meth:`add` has added, of each rank.
         failure: why something is missing, in one line.
     """
 
@@ -30,6 +31,17 @@ class Case:
     seconds: list[float] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
+
+    def add(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Adds what each rank of a job has measured: ``seconds`` of its steps, of which the median counts, and figures by name."""
+        if ranks:
+            self.seconds.append(statistics.median(slowest(rank["seconds"] for rank in ranks)))
+            for name in ranks[0]:
+                self.figures[name] = [rank[name] for rank in ranks]
+
+    def figure(self, name: str, over: Callable[[Any], Any] = lambda value: value) -> Any:
+        """A figure, or what ``over`` makes of it, such as the largest over the ranks; None where it is missing."""
+        return over(self.figures[name]) if name in self.figures else None
 
     @property
     def step(self) -> Quartiles | None:
@@ -97,6 +109,13 @@ def attributes(*names: str) -> list[Column]:
         return Column("", lambda case: getattr(case, name), key=name)
 
     return [attribute(name) for name in names]
+
+
+def figure(
+    name: str, over: Callable[[Any], Any] = lambda value: value, title: str = "", form: Form = ""
+) -> Column:
+    """The column of :meth:`Case.figure`."""
+    return Column(title, lambda case: case.figure(name, over), form, key=name)
 
 
 def table_of(columns: Sequence[Column], cases: Iterable[Any], title: str = "", folded: int = 0) -> Table:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from hvd_ckpt.bench.harness.jobs import join_torch
-from hvd_ckpt.processes.launchers import whole_in
+from hvd_ckpt.bench.harness.jobs import join_torch, launched_rank_and_size
 
 if TYPE_CHECKING:
     from hvd_ckpt.bench.harness.workloads import Workload
@@ -171,7 +170,7 @@ class OnTorch(Engine):
     def start(self, folder: Path) -> None:
         super().start(folder)
         if not torch.distributed.is_initialized():
-            join_torch(folder, *launched_rank_and_size(), device=self.device)
+            join_torch(folder, self.device)
 
     def stop(self) -> None:
         torch.distributed.destroy_process_group()
@@ -201,16 +200,3 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
-
-
-def launched_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the launcher says: Horovod's over Gloo, or Open MPI.
-
-    Raises:
-        RuntimeError: no launcher that sets them started this process.
-    """
-    for names in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
-        rank, size = map(whole_in, names)
-        if rank is not None and size is not None:
-            return rank, size
-    raise RuntimeError("this process has no rank: start it with horovodrun or mpirun")

@@ -25,6 +25,7 @@ from hvd_ckpt.bench.harness.engine import (
     held_by,
     run_backward,
 )
+from hvd_ckpt.bench.harness.jobs import RankJob
 from hvd_ckpt.utils.named import import_named
 
 if TYPE_CHECKING:
@@ -176,9 +177,13 @@ class Local(HvdCkpt):
 
 
 class Sharded(HvdCkpt):
-    """This library with the model's states split over the ranks, and the backward passes of a step reduced together."""
+    """This library with the model's states split over the ranks, and the backward passes of a step reduced together.
 
-    stage: ClassVar[int]
+    Args:
+        shard: the stage, from 1 to 3.
+    """
+
+    title = "hvd_ckpt, sharded"
     defaults: ClassVar[dict[str, Any]] = {"master_weights": False}
     reduces_by = ""  # a shard is not the gradient of a parameter
 
@@ -187,7 +192,6 @@ class Sharded(HvdCkpt):
             optimizer,
             named_parameters=model.named_parameters(),
             backward_passes_per_step=passes,
-            shard=self.stage,
             model=model,
             **self.options,
         )
@@ -197,7 +201,9 @@ class Sharded(HvdCkpt):
         pieces = [piece.parameter for piece in optimizer.pieces]
         held = held_by([*model.parameters(), *pieces], optimizer)
         # From stage 2 on the gradients of parameters have left: only those of the pieces are held.
-        return held if self.stage > 1 else held._replace(gradients=gradients_of(model.parameters()))
+        return (
+            held if self.options["shard"] > 1 else held._replace(gradients=gradients_of(model.parameters()))
+        )
 
     def sent(self, optimizer: Any) -> int:
         return sum(optimizer.traffic.sent.values())
@@ -205,7 +211,7 @@ class Sharded(HvdCkpt):
     def refuses(self, workload: Workload) -> str | None:
         if workload.uneven:
             return "sharded ranks need each other in every step"
-        if self.stage == 3 and not workload.alike:
+        if self.options["shard"] == 3 and not workload.alike:
             return "where parameters are sharded, ranks gather each one together, so all must use the same layers"
         return None
 
@@ -213,21 +219,6 @@ class Sharded(HvdCkpt):
         with optimizer.gathered_parameters():
             # Copies: the parameters have only this rank's part again when the context ends.
             return {name: value.clone() for name, value in super().weights(model, optimizer).items()}
-
-
-class ShardedOptimizerState(Sharded):
-    title = "hvd_ckpt, stage 1"
-    stage = 1
-
-
-class ShardedGradients(Sharded):
-    title = "hvd_ckpt, stage 2"
-    stage = 2
-
-
-class ShardedParameters(Sharded):
-    title = "hvd_ckpt, stage 3"
-    stage = 3
 
 
 class Horovod(HorovodFamily):
@@ -261,13 +252,6 @@ class Horovod(HorovodFamily):
             scaler.step(optimizer)
 
 
-class HorovodGrouped(Horovod):
-    """Horovod with its gradients in two groups, each of which travels as one."""
-
-    title = "Horovod, groups=2"
-    defaults: ClassVar[dict[str, Any]] = {"groups": 2}
-
-
 class DDP(OnTorch):
     """PyTorch's DistributedDataParallel, each rank with its own batch-norm statistics as in Horovod."""
 
@@ -293,20 +277,6 @@ class DDP(OnTorch):
             yield
 
 
-class DDPFindUnused(DDP):
-    """The same, looking for parameters that the loss does not depend on."""
-
-    title = "DDP find_unused"
-    defaults: ClassVar[dict[str, Any]] = {**DDP.defaults, "find_unused_parameters": True}
-
-
-class DDPStatic(DDP):
-    """The same, with the promise that the graph never changes."""
-
-    title = "DDP static_graph"
-    defaults: ClassVar[dict[str, Any]] = {**DDP.defaults, "static_graph": True}
-
-
 class ApexDDP(DDP):
     """NVIDIA Apex's DistributedDataParallel (up to Apex 25.05; CUDA only), over NCCL."""
 
@@ -329,21 +299,36 @@ class ApexDDP(DDP):
         yield  # it has nothing for it
 
 
+def variant(engine: type[Engine], title: str, **options: Any) -> type[Engine]:
+    """The same engine with other defaults of its options."""
+    return type(engine.__name__, (engine,), {"title": title, "defaults": {**engine.defaults, **options}})
+
+
 ENGINES: dict[str, type[Engine]] = {
     "hvd_ckpt": HvdCkpt,
     "unchecked": Unchecked,
     "horovod": Horovod,
-    "horovod-groups": HorovodGrouped,
+    "horovod-groups": variant(Horovod, "Horovod, groups=2", groups=2),  # each travels as one
     "ddp": DDP,
-    "ddp-find-unused": DDPFindUnused,
-    "ddp-static": DDPStatic,
+    "ddp-find-unused": variant(DDP, "DDP find_unused", find_unused_parameters=True),
+    "ddp-static": variant(DDP, "DDP static_graph", static_graph=True),
     "apex": ApexDDP,
-    "shard-1": ShardedOptimizerState,
-    "shard-2": ShardedGradients,
-    "shard-3": ShardedParameters,
+    "shard-1": variant(Sharded, "hvd_ckpt, stage 1", shard=1),
+    "shard-2": variant(Sharded, "hvd_ckpt, stage 2", shard=2),
+    "shard-3": variant(Sharded, "hvd_ckpt, stage 3", shard=3),
     "replicas": LogicalReplicas,
     "local": Local,
 }
+
+
+def start_engine(name: str, job: RankJob, device: torch.device) -> Engine:
+    """The engine of that name, which has joined the other ranks of the job."""
+    engine = find_engine(name)()
+    engine.device = device
+    engine.start(job.folder)
+    if engine.size * engine.stages != job.size:
+        raise RuntimeError(f"the job has {engine.size * engine.stages} ranks instead of {job.size}")
+    return engine
 
 
 def find_engine(name: str) -> type[Engine]:

@@ -5,21 +5,17 @@ A job has one folder: ``job.json``, ``log.txt`` with the output of all ranks, ``
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter
 from pydantic_core import to_json
-from typing_extensions import Self
 
 from hvd_ckpt.processes.commands import Process, error_line
-from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.processes.launchers import launched_rank, whole_in
 from hvd_ckpt.processes.probe import launcher_environment
 from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.plain_data import write_text
@@ -28,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 LONGEST_REASON = 300
+RANK = "hvd_ckpt.bench.harness.rank"  # the program of each rank
 
 R = TypeVar("R")
 
@@ -41,12 +38,14 @@ class RankJob:
     """Ranks that are started together. Subclasses are frozen dataclasses whose fields JSON can hold.
 
     Attributes:
-        worker: the module that each rank runs, as ``python -m worker job.json``.
+        worker: the function that each rank calls, as ``module:function``; it takes the job and returns the result of the rank.
+        ends_at_once: a rank whose result is written ends without the orderly end of what it has loaded.
         folder: of this job alone.
         size: number of ranks.
     """
 
     worker: ClassVar[str]
+    ends_at_once: ClassVar[bool] = False
 
     folder: Path
     size: int
@@ -73,11 +72,6 @@ class RankJob:
         """Makes the folder and writes :attr:`file`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         save_json(self, self.file)
-
-    @classmethod
-    def load(cls, file: Path) -> Self:
-        """The job that :meth:`save` wrote."""
-        return load_json(cls, file)
 
 
 def save_json(value: Any, file: Path) -> None:
@@ -117,7 +111,7 @@ def run_job(
 
     Args:
         job: the job; its folder is made.
-        result: the type of what :func:`run_rank` wrote: a dataclass, or a list or dict of such.
+        result: the type of what the worker returns: a dataclass, or a list or dict of such.
         controller: ``gloo`` or ``mpi``.
         timeout: seconds after which the job is ended.
         threads: CPU threads of each rank; None leaves that to the ranks.
@@ -129,33 +123,38 @@ def run_job(
     """
     job.save()
     variables = {**rank_environment(threads), **(environment or {})}
-    command = [*within, *launch_command(job.size, controller, job.worker, job.file)]
-    with Process(command, job.log_file, variables) as process:
+    command = [*within, *launch_command(job.size, controller, RANK, job.worker, job.file)]
+    results = [job.result_file(rank) for rank in range(job.size)]
+    errors = [job.error_file(rank) for rank in range(job.size)]
+    run_command(command, job.log_file, variables, timeout, results, errors)
+    return [load_json(result, file) for file in results]
+
+
+def run_command(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    timeout: float,
+    results: Sequence[Path] = (),
+    errors: Sequence[Path] = (),
+) -> None:
+    """Runs a command with its output in a log.
+
+    Args:
+        results: files that it has to leave.
+        errors: files where it may say what went wrong; the oldest counts. By default its log does.
+
+    Raises:
+        JobError: it failed, or took longer than ``timeout`` seconds.
+    """
+    with Process(command, log, environment) as process:
         status = process.wait(timeout)
     if status is None:
-        raise JobError(f"no end after {timeout:.0f} s (log: {job.log_file})")
-    if status != 0 or not all(job.result_file(rank).exists() for rank in range(job.size)):
-        errors = [job.error_file(rank) for rank in range(job.size) if job.error_file(rank).exists()]
-        told = min(errors, key=lambda file: file.stat().st_mtime_ns).read_text() if errors else ""
-        raise JobError(f"{told or error_line(job.log_file)} (status {status}, log: {job.log_file})")
-    return [load_json(result, job.result_file(rank)) for rank in range(job.size)]
-
-
-def run_rank(job_type: type[RankJob], measure: Callable[[Any], Any]) -> None:
-    """One rank of a job: calls ``measure(job)`` and writes what it returns.
-
-    An error is written for the launcher, and ends the process at once: a clean exit would wait for ranks that are not coming.
-    """
-    job = job_type.load(Path(sys.argv[1]))
-    rank = launched_rank() or 0
-    try:
-        save_json(measure(job), job.result_file(rank))
-    except Exception as error:
-        traceback.print_exc()
-        sys.stderr.flush()
-        # The launcher reports the error of the rank that wrote first: those that follow are consequences.
-        job.error_file(rank).write_text(reason(error), encoding="utf-8")
-        os._exit(1)
+        raise JobError(f"no end after {timeout:.0f} s (log: {log})")
+    if status != 0 or not all(file.exists() for file in results):
+        left = [file for file in errors if file.exists()]
+        told = min(left, key=lambda file: file.stat().st_mtime_ns).read_text() if left else error_line(log)
+        raise JobError(f"{told} (status {status}, log: {log})")
 
 
 def own_device(kind: str) -> torch.device:
@@ -170,9 +169,20 @@ def own_device(kind: str) -> torch.device:
     return device
 
 
-def join_torch(
-    folder: Path, rank: int, size: int, timeout: timedelta | None = None, device: torch.device | None = None
-) -> None:
+def launched_rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the launcher says: Horovod's over Gloo, or Open MPI.
+
+    Raises:
+        RuntimeError: no launcher that sets them started this process.
+    """
+    for names in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        rank, size = map(whole_in, names)
+        if rank is not None and size is not None:
+            return rank, size
+    raise RuntimeError("this process has no rank: start it with horovodrun or mpirun")
+
+
+def join_torch(folder: Path, device: torch.device | None = None) -> None:
     """Makes this process a rank of ``torch.distributed``, over Gloo, and over NCCL for tensors of a GPU.
 
     Args:
@@ -181,12 +191,12 @@ def join_torch(
     """
     import torch
 
+    rank, size = launched_rank_and_size()
     torch.distributed.init_process_group(
         "gloo" if device is None or device.type == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=size,
-        timeout=timeout,
     )
 
 

@@ -197,35 +197,31 @@ def import_checks(name: str, folder: str) -> ModuleType:
 
 
 def bench_command(
-    name: str, width: int = 130, group: str = "bench ", settings: type[BenchSettings] | None = None
+    settings: type[BenchSettings], width: int = 130, group: str = "bench "
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes a function a command of ``hvd-ckpt bench``, or of another group, with the option ``--output``.
+    """Makes a function a command of its name in ``hvd-ckpt bench``, or in another group, with the option ``--output``.
 
-    The function gets a :class:`BenchRun` and its settings, or without a settings class its options. Bad arguments end it with one
-    line and exit status 2.
+    The function gets a :class:`BenchRun` and its settings. Bad arguments end it with one line and exit status 2.
 
     Args:
-        name: of the command.
+        settings: the class from which its options follow.
         width: of its tables where the output is not a terminal.
         group: the words before the name.
-        settings: the class from which its options follow.
     """
-    full_name = f"{group}{name}"
 
     def decorate(function: Callable[..., None]) -> click.Command:
+        name = f"{group}{function.__name__}"
+
         @functools.wraps(function)
         def command(output: str | None, **options: Any) -> None:
-            if settings is None:
-                function(BenchRun(full_name, output, width), **options)
-                return
             chosen = settings(**options)
             chosen.check()
-            function(BenchRun(full_name, output, width, chosen), chosen)
+            function(BenchRun(name, output, width, chosen), chosen)
 
-        default = f"runs/{full_name.replace(' ', '-')}-<time>"
+        default = f"runs/{name.replace(' ', '-')}-<time>"
         option = click.option("--output", metavar="FOLDER", help=f"For the report.  [default: {default}]")
-        made = click.command(name, cls=OneLineErrors)(option(command))
-        made.params += [] if settings is None else options_of(settings)
+        made = click.command(function.__name__, cls=OneLineErrors)(option(command))
+        made.params += options_of(settings)
         return made
 
     return decorate

@@ -151,7 +151,17 @@ def controllers_of(option: str, text: str) -> tuple[str, ...]:
 
 def numbers_of(what: str) -> Parse:
     """Reads whole numbers from 1 of something, separated by commas, each once."""
-    return lambda option, text: whole_numbers(option, text, what)
+
+    def read(option: str, text: str) -> tuple[int, ...]:
+        names = split_names(option, text)
+        for name in names:
+            if not name.isdecimal() or len(name) > 18 or int(name) < 1:
+                raise BadArgument(
+                    f"{option}: '{name[:40]}' is not a number of {what}: give whole numbers from 1"
+                )
+        return tuple(map(int, names))
+
+    return read
 
 
 def controller_setting() -> Any:
@@ -232,16 +242,3 @@ def check_replicas(replicas: int, sizes: Sequence[int]) -> None:
     if wrong is not None:
         given = f"--replicas {replicas}, --np {','.join(map(str, sizes))}"
         raise BadArgument(f"{given}: give powers of two up to --replicas, not {wrong}")
-
-
-def whole_numbers(option: str, text: str, what: str) -> tuple[int, ...]:
-    """Whole numbers from 1, separated by commas.
-
-    Raises:
-        BadArgument: the list is empty, an entry is not a number of ``what``, or one is given twice.
-    """
-    names = split_names(option, text)
-    for name in names:
-        if not name.isdecimal() or len(name) > 18 or int(name) < 1:
-            raise BadArgument(f"{option}: '{name[:40]}' is not a number of {what}: give whole numbers from 1")
-    return tuple(map(int, names))

@@ -83,8 +83,31 @@ class RandomBatch(Workload):
         return f"{type(self).__doc__ or self.name}".split("\n")[0].rstrip(".") + f": {values}"
 
 
+class _OnTokens(RandomBatch):
+    """Random tokens (batch, length), of which the model predicts the next ones."""
+
+    length: int
+    vocabulary: int
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(self.vocabulary, (self.batch, self.length + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class _OnImages(RandomBatch):
+    """Noise (batch, channels, pixels, pixels), and the classes in turn."""
+
+    channels: ClassVar[int] = 3
+
+    pixels: int
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        shape = (self.batch, self.channels, self.pixels, self.pixels)
+        return torch.randn(shape, generator=generator), torch.arange(self.batch) % CLASSES
+
+
 @dataclass(frozen=True)
-class Gpt(RandomBatch):
+class Gpt(_OnTokens):
     """A pre-norm GPT with causal attention, on bytes."""
 
     name: ClassVar[str] = "gpt"
@@ -110,9 +133,6 @@ class Gpt(RandomBatch):
     def model(self) -> nn.Sequential:
         # A plain chain, which every library takes.
         return nn.Sequential(OrderedDict(self.chain(tied=False).named_children()))
-
-    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return _next_tokens(self.vocabulary, self.batch, self.length, generator)
 
 
 @dataclass(frozen=True)
@@ -153,7 +173,7 @@ class Bert(RandomBatch):
 
 
 @dataclass(frozen=True)
-class DenseNet(RandomBatch):
+class DenseNet(_OnImages):
     """DenseNet, batch norm in every layer."""
 
     name: ClassVar[str] = "densenet"
@@ -171,12 +191,9 @@ class DenseNet(RandomBatch):
 
         return densenet(self.depth, classes=CLASSES).train()
 
-    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return _images(self.batch, 3, self.pixels, generator)
-
 
 @dataclass(frozen=True)
-class ResNet(RandomBatch):
+class ResNet(_OnImages):
     """A ResNet for small images, batch norm in every unit."""
 
     name: ClassVar[str] = "resnet"
@@ -190,12 +207,9 @@ class ResNet(RandomBatch):
 
         return nn.Sequential(OrderedDict(resnet(self.depth, classes=CLASSES).named_children())).train()
 
-    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return _images(self.batch, 3, self.pixels, generator)
-
 
 @dataclass(frozen=True)
-class Lstm(RandomBatch):
+class Lstm(_OnTokens):
     """A word-level LSTM language model with dropout 0.2."""
 
     name: ClassVar[str] = "lstm"
@@ -212,15 +226,13 @@ class Lstm(RandomBatch):
             vocabulary=self.vocabulary, width=self.width, layers=self.layers, dropout=0.2
         ).train()
 
-    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return _next_tokens(self.vocabulary, self.batch, self.length, generator)
-
 
 @dataclass(frozen=True)
-class ManyGradients(RandomBatch):
+class ManyGradients(_OnImages):
     """DenseNet-BC of three blocks of narrow layers on small grey images: many small gradients."""
 
     name: ClassVar[str] = "densenet-narrow"
+    channels: ClassVar[int] = 1
 
     batch: int = 4
     layers: int = 20
@@ -231,10 +243,7 @@ class ManyGradients(RandomBatch):
         from hvd_ckpt.app.models.densenet import DenseNet
 
         shape = DenseNetShape(growth=12, blocks=(self.layers,) * 3, initial=24, large_images=False)
-        return DenseNet(shape, channels=1, classes=CLASSES).train()
-
-    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return _images(self.batch, 1, self.pixels, generator)
+        return DenseNet(shape, channels=self.channels, classes=CLASSES).train()
 
 
 class _MeanClassifier(nn.Module):
@@ -315,16 +324,3 @@ def workload(name: str, sizes: str = "cpu") -> RandomBatch:
     if name not in WORKLOADS:
         raise ValueError(f"'{name}' is not one of {', '.join(WORKLOADS)}")
     return WORKLOADS[name](**SIZES[sizes].get(name, {}))
-
-
-def _images(batch: int, channels: int, pixels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noise (batch, channels, pixels, pixels), and the classes in turn."""
-    return torch.randn(batch, channels, pixels, pixels, generator=generator), torch.arange(batch) % CLASSES
-
-
-def _next_tokens(
-    vocabulary: int, batch: int, length: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Random tokens (batch, length), and for each the one that follows."""
-    tokens = torch.randint(vocabulary, (batch, length + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

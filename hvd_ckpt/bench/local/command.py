@@ -52,38 +52,39 @@ class Method:
 
     Attributes:
         title: for people.
-        every: steps between two averages; 0 reduces the gradients of every step.
+        engine: one of :data:`hvd_ckpt.bench.local.worker.ENGINES`.
+        options: of the engine, such as ``every``: steps between two averages.
         outer: with Nesterov momentum, as DiLoCo.
-        fragments, delay, wire: as in :func:`hvd_ckpt.LocalSGD`.
-        of: the package whose implementation it is, with ``torch.distributed`` over Gloo; None for this one's.
     """
 
     title: str
-    every: int = 0
+    engine: str = "local"
+    options: dict[str, Any] = field(default_factory=dict)
     outer: bool = False
-    fragments: int = 1
-    delay: int = 0
-    wire: str = "fp32"
-    of: str | None = None
+
+
+def _diloco(title: str, every: int, engine: str = "local", **options: Any) -> Method:
+    return Method(title, engine, {"every": every, **options}, outer=True)
 
 
 METHODS: dict[str, Method] = {
-    "synchronous": Method("synchronous"),
-    "local-10": Method("local SGD, every 10", 10),
-    "local-50": Method("local SGD, every 50", 50),
-    "torch-50": Method("PyTorch's PeriodicModelAverager, 50", 50, of="torch"),
-    "diloco-10": Method("DiLoCo, every 10", 10, True),
-    "diloco-50": Method("DiLoCo, every 50", 50, True),
-    "diloco-100": Method("DiLoCo, every 100", 100, True),
-    "torchft-50": Method("DiLoCo of torchft, every 50", 50, True, of="torchft"),
-    "fragments-50": Method("DiLoCo, every 50, 4 fragments, delay 5", 50, True, 4, 5),
-    "int8-50": Method("DiLoCo, every 50, int8", 50, True, wire="int8"),
+    "synchronous": Method("synchronous", "hvd_ckpt"),
+    "local-10": Method("local SGD, every 10", options={"every": 10}),
+    "local-50": Method("local SGD, every 50", options={"every": 50}),
+    "torch-50": Method("PyTorch's PeriodicModelAverager, 50", "torch", {"every": 50}),
+    "diloco-10": _diloco("DiLoCo, every 10", 10),
+    "diloco-50": _diloco("DiLoCo, every 50", 50),
+    "diloco-100": _diloco("DiLoCo, every 100", 100),
+    "torchft-50": _diloco("DiLoCo of torchft, every 50", 50, "torchft"),
+    "fragments-50": _diloco("DiLoCo, every 50, 4 fragments, delay 5", 50, fragments=4, delay=5),
+    "int8-50": _diloco("DiLoCo, every 50, int8", 50, wire="int8"),
 }
 
 
 def installed_methods() -> list[str]:
     """The methods whose packages are here."""
-    return [name for name, method in METHODS.items() if method.of is None or find_spec(method.of) is not None]
+    missing = {"torchft"} if find_spec("torchft") is None else set()
+    return [name for name, method in METHODS.items() if method.engine not in missing]
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class LocalJob(RankJob):
         evaluations: evenly spread over the steps, besides one before the first; 0 for none.
     """
 
-    worker = "hvd_ckpt.bench.local.worker"
+    worker = "hvd_ckpt.bench.local.worker:measure"
 
     methods: tuple[str, ...]
     seed: int
@@ -136,25 +137,10 @@ class LocalJob(RankJob):
     settings: Settings
 
 
-@dataclass
-class MethodResult:
-    """The measurements of a method on one rank.
-
-    Attributes:
-        tokens: of all ranks in a step.
-        points: steps taken at each evaluation.
-        losses: over the validation split, with the mean of the ranks' weights.
-        seconds: of all steps but the first ones, from a barrier to a barrier, without evaluations.
-        timed: these steps.
-        sent: bytes that this rank hands to the network for gradients or averages, in all steps.
-    """
-
-    tokens: int
-    points: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    timed: int = 0
-    sent: int = 0
+Figures = dict[str, Any]
+"""The measurements of a method on one rank: ``losses`` over the validation split, with the mean of the ranks' weights, at
+``points``; the ``rate`` in tokens of all ranks a second, without the first steps and evaluations; bytes ``sent`` in a step, which
+this rank hands to the network for gradients or averages."""
 
 
 @dataclass
@@ -177,13 +163,12 @@ class Case:
     sent: float = 0.0
     on_link: float | None = None
 
-    def add(self, steps: int, ranks: Sequence[MethodResult]) -> None:
+    def add(self, ranks: Sequence[Figures]) -> None:
         """Adds the results of a run."""
-        tokens = ranks[0].tokens
-        self.curves.append(ranks[0].losses)
-        self.points = [step * tokens for step in ranks[0].points]
-        self.rates.append(_rate(ranks))
-        self.sent = max(rank.sent for rank in ranks) / steps
+        self.curves.append(ranks[0]["losses"])
+        self.points = ranks[0]["points"]
+        self.rates.append(rate_of(ranks))
+        self.sent = max(rank["sent"] for rank in ranks)
 
     @property
     def final(self) -> list[float]:
@@ -196,11 +181,12 @@ class Case:
         return statistics.fmean(self.final) if self.curves else None
 
 
-def _rate(ranks: Sequence[MethodResult]) -> float:
-    return ranks[0].tokens * ranks[0].timed / max(rank.seconds for rank in ranks)
+def rate_of(ranks: Sequence[Figures]) -> float:
+    """Tokens a second, as the slowest rank has seen it."""
+    return float(min(rank["rate"] for rank in ranks))
 
 
-@bench_command("local", settings=Settings)
+@bench_command(Settings)
 def local(run: BenchRun, settings: Settings) -> None:
     """Train a GPT on text synchronously, with local SGD and with DiLoCo, and compare losses, bytes and speed.
 
@@ -224,7 +210,7 @@ def local(run: BenchRun, settings: Settings) -> None:
             ranks = progress.job(
                 f"{size} ranks, {f'{settings.link} Mbit/s' if slow else f'seed {seed}'}",
                 LocalJob(folder, size, order, seed or 0, steps, evaluations, settings),
-                dict[str, MethodResult],
+                dict[str, Figures],
                 name=folder.name,
                 threads=1,
                 within=throttle(size * settings.link) if slow else (),
@@ -232,9 +218,9 @@ def local(run: BenchRun, settings: Settings) -> None:
             for name in names if ranks else ():
                 results = [rank[name] for rank in ranks]
                 if slow:
-                    cases[size, name].on_link = _rate(results)
+                    cases[size, name].on_link = rate_of(results)
                 else:
-                    cases[size, name].add(settings.steps, results)
+                    cases[size, name].add(results)
     run.finish()
 
 

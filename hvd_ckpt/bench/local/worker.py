@@ -16,9 +16,8 @@ from hvd_ckpt.app.training.evaluation import EvaluationOptions, evaluate
 from hvd_ckpt.app.training.optim import Schedule, build_optimizer
 from hvd_ckpt.bench.harness.engine import Engine
 from hvd_ckpt.bench.harness.engines import HvdCkpt, Local
-from hvd_ckpt.bench.harness.jobs import run_rank
 from hvd_ckpt.bench.harness.peers import ModelAverager, TorchftDiLoCo
-from hvd_ckpt.bench.local.command import BATCH, FULL, LR, METHODS, QUICK, LocalJob, Method, MethodResult
+from hvd_ckpt.bench.local.command import BATCH, FULL, LR, METHODS, QUICK, Figures, LocalJob, Method
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import DistributedSampler
@@ -26,15 +25,21 @@ from hvd_ckpt.data.sampler import DistributedSampler
 WARM_UP = 3  # steps that are not timed
 SAMPLES = 512  # samples, the same ones each time
 EVALUATION_BATCH = 32
+ENGINES: dict[str, type[Engine]] = {
+    "hvd_ckpt": HvdCkpt,
+    "local": Local,
+    "torch": ModelAverager,
+    "torchft": TorchftDiLoCo,
+}
 
 
-def measure(job: LocalJob) -> dict[str, MethodResult]:
+def measure(job: LocalJob) -> dict[str, Figures]:
     """The measurements of one rank, by method."""
     hc.init()
     return {name: _train(job, METHODS[name]) for name in job.methods}
 
 
-def _train(job: LocalJob, method: Method) -> MethodResult:
+def _train(job: LocalJob, method: Method) -> Figures:
     sizes = QUICK if job.settings.quick else FULL
     options = {"width": sizes["width"], "layers": sizes["layers"]}
     length = sizes["length"]
@@ -47,23 +52,24 @@ def _train(job: LocalJob, method: Method) -> MethodResult:
     sampler = DistributedSampler(train, seed=job.seed)
     schedule = Schedule("cosine", LR, job.steps, job.steps // 20)
     count = BATCH * hc.size()
-    result = MethodResult(count * length)
+    points: list[int] = []
+    losses: list[float] = []
     evaluated = {job.steps * (number + 1) // job.evaluations for number in range(job.evaluations)}
     # At least one step is timed.
     warm_up = min(WARM_UP, job.steps - 1)
-    start = 0.0
+    start = seconds = 0.0
 
     def evaluate_mean(step: int) -> None:
         if test is not None:
-            result.points.append(step)
-            result.losses.append(_loss_of_mean(model, test, objective))
+            points.append(step * count * length)
+            losses.append(_loss_of_mean(model, test, objective))
 
     if evaluated:
         evaluate_mean(0)
     for step in range(job.steps):
         if step == warm_up:
             hc.barrier()
-            start, result.timed = time.perf_counter(), job.steps - step
+            start = time.perf_counter()
         batch = train.batch(*sampler.part(step * count, count, hc.rank(), hc.size()))
         schedule.apply(optimizer, step)
         optimizer.zero_grad()
@@ -73,32 +79,29 @@ def _train(job: LocalJob, method: Method) -> MethodResult:
             # The clock stops from one barrier to the next: an evaluation takes no time of the method.
             hc.barrier()
             if step >= warm_up:
-                result.seconds += time.perf_counter() - start
+                seconds += time.perf_counter() - start
             evaluate_mean(step + 1)
             hc.barrier()
             start = time.perf_counter()
     hc.barrier()
-    result.seconds += time.perf_counter() - start
+    seconds += time.perf_counter() - start
     counted = engine.sent(optimizer)
-    result.sent = _sent(method, job.steps, model) if counted is None else counted
-    return result
+    return {
+        "losses": losses,
+        "points": points,
+        "rate": count * length * (job.steps - warm_up) / seconds,
+        "sent": (_sent(method, job.steps, model) if counted is None else counted) / job.steps,
+    }
 
 
 def _engine(method: Method, job: LocalJob) -> Engine:
     """The engine of a method, which has joined the other ranks."""
-    settings, every = job.settings, method.every
-    engine: Engine
-    if method.of == "torch":
-        engine = ModelAverager(every=every)
-    elif method.of == "torchft":
-        engine = TorchftDiLoCo(every=every, lr=settings.outer_lr, momentum=settings.outer_momentum)
-    elif every:
-        outer = hc.Nesterov(settings.outer_lr, settings.outer_momentum) if method.outer else None
-        engine = Local(
-            every=every, outer=outer, fragments=method.fragments, delay=method.delay, wire=method.wire
-        )
-    else:
-        engine = HvdCkpt()
+    options, settings = dict(method.options), job.settings
+    if method.engine == "torchft":
+        options |= {"lr": settings.outer_lr, "momentum": settings.outer_momentum}
+    elif method.outer:
+        options["outer"] = hc.Nesterov(settings.outer_lr, settings.outer_momentum)
+    engine = ENGINES[method.engine](**options)
     engine.start(job.folder)
     return engine
 
@@ -106,7 +109,7 @@ def _engine(method: Method, job: LocalJob) -> Engine:
 def _sent(method: Method, steps: int, model: nn.Module) -> int:
     """Bytes of allreduces: of each the 2 (n - 1) / n of its bytes that a ring sends."""
     size = sum(parameter.nbytes for parameter in model.parameters())
-    times = steps // method.every if method.every else steps
+    times = steps // method.options.get("every", 1)
     return int(times * size * 2 * (hc.size() - 1) / hc.size())
 
 
@@ -137,7 +140,3 @@ def _mean_of_ranks(model: nn.Module) -> Iterator[None]:
         yield
         for parameter, own in zip(parameters, kept):
             parameter.copy_(own)
-
-
-if __name__ == "__main__":
-    run_rank(LocalJob, measure)

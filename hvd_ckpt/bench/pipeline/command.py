@@ -6,16 +6,17 @@ Exit status 0 if every engine was measured everywhere, 1 if one failed, 2 for a 
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvd_ckpt.app.cli.command_line import check_controller
 from hvd_ckpt.bench.harness.cases import (
     Case,
     Column,
     conditions,
+    figure,
     find_case,
     in_mib,
     milliseconds,
@@ -33,7 +34,7 @@ from hvd_ckpt.bench.harness.settings import (
     setting,
     timeout_setting,
 )
-from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles_of_ratios, slowest
+from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles_of_ratios
 
 UNSTAGED = "unstaged"
 ENGINES = {  # by the name of the option: the title, the program of the ranks, the controller
@@ -89,15 +90,15 @@ class Job(RankJob):
 
     Attributes:
         program: a name in :data:`PROGRAMS`.
-        costs: seconds of each block of each workload, for the cuts; empty for the unstaged model, which measures them.
+        cuts: of each workload into each number of chunks; empty for the unstaged model, whose first job finds them.
         details: also measure peaks, bytes and a timeline.
     """
 
-    worker = "hvd_ckpt.bench.pipeline.job"
+    worker = "hvd_ckpt.bench.pipeline.job:measure"
 
     program: str
     settings: Settings
-    costs: dict[str, list[float]]
+    cuts: dict[str, dict[int, list[int]]]
     details: bool
 
 
@@ -116,34 +117,25 @@ class Span:
     end: float
 
 
-@dataclass
-class Figures:
-    """The measurements of one workload in one schedule on one rank.
+Figures = dict[str, Any]
+"""The measurements of one workload in one schedule on one rank.
 
-    Attributes:
-        seconds: of each timed step.
-        peak_bytes: parameters, buffers, optimizer state, and the most that a step adds to them.
-        recomputed_peak_bytes: the same with ``checkpoint="always"``.
-        sent_bytes: of a step.
-        timeline: of a step, with ``checkpoint="always"``.
-    """
+``seconds``: of each timed step. With details also, each with the key of a figure in the report:
 
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    recomputed_peak_bytes: int | None = None
-    sent_bytes: int | None = None
-    timeline: list[Span] = field(default_factory=list)
+``peak_bytes``: parameters, buffers, optimizer state, and the most that a step adds to them. ``recomputed_peak_bytes``: the same
+with ``checkpoint="always"``. ``sent_bytes``: of a step. ``timelines``: of a step, with ``checkpoint="always"``.
+"""
 
 
 @dataclass
 class RankResult:
-    """The measurements of one rank: by workload and schedule, and the seconds of each block by workload."""
+    """The measurements of one rank: by workload and schedule, and the cuts by workload and number of chunks."""
 
     figures: dict[str, dict[str, Figures]] = field(default_factory=dict)
-    costs: dict[str, list[float]] = field(default_factory=dict)
+    cuts: dict[str, dict[int, list[int]]] = field(default_factory=dict)
 
 
-@bench_command("pipeline", width=150, settings=Settings)
+@bench_command(Settings, width=150)
 def pipeline(run: BenchRun, settings: Settings) -> None:
     """Time training steps in pipeline stages with this library and torch.distributed.pipelining, in jobs that alternate.
 
@@ -159,8 +151,7 @@ def pipeline(run: BenchRun, settings: Settings) -> None:
             for schedule in settings.schedules
             for engine in settings.engines
         ]
-    costs: dict[str, list[float]] = {}
-    # The unstaged rank comes first: the others cut the model by the costs of blocks that it measures.
+    cuts: dict[str, dict[int, list[int]]] = {}
     jobs = [(UNSTAGED, 1), *((name, size) for size in settings.sizes for name in settings.engines)]
     run.make_report = functools.partial(make_report, run, settings, cases)
     with run.progress(len(jobs) * settings.rounds) as progress:
@@ -174,7 +165,7 @@ def pipeline(run: BenchRun, settings: Settings) -> None:
                     size,
                     program,
                     settings,
-                    costs,
+                    cuts,
                     number == 0,
                 ),
                 RankResult,
@@ -183,26 +174,12 @@ def pipeline(run: BenchRun, settings: Settings) -> None:
                 threads=1,
             )
             if name == UNSTAGED and where in run.failures:
-                break  # without costs there are no cuts
+                break  # without it there are no cuts
             for case in cases:
-                if ranks and (case.engine, case.at["np"]) == (engine, size):
-                    add(case, ranks)
-            costs.update(ranks[0].costs if ranks else {})
+                if (case.engine, case.at["np"]) == (engine, size):
+                    case.add([rank.figures[case.at["workload"]][case.at["schedule"]] for rank in ranks])
+            cuts.update(ranks[0].cuts if ranks else {})
     run.finish()
-
-
-def add(case: Case, ranks: Sequence[RankResult]) -> None:
-    """Adds the results of a job to a case."""
-    figures = [rank.figures[case.at["workload"]][case.at["schedule"]] for rank in ranks]
-    case.seconds.append(statistics.median(slowest(stage.seconds for stage in figures)))
-    peaks = [stage.peak_bytes for stage in figures if stage.peak_bytes is not None]
-    recomputed = [stage.recomputed_peak_bytes for stage in figures if stage.recomputed_peak_bytes is not None]
-    if peaks:
-        case.figures["peak_bytes"] = max(peaks)
-        case.figures["sent_bytes"] = sum(stage.sent_bytes or 0 for stage in figures)
-    if recomputed:
-        case.figures["recomputed_peak_bytes"] = max(recomputed)
-        case.figures["timelines"] = [stage.timeline for stage in figures]
 
 
 def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Report:
@@ -226,12 +203,11 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Rep
         unstaged = whole[case.at["workload"]].seconds
         return quartiles_of_ratios([seconds / ideal for seconds in unstaged], case.seconds)
 
-    def held(case: Case) -> int | None:
-        held: int | None = whole[case.at["workload"]].figures.get("peak_bytes")
-        return held
+    def held(case: Case) -> Any:
+        return whole[case.at["workload"]].figure("peak_bytes", max)
 
     def of_unstaged(case: Case, name: str) -> float | None:
-        peak, whole_peak = case.figures.get(name), held(case)
+        peak, whole_peak = case.figure(name, max), held(case)
         return peak / whole_peak if peak and whole_peak else None
 
     columns = [
@@ -241,13 +217,13 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Rep
         Column("step ms", lambda case: case.step, milliseconds(".0f")),
         Column("of torch", of_torch, ".2f", key="of_torch", itself=TORCH),
         Column("of ideal", of_ideal, ".2f", key="of_ideal"),
-        Column("peak MiB", lambda case: case.figures.get("peak_bytes"), in_mib(), key="peak_bytes"),
+        figure("peak_bytes", max, "peak MiB", in_mib()),
         Column("of unstaged", lambda case: of_unstaged(case, "peak_bytes"), ".2f"),
         Column("", held, key="unstaged_peak_bytes"),
         Column("recomputing", lambda case: of_unstaged(case, "recomputed_peak_bytes"), ".2f"),
-        Column("", lambda case: case.figures.get("recomputed_peak_bytes"), key="recomputed_peak_bytes"),
-        Column("sent MiB", lambda case: case.figures.get("sent_bytes"), in_mib(".2f"), key="sent_bytes"),
-        Column("", lambda case: case.figures.get("timelines"), key="timelines"),
+        figure("recomputed_peak_bytes", max),
+        figure("sent_bytes", sum, "sent MiB", in_mib(".2f")),
+        figure("timelines"),
     ]
     tables, results = [table_of(columns, cases, folded=3)], results_of(columns, cases)
     return run.report(
@@ -276,7 +252,7 @@ def _draw_timelines(file: Path, cases: Sequence[Case]) -> str:
 
     figure = Figure(figsize=(12, 1.2 + len(cases) * (0.6 + 0.4 * cases[0].at["np"])), layout="constrained")
     for axes, case in zip(figure.subplots(len(cases), 1, sharex=True, squeeze=False)[:, 0], cases):
-        ranks = case.figures["timelines"]
+        ranks = [[Span(**span) for span in spans] for spans in case.figures["timelines"]]
         begin = min(span.start for spans in ranks for span in spans)
         for rank, spans in enumerate(ranks):
             # Waits and recomputations lie within passes: in the order of COLORS they are drawn above them.

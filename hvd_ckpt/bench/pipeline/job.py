@@ -1,42 +1,38 @@
-"""The ranks of one engine: they time steps of every workload and schedule, and record memory, messages and a timeline.
-
-Run by the launcher as ``python -m hvd_ckpt.bench.pipeline.job JOB``.
-"""
+"""The ranks of one engine: they time steps of every workload and schedule, and record memory, messages and a timeline."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import gc
-import inspect
-import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import join_torch, run_rank
+from hvd_ckpt.bench.harness.stages import (
+    Cut,
+    HvdCkptStages,
+    StageEngine,
+    TorchStages,
+    Unstaged,
+)
 from hvd_ckpt.bench.harness.workloads import RandomBatch, workload
 from hvd_ckpt.bench.pipeline.command import UNSTAGED, VIRTUAL, Figures, Job, RankResult, Settings, Span
-from hvd_ckpt.planning.balance import balance_costs
-from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.utils.memory import recording_peak
 
 LEARNING_RATE = 1e-4
-COST_ROUNDS = 5
+SECONDS_PER_BLOCK = 0.2  # that are measured, for the cuts
 SIZES: dict[str, dict[str, Any]] = {  # a step of one rank takes about a second, in 8 micro-batches
     "gpt": {"batch": 8, "length": 128, "layers": 8},
     "resnet": {"batch": 32},
 }
 QUICK_BATCH = 8
 QUICK_WARM_UP, WARM_UP = 1, 2  # steps
-
-Batch = tuple[Tensor, Tensor]
 
 
 def sized(settings: Settings, name: str) -> RandomBatch:
@@ -45,38 +41,48 @@ def sized(settings: Settings, name: str) -> RandomBatch:
     return dataclasses.replace(workload(name, "quick" if settings.quick else "cpu"), **sizes)
 
 
-def cuts(job: Job, name: str, schedule: str) -> list[int]:
-    """The cuts of every engine: those whose longest chunk takes the least time."""
-    return balance_costs(job.costs[name], job.size * VIRTUAL[schedule])
+def all_cuts(settings: Settings, name: str) -> dict[int, list[int]]:
+    """The cuts into each number of chunks that a job needs."""
+    workload = sized(settings, name)
+    torch.manual_seed(1)
+    model = workload.model()
+    inputs, _ = workload.sample(torch.Generator().manual_seed(1))
+    sample = inputs.tensor_split(settings.chunks)[0]
+    numbers = {size * VIRTUAL[schedule] for size in settings.sizes for schedule in settings.schedules}
+    return {
+        number: hc.balance_by_time(number, model, sample, timeout=SECONDS_PER_BLOCK) for number in numbers
+    }
 
 
-class Program(ABC):
-    """One way to train; made for one workload and schedule."""
+PROGRAMS: dict[str, type[StageEngine]] = {
+    "hvd_ckpt": HvdCkptStages,
+    "torch": TorchStages,
+    UNSTAGED: Unstaged,
+}
 
-    def __init__(self, job: Job, name: str, schedule: str, checkpoint: str) -> None:
-        self.job, self.checkpoint = job, checkpoint
-        self.workload = sized(job.settings, name)
-        self.batch = self.workload.sample(torch.Generator().manual_seed(1))
+
+class Program:
+    """An engine that trains one workload in one schedule."""
+
+    def __init__(self, engine: StageEngine, job: Job, name: str, schedule: str, checkpoint: str) -> None:
+        workload = sized(job.settings, name)
+        inputs, targets = workload.sample(torch.Generator().manual_seed(1))
+        self.batch = Batch((inputs,), targets)
         torch.manual_seed(1)
-        self.model = self.make(self.workload.model(), name, schedule)
+        self.model = workload.model()
+        balance = [len(self.model)] if schedule == UNSTAGED else job.cuts[name][job.size * VIRTUAL[schedule]]
+        cut = Cut(balance, job.settings.chunks, schedule, workload.loss, checkpoint=checkpoint)
+        self.engine, self.stage = engine, engine.cut(self.model, cut)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
-    @abstractmethod
-    def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
-        """This rank's part of the model."""
-
-    @abstractmethod
-    def backward(self) -> None:
-        """The forward and backward passes of a step."""
-
-    @abstractmethod
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a step, which is run."""
-
     def step(self) -> None:
-        self.backward()
+        self.stage.accumulate(self.batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in a step."""
+        return self.engine.sent_by(self.stage, self.step)
 
     def peak_bytes(self) -> int:
         """Everything that this rank holds at the peak of a step."""
@@ -94,50 +100,10 @@ class Program(ABC):
             self.step()
         return memory.peak_bytes + sum(tensor.nbytes for tensor in held)
 
-
-class Unstaged(Program):
-    """The whole model on one rank, micro-batch by micro-batch."""
-
-    def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
-        return whole
-
-    def backward(self) -> None:
-        def loss(part: Batch) -> Tensor:
-            return self.workload.loss(self.model(part[0]), part[1])
-
-        hc.accumulate(loss, self.batch, self.job.settings.chunks, checkpoint=self.checkpoint)
-
-    def sent_bytes(self) -> int:
-        return 0
-
-
-class Ours(Program):
-    """``hvd_ckpt.Pipeline``."""
-
-    model: hc.Pipeline
-
-    def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
-        return hc.Pipeline(
-            whole,
-            cuts(self.job, name, schedule),
-            chunks=self.job.settings.chunks,
-            schedule=schedule,
-            virtual_stages=VIRTUAL[schedule],
-            checkpoint=self.checkpoint,
-        )
-
-    def backward(self) -> None:
-        self.model.accumulate(self.batch, self.workload.loss)
-
-    def sent_bytes(self) -> int:
-        # The library counts since the start: the step between two readings is the one that counts.
-        before = self.model.sent_bytes
-        self.step()
-        return self.model.sent_bytes - before
-
     def timeline(self) -> list[Span]:
-        """The spans of a step."""
-        spans: list[Span] = []
+        """The spans of a step of this library's pipeline."""
+        spans, pipeline = list[Span](), self.stage.pipeline
+        assert pipeline is not None
 
         @contextlib.contextmanager
         def record(kind: str, chunk: int, micro_batch: int) -> Iterator[None]:
@@ -147,131 +113,45 @@ class Ours(Program):
             finally:  # a recomputation ends early
                 spans.append(Span(kind, chunk, micro_batch, start, time.perf_counter()))
 
-        self.model.recorder = record
+        pipeline.recorder = record
         self.step()
-        self.model.recorder = None
+        pipeline.recorder = None
         return spans
-
-
-class Torch(Program):
-    """``torch.distributed.pipelining`` over Gloo, as its documentation has it."""
-
-    def make(self, whole: nn.Sequential, name: str, schedule: str) -> nn.Module:
-        from torch.distributed import pipelining
-
-        balance = cuts(self.job, name, schedule)
-        ends = [sum(balance[: part + 1]) for part in range(len(balance))]
-        rank = torch.distributed.get_rank()
-        chunks = {
-            # With the interleaved schedule a rank has every so many-th chunk: of 4 chunks on 2 ranks, rank 0
-            # has 0 and 2, and rank 1 has 1 and 3.
-            part: nn.Sequential(*list(whole)[ends[part] - balance[part] : ends[part]])
-            for part in range(rank, len(balance), self.job.size)
-        }
-        stages: list[Any] = [
-            pipelining.PipelineStage(chunk, part, len(balance), torch.device("cpu"))
-            for part, chunk in chunks.items()
-        ]
-        kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-        self.schedule: Any
-        if schedule in kinds:
-            self.schedule = kinds[schedule](stages[0], self.job.settings.chunks, loss_fn=self.workload.loss)
-        else:
-            self.schedule = pipelining.ScheduleInterleaved1F1B(
-                stages, self.job.settings.chunks, loss_fn=self.workload.loss
-            )
-        self._first, self._last = rank == 0, rank == self.job.size - 1
-        # PyTorch 2.6 cannot leave the outputs out.
-        can_leave_out = "return_outputs" in inspect.signature(self.schedule.step).parameters
-        self._options = {"return_outputs": False} if can_leave_out else {}
-        return nn.ModuleList(chunks.values())
-
-    def backward(self) -> None:
-        inputs, targets = self.batch
-        losses: list[Tensor] = []
-        given = (inputs,) if self._first else ()
-        if self._last:
-            self.schedule.step(*given, target=targets, losses=losses, **self._options)
-        else:
-            self.schedule.step(*given)
-
-    def sent_bytes(self) -> int:
-        operation, sent = torch.distributed.P2POp, 0
-
-        def counted(kind: Any, tensor: Tensor, *more: Any, **named: Any) -> Any:
-            nonlocal sent
-            sent += tensor.nbytes if kind is torch.distributed.isend else 0
-            return operation(kind, tensor, *more, **named)
-
-        # PyTorch has no count of its own; all messages between stages are made as P2POp.
-        with mock.patch("torch.distributed.P2POp", counted):
-            self.step()
-        return sent
-
-
-PROGRAMS: dict[str, type[Program]] = {"hvd_ckpt": Ours, "torch": Torch, UNSTAGED: Unstaged}
 
 
 def measure(job: Job) -> RankResult:
     """The measurements of one rank."""
     settings = job.settings
-    if job.program == "hvd_ckpt":
-        hc.init(stages=job.size)
-    elif job.program == "torch":
-        join_torch(job.folder, launched_rank() or 0, job.size)
+    engine = PROGRAMS[job.program]()
+    engine.start(job.folder)
     result = RankResult()
     for name in settings.workloads:
         if job.program == UNSTAGED and job.details:
-            result.costs[name] = block_costs(sized(settings, name), settings.chunks)
+            result.cuts[name] = all_cuts(settings, name)
         schedules = (UNSTAGED,) if job.program == UNSTAGED else settings.schedules
-        result.figures[name] = {schedule: _figures(job, name, schedule) for schedule in schedules}
-    if job.program == "torch":
-        torch.distributed.destroy_process_group()
+        result.figures[name] = {schedule: _figures(engine, job, name, schedule) for schedule in schedules}
+    engine.stop()
     return result
 
 
-def _figures(job: Job, name: str, schedule: str) -> Figures:
-    figures = Figures()
-    program = PROGRAMS[job.program](job, name, schedule, "never")
+def _figures(engine: StageEngine, job: Job, name: str, schedule: str) -> Figures:
+    program = Program(engine, job, name, schedule, "never")
     # Objects of the imports and of the model are not collected again while the clock runs.
     gc.collect()
     gc.freeze()
-    warm_up = QUICK_WARM_UP if job.settings.quick else WARM_UP
-    for number in range(warm_up + job.settings.steps):
+    warm_up, seconds = QUICK_WARM_UP if job.settings.quick else WARM_UP, []
+    for _ in range(warm_up + job.settings.steps):
         start = time.perf_counter()
         program.step()
-        if number >= warm_up:
-            figures.seconds.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
     gc.unfreeze()
+    figures: Figures = {"seconds": seconds[warm_up:]}
     if job.details:
-        figures.sent_bytes = program.sent_bytes()
-        figures.peak_bytes = program.peak_bytes()
-        if isinstance(program, Ours):
-            recomputing = Ours(job, name, schedule, "always")
-            figures.recomputed_peak_bytes = recomputing.peak_bytes()
-            figures.timeline = recomputing.timeline()
+        figures |= {"sent_bytes": program.sent_bytes(), "peak_bytes": program.peak_bytes()}
+    if job.details and program.stage.pipeline is not None:
+        recomputing = Program(engine, job, name, schedule, "always")
+        figures |= {
+            "recomputed_peak_bytes": recomputing.peak_bytes(),
+            "timelines": recomputing.timeline(),
+        }
     return figures
-
-
-def block_costs(workload: RandomBatch, chunks: int) -> list[float]:
-    """Seconds of the forward and backward pass of each block, for one micro-batch."""
-    torch.manual_seed(1)
-    model = workload.model()
-    inputs = workload.sample(torch.Generator().manual_seed(1))[0].tensor_split(chunks)[0]
-    costs = []
-    for block in model:
-        rounds = []
-        for _ in range(COST_ROUNDS):
-            # Each block by itself, with the gradient of its input, as within the chain. Token numbers have none.
-            given = inputs.detach().requires_grad_(inputs.is_floating_point())
-            start = time.perf_counter()
-            output = block(given)
-            output.backward(torch.ones_like(output))
-            rounds.append(time.perf_counter() - start)
-        costs.append(statistics.median(rounds))
-        inputs = output.detach()
-    return costs
-
-
-if __name__ == "__main__":
-    run_rank(Job, measure)

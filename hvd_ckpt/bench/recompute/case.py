@@ -2,8 +2,6 @@
 
 Budgets in bytes are the measured peaks of methods, so a plan is compared with someone who needs as much memory. Different
 budgets often have the same best plan; it is measured once.
-
-Run by the launcher as ``python -m hvd_ckpt.bench.recompute.case JOB``, it does so on each rank of a job.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hvd_ckpt.bench.harness.jobs import RankJob, reason, run_rank
+from hvd_ckpt.bench.harness.jobs import RankJob, reason
 from hvd_ckpt.bench.harness.stats import Quartiles
 from hvd_ckpt.bench.harness.workloads import RandomBatch, workload
 from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, twin
@@ -107,7 +105,7 @@ class RecomputeJob(RankJob):
         autocast: dtype of the autocast that forward pass and loss run under, such as ``"bfloat16"``; None for none.
     """
 
-    worker = "hvd_ckpt.bench.recompute.case"
+    worker = "hvd_ckpt.bench.recompute.case:measure"
 
     name: str
     sizes: str
@@ -233,7 +231,3 @@ def measure(job: RecomputeJob) -> Case:
 
     hc.init()
     return run_case(job, torch.device("cpu"))
-
-
-if __name__ == "__main__":
-    run_rank(RecomputeJob, measure)

@@ -76,7 +76,7 @@ class Settings(BenchSettings):
             )
 
 
-@bench_command("recompute", width=150, settings=Settings)
+@bench_command(Settings, width=150)
 def recompute(run: BenchRun, settings: Settings) -> None:
     """Time a step and measure its peak memory with this library's plans and with everything else that recomputes.
 

@@ -156,7 +156,7 @@ JOB = [
 ]
 
 
-@bench_command("scale", width=130, settings=Settings)
+@bench_command(Settings)
 def scale(run: BenchRun, settings: Settings) -> None:
     """Predict what communication costs on up to 16,384 ranks.
 

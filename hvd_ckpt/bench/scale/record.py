@@ -1,6 +1,6 @@
 """The trace of a step that runs here: what each room hands to Horovod and to the links between processes, and when.
 
-Run by the launcher as ``python -m hvd_ckpt.bench.scale.record JOB``. The messages of all rooms pass two places: where
+The messages of all rooms pass two places: where
 ``horovod.torch`` enqueues an operation, and where a link sends and receives.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from hvd_ckpt.bench.harness.jobs import RankJob, run_rank
+from hvd_ckpt.bench.harness.jobs import RankJob
 from hvd_ckpt.bench.scale.trace import Kind, Trace
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RecordJob(RankJob):
         steps: that are timed without a recorder.
     """
 
-    worker = "hvd_ckpt.bench.scale.record"
+    worker = "hvd_ckpt.bench.scale.record:measure"
 
     mode: str
     model: dict[str, Any]
@@ -287,7 +287,3 @@ def _optimizer(job: RecordJob, model: nn.Module) -> Any:
     if job.mode != "parameters":
         hc.broadcast_parameters(model.state_dict(), root_rank=0)
     return optimizer
-
-
-if __name__ == "__main__":
-    run_rank(RecordJob, measure)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hvd_ckpt.bench.shard.results import Result
 
 
-@bench_command("shard", width=200, settings=Settings)
+@bench_command(Settings, width=200)
 def shard(run: BenchRun, settings: Settings) -> None:
     """Measure what splitting a model over the ranks saves and costs, beside PyTorch's and DeepSpeed's.
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import GPTBlock
 from hvd_ckpt.bench.harness.engine import Engine, Held
-from hvd_ckpt.bench.harness.engines import DDP, ENGINES, HvdCkpt
+from hvd_ckpt.bench.harness.engines import DDP, HvdCkpt, Sharded
 from hvd_ckpt.bench.harness.peers import FSDP2, DeepSpeed, Zero
 from hvd_ckpt.bench.shard.job import Configuration, Settings
 from hvd_ckpt.pipeline.chain import Chain
@@ -136,10 +136,8 @@ def _engine(configuration: Configuration, bucket: float, folder: Path, wire: str
         return DeepSpeed(stage=stage, bucket_cap_mb=bucket)
     if not stage:
         return HvdCkpt(bucket_cap_mb=bucket)
-    options: dict[str, Any] = {"bucket_cap_mb": bucket, "wire": wire}
-    if stage == 3:
-        options["units"] = blocks
+    options: dict[str, Any] = {"units": blocks} if stage == 3 else {}
     if configuration.offload:
         folder.mkdir(parents=True, exist_ok=True)
         options.update(offload="optimizer", offload_folder=folder)
-    return ENGINES[f"shard-{stage}"](**options)
+    return Sharded(shard=stage, bucket_cap_mb=bucket, wire=wire, **options)

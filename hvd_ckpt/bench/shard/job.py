@@ -194,7 +194,8 @@ class ShardJob(RankJob):
         rounds: timed steps of each configuration, in turn; 0 for none.
     """
 
-    worker = "hvd_ckpt.bench.shard.worker"
+    worker = "hvd_ckpt.bench.shard.worker:measure"
+    ends_at_once = True  # the orderly end of several engines in one process takes long
 
     settings: Settings
     configurations: tuple[Configuration, ...]

@@ -1,6 +1,6 @@
 """Wire formats: a run of training in each, with its losses, and the error and bytes of what is sent.
 
-One job trains all of them, one after the other. Run by the launcher as ``python -m hvd_ckpt.bench.shard.wire JOB``.
+One job trains all of them, one after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.cases import Column, in_mib, table_of
 from hvd_ckpt.bench.harness.engine import gradients_of
-from hvd_ckpt.bench.harness.jobs import RankJob, own_device, run_rank
+from hvd_ckpt.bench.harness.jobs import RankJob, own_device
 from hvd_ckpt.bench.harness.report import Table
 from hvd_ckpt.bench.shard.engines import Samples, Session, build, loss
 from hvd_ckpt.bench.shard.job import OURS, Configuration, Settings
@@ -30,7 +30,7 @@ LAST = 20  # steps whose mean loss is the final one
 class WireJob(RankJob):
     """One model, trained from the same start with each format at stages 2 and 3; each seed has other weights and samples."""
 
-    worker = "hvd_ckpt.bench.shard.wire"
+    worker = "hvd_ckpt.bench.shard.wire:measure"
 
     settings: Settings
 
@@ -128,7 +128,3 @@ def _errors(job: WireJob, name: str) -> tuple[float, float]:
 def _error(tensors: Sequence[torch.Tensor], format: WireFormat) -> float:
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     return float((format.rounded(flat.clone()) - flat).norm() / flat.norm())
-
-
-if __name__ == "__main__":
-    run_rank(WireJob, measure)

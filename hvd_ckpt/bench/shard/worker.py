@@ -1,14 +1,10 @@
-"""One rank of a job: what each configuration holds and sends, one after the other; then the time of their steps, in turn.
-
-Run by the launcher as ``python -m hvd_ckpt.bench.shard.worker JOB``.
-"""
+"""One rank of a job: what each configuration holds and sends, one after the other; then the time of their steps, in turn."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 
@@ -17,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import join_torch, own_device, reason, run_rank
+from hvd_ckpt.bench.harness.jobs import join_torch, own_device, reason
 from hvd_ckpt.bench.harness.stats import alternating
 from hvd_ckpt.bench.shard.engines import Samples, Session, build, loss
 from hvd_ckpt.bench.shard.job import Configuration, Findings, ShardJob
@@ -173,7 +169,7 @@ def measure(job: ShardJob) -> dict[str, Findings]:
         rank, size = str(hc.rank()), str(hc.size())
         os.environ.update(LOCAL_RANK=rank, RANK=rank, WORLD_SIZE=size, LOCAL_SIZE=size)  # read by DeepSpeed
         os.environ.setdefault("DS_ACCELERATOR", bench.device.type)
-        join_torch(job.folder, hc.rank(), hc.size(), device=bench.device)
+        join_torch(job.folder, bench.device)
     for configuration in job.configurations if job.memory else ():
         print(configuration.name, flush=True)
         try:
@@ -185,10 +181,3 @@ def measure(job: ShardJob) -> dict[str, Findings]:
     if job.rounds:
         bench.time(running)
     return bench.findings
-
-
-if __name__ == "__main__":
-    run_rank(ShardJob, measure)
-    hc.shutdown()
-    sys.stdout.flush()
-    os._exit(0)  # the orderly end of several engines in one process takes long

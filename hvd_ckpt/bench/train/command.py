@@ -8,10 +8,20 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.bench.harness.cases import Column, attributes, results_of, table_of, yes_or_no
+from hvd_ckpt.bench.harness.cases import (
+    Case,
+    Column,
+    attributes,
+    conditions,
+    figure,
+    results_of,
+    table_of,
+    yes_or_no,
+)
 from hvd_ckpt.bench.harness.jobs import RankJob
 from hvd_ckpt.bench.harness.options import BenchRun, bench_command
 from hvd_ckpt.bench.harness.report import Report
@@ -66,78 +76,54 @@ class Settings(BenchSettings):
 class Job(RankJob):
     """One model, with steps of ``accumulate`` micro-batches."""
 
-    worker = "hvd_ckpt.bench.train.loops"
+    worker = "hvd_ckpt.bench.train.loops:measure"
 
     model: str
     accumulate: int
     settings: Settings
 
 
-@dataclass
-class RankResult:
-    """The measurements of one rank.
-
-    Attributes:
-        threads: CPU threads that PyTorch used.
-        trainer, by_hand: seconds of each round of the two loops.
-        differences: weights and buffers that differ between the models of both after the same steps.
-    """
-
-    threads: int
-    trainer: list[float] = field(default_factory=list)
-    by_hand: list[float] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
+def figures_of(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a case, from those that each rank has found; without ranks they are empty."""
+    return {
+        "threads": max((rank["threads"] for rank in ranks), default=0),
+        **{loop: slowest(rank[loop] for rank in ranks) for loop in ("trainer", "by_hand")},
+        "differences": sorted({name for rank in ranks for name in rank["differences"]}),
+    }
 
 
-@dataclass
-class Case:
-    """One model with one number of micro-batches.
-
-    Attributes:
-        trainer, by_hand: seconds of a step in each round, on the slowest rank.
-        differences: weights and buffers that differ between the loops on some rank.
-        failure: why there is no result.
-    """
-
-    model: str
-    accumulate: int
-    threads: int = 0
-    trainer: list[float] = field(default_factory=list)
-    by_hand: list[float] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    failure: str | None = None
-
-    def add(self, steps: int, ranks: Sequence[RankResult]) -> None:
-        """Adds the results of all ranks, over rounds of so many steps."""
-        self.threads = ranks[0].threads
-        self.trainer = [seconds / steps for seconds in slowest(rank.trainer for rank in ranks)]
-        self.by_hand = [seconds / steps for seconds in slowest(rank.by_hand for rank in ranks)]
-        self.differences = sorted({name for rank in ranks for name in rank.differences})
-
-    @property
-    def passed(self) -> bool:
-        """Whether both loops ran and did the same."""
-        return self.failure is None and not self.differences
+def passed(case: Case) -> bool:
+    """Whether both loops ran and did the same."""
+    return case.failure is None and not case.figures["differences"]
 
 
-def _milliseconds(rounds: Sequence[float]) -> float | None:
+def _median(rounds: Sequence[float]) -> float | None:
     return 1000 * statistics.median(rounds) if rounds else None
 
 
 COLUMNS = (
-    Column("model", lambda case: case.model, key="model", left=True),
-    Column("micro-batches", lambda case: case.accumulate, key="accumulate"),
-    Column("trainer ms", lambda case: _milliseconds(case.trainer), ".1f"),
-    Column("by hand ms", lambda case: _milliseconds(case.by_hand), ".1f"),
-    Column("ratio", lambda case: quartiles_of_ratios(case.trainer, case.by_hand), ".3f", key="ratio"),
+    *conditions("model", left=("model",)),
+    Column("micro-batches", lambda case: case.at["accumulate"], key="accumulate"),
+    Column("trainer ms", lambda case: case.figure("trainer", _median), ".1f"),
+    Column("by hand ms", lambda case: case.figure("by_hand", _median), ".1f"),
     Column(
-        "same weights", lambda case: "failed" if case.failure else yes_or_no(not case.differences), left=True
+        "ratio",
+        lambda case: quartiles_of_ratios(case.figures["trainer"], case.figures["by_hand"]),
+        ".3f",
+        key="ratio",
     ),
-    *attributes("threads", "trainer", "by_hand", "differences", "failure", "passed"),
+    Column(
+        "same weights",
+        lambda case: "failed" if case.failure else yes_or_no(not case.figures["differences"]),
+        left=True,
+    ),
+    *(figure(name) for name in ("threads", "trainer", "by_hand", "differences")),
+    *attributes("failure"),
+    Column("", passed, key="passed"),
 )
 
 
-@bench_command("train", settings=Settings)
+@bench_command(Settings)
 def train(run: BenchRun, settings: Settings) -> None:
     """Time what `hvd-ckpt train` adds to a step, beside a loop written by hand with the same calls.
 
@@ -149,13 +135,13 @@ def train(run: BenchRun, settings: Settings) -> None:
     models = list(itertools.product(enumerate(settings.models), settings.accumulate))
     with run.progress(len(models)) as progress:
         for (number, model), count in models:
-            cases.append(case := Case(model, count))
             name = f"{model}, {count} micro-batches"
             job = Job(run.jobs / f"{number}-{count}", settings.ranks, model, count, settings)
-            if ranks := progress.job(name, job, RankResult):
-                case.add(settings.steps, ranks)
+            case = Case("", {"model": model, "accumulate": count})
+            case.figures = figures_of(progress.job(name, job, dict[str, Any]))
             case.failure = run.failures.get(name)
-    run.finish(success=all(case.passed for case in cases))
+            cases.append(case)
+    run.finish(success=all(map(passed, cases)))
 
 
 def make_report(run: BenchRun, cases: Sequence[Case]) -> Report:
@@ -164,12 +150,12 @@ def make_report(run: BenchRun, cases: Sequence[Case]) -> Report:
         "The training loop beside a loop written by hand",
         [table_of(COLUMNS, cases, folded=1)],
         results_of(COLUMNS, cases),
-        {"threads per rank": max((case.threads for case in cases), default=0)},
+        {"threads per rank": max((case.figures["threads"] for case in cases), default=0)},
         notes=NOTES,
     )
     report.remarks += [
-        f"{case.model}, {case.accumulate} micro-batches: weights or buffers differ: {', '.join(case.differences)}"
+        f"{case.at['model']}, {case.at['accumulate']} micro-batches: weights or buffers differ: {', '.join(differences)}"
         for case in cases
-        if case.differences
+        if (differences := case.figures["differences"])
     ]
     return report
