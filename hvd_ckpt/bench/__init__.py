@@ -8,7 +8,9 @@ local       local SGD and DiLoCo beside synchronous training
 pipeline    pipeline stages beside torch.distributed.pipelining
 shard       memory and time of sharding
 tensor      layers in parts beside PyTorch's parallelize_module
-faults      runs that are killed, resumed and checked; replicas: hashes of runs on several numbers of ranks. Both are in tests/
+faults      runs that are killed, resumed and checked (the runs are in tests/faults)
+replicas    hashes of runs on several numbers of ranks (the runs are in tests/same_bits)
+gpu         the checks of ``hvd-ckpt doctor --gpu``
 train       overhead of the training loop
 scale       what communication costs on many ranks, predicted
 command     ``hvd-ckpt bench``: the group of commands

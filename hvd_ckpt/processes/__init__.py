@@ -11,6 +11,6 @@ single_copy   messages within a host, where ranks cannot read each other's memor
 devices       the device of each process
 commands      commands that end with everything that they have started
 watchdog      ranks that die or stand still, named
-uncaught      an exception on one rank ends the job on all
+uncaught      what an uncaught error prints: a traceback for each host, one line for each other rank
 probe         what a set-up can do, tried in a process of its own
 """

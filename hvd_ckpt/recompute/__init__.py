@@ -1,4 +1,33 @@
-"""Activation checkpointing: the forward pass keeps some tensors, and the backward pass recomputes the others."""
+"""Activation checkpointing: the forward pass keeps some tensors, and the backward pass recomputes the others.
+
+Functions and segments, run again as a whole:
+
+    checkpoint     ``checkpoint``
+    sequential     chains of layers in segments
+    function       ``CheckpointFunction``: one autograd node
+    region         a function with the modules that it can reach, and its passes
+    state          random state and the like, restored for each recomputation
+    written        tensors that a first pass has written
+    containers     nested arguments and results
+    transforms     transforms that do not work with recomputation
+
+Single calls, dropped and replayed:
+
+    calls          facts about torch functions: which can be repeated
+    tape           records the calls of a block, and drops results
+    replay         runs dropped calls again
+    keeper         tensors that are kept for that
+    saved          kept tensors in fewer bytes
+    host           kept tensors in host memory
+    partition      kept tensors split over the parts of tensor parallelism
+
+Verification, and heads of language models:
+
+    watch          tensors that autograd saves in a region
+    verify         whether the recomputation has given the same
+    cross_entropy  the cross entropy of a linear head in chunks
+    deferred       the same in a model whose code stays as it is
+"""
 
 from hvd_ckpt.recompute.checkpoint import checkpoint
 from hvd_ckpt.recompute.cross_entropy import chunked_cross_entropy

@@ -32,7 +32,7 @@ UNREPEATABLE = {
     torch.autograd.grad,
     Tensor.set_,
 }
-"""Functions whose results depend on more than the values of their arguments."""
+"""Functions that a replay cannot repeat: their results depend on state that it does not restore."""
 
 UNTRACKED = {_attributes.data.__set__, _attributes.data.__get__, Tensor.set_}
 """Functions after which their arguments can be changed past the version counters."""

@@ -1,4 +1,40 @@
-"""Gradient reduction: each gradient is allreduced once, in a fixed order; and collectives of objects and states."""
+"""Gradient reduction: each gradient is allreduced once, in a fixed order; and collectives of objects and states.
+
+The way of a gradient:
+
+    accumulation  hooks that count how often each gradient arrives, and the optimizer that owns it
+    assignment    the order of parameters, and which of them share a bucket
+    buckets       the flat tensors that gradients lie in
+    reducer       when each bucket leaves, and what ranks agree on in a step
+    communicator  the reduction of a bucket
+    collectives   asynchronous collectives of a process set, with names
+
+What is not usual:
+
+    late          late and unbucketed gradients, control flags, the resynchronization of ranks
+    modified      gradients that change while their bucket is in flight
+    results       changes of gradients after a synchronization
+    sums          gradients that are sums over the ranks already (op=Sum)
+    tree          gradients of logical replicas
+
+The optimizer:
+
+    construction  checks before it is made
+    wrapping      makes it from the wrapped one
+    optimizer     its methods
+    phases        what its calls allow
+    state, stats  its state, and counts of what has left
+    weights       a comparison of weights in each step
+    consistency   a comparison of all weights, on request
+
+Collectives outside of a step:
+
+    agreement     options, errors and objects that ranks compare
+    broadcast     parameters, optimizer state and objects
+    leveling      equal orders and names after ranks have loaded separately
+    process_sets  groups of ranks, such as those of each host
+    scatter       ``reducescatter`` of Horovod
+"""
 
 from hvd_ckpt.reduction.broadcast import (
     allgather_object,

@@ -195,7 +195,8 @@ class BucketAssignment:
     ) -> tuple[list[int], list[int]]:
         """Takes parameters that are used for the first time into the order; returns the dense ones, in order, and the sparse ones.
 
-        The order is the leader's. What has no gradient there comes last, later layers first.
+        The order is that of rank 0 of the process set, the leader. What has no gradient there (place 0) comes last, later layers
+        first.
 
         Args:
             votes: the sum over the ranks of their :meth:`placement_votes`.

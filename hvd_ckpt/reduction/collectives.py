@@ -27,8 +27,9 @@ LARGEST = 2**31 - 1
 long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
 """Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
 TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES = 1 << 20, 2 << 10
-"""From this much on, in all and for each rank, ranks on several hosts add up within hosts first. That is two alltoalls in place of
-one. With less, their messages take longer than the bytes that they save (``hvd-ckpt bench scale``)."""
+"""Ranks on several hosts add up within hosts first if the sum has at least the first number of bytes, and at least the second times
+the number of ranks. That is two alltoalls in place of one. With less, their messages take longer than the bytes that they save
+(``hvd-ckpt bench scale``)."""
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
 # Dtypes that Horovod carries; all others are carried as one of these, bit for bit.

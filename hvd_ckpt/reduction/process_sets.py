@@ -85,7 +85,7 @@ def ranks_of_hosts(process_set: Any, name: str) -> list[list[int]]:
 
 
 def hosts_of(process_set: Any, name: str) -> list[list[int]] | None:
-    """The :attr:`.Collectives.hosts` of a process set. Collective, if the job runs on several hosts."""
+    """Positions of the ranks of each host, for sums in two levels; None for one level. Collective, if the job runs on several hosts."""
     if local_size() == size():  # the same on all ranks
         return None
     place = {rank: number for number, rank in enumerate(ranks_of(process_set))}
@@ -93,10 +93,10 @@ def hosts_of(process_set: Any, name: str) -> list[list[int]] | None:
 
 
 def levels(hosts: Sequence[Sequence[int]]) -> list[list[int]] | None:
-    """The ranks of each host, from the first, if a reduce-scatter can add up within hosts first; else None.
+    """The hosts in order, or None if ranks cannot add up within hosts first.
 
-    That takes several hosts with equally many ranks, more than one, numbered host by host. Then a sum in a binary tree over the
-    ranks has the same bits in both levels as in one.
+    They can if there are several hosts, each has the same number of ranks (at least two), and ranks are numbered host by host. Then
+    a sum in a binary tree over the ranks has the same bits in both levels as in one.
     """
     groups = sorted(sorted(host) for host in hosts)
     ranks = [rank for group in groups for rank in group]

@@ -1,4 +1,41 @@
 """ZeRO over Horovod: optimizer state, gradients and parameters split over the ranks.
 
 Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+
+All stages:
+
+    construction     checks of arguments, then layout, reducer and store
+    layout           which rank has which elements of which parameter
+    optimizer        the methods of the optimizer, which updates shards
+    sharding         the parts of an optimizer, as one object
+    exchange         reduce-scatter and all-gather
+    formats          the number formats in which ranks send values
+    elementwise      optimizers that can update shards
+    state            the optimizer's state in parts
+    clipping         the norm of all gradients
+    averaging        running averages of the weights
+    offload, host_memory                 shards in files or in pinned memory
+    estimate, memory_estimate, measured_memory    the memory of a step on any number of ranks
+
+Gradients (stages 2 and 3):
+
+    reducer          reduce-scatters groups during the backward pass
+    schedule         when each group leaves
+    in_flight        packs, sends, and adds what arrives
+    gradients        placeholders in ``p.grad``, and whole gradients
+    flags            what ranks tell each other in each step
+    replicas         gradients of logical replicas
+
+Weights:
+
+    flat             whole parameters, gathered after each step (stages 1 and 2)
+    parameters       parameters that are whole only while their unit runs (stage 3)
+    units            which parameters are gathered together
+    module_hooks     hooks around a module's passes
+    passes           when units are gathered and freed
+    prefetch         the order in which units are gathered ahead
+    unshard          the states of a unit's parameters
+    group_memory     the memory of one group of a unit
+    written          weights that change while they are whole
+    divergence       ranks that run different units
 """

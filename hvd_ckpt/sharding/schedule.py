@@ -126,7 +126,7 @@ class Schedule:
         return self._layout.groups[self.order[self.position % len(self.order)]]
 
     def has_left(self, group: Group, in_sequence: bool) -> None:
-        """A group has been launched: what accumulations from now on belongs to its next round."""
+        """A group has been launched: what accumulates from now on belongs to its next round."""
         self.position += in_sequence
         self.launched[group.position] += 1
         self._waiting[group.position] = self._expecting[group.position]
