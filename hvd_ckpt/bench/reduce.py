@@ -24,7 +24,7 @@ from hvd_ckpt.bench.harness.cases import (
     figure,
     find_case,
     in_mib,
-    milliseconds,
+    median_in_ms,
     results_of,
     table_of,
 )
@@ -246,7 +246,7 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Rep
         Column("", lambda case: case.seconds, key="jobs"),
         Column("", lambda case: case.step, key="step_seconds"),
         Column(
-            "step ms", lambda case: None if case.failure else case.step, milliseconds(".1f"), missing="failed"
+            "step ms", lambda case: None if case.failure else case.step, median_in_ms(".1f"), missing="failed"
         ),
         *(of(name) for name in BASELINES if name in settings.engines),
         figure("gradient_bytes", max, "gradients MiB", in_mib()),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvd_ckpt.bench.harness.cases import Case, Column, in_milliseconds, table_of
+from hvd_ckpt.bench.harness.cases import Case, Column, quartiles_in_ms, table_of
 from hvd_ckpt.bench.harness.jobs import RankJob, join_torch
 from hvd_ckpt.bench.harness.options import ONE_THREAD, BenchRun, bench_command
 from hvd_ckpt.bench.harness.settings import BenchSettings, setting
@@ -136,7 +136,7 @@ def tensor(run: BenchRun, settings: Settings) -> None:
     ]
     columns = [
         Column("engine", lambda case: case.engine, left=True),
-        Column("step ms", lambda case: case.step, in_milliseconds(".1f")),
+        Column("step ms", lambda case: case.step, quartiles_in_ms(".1f")),
         Column(
             f"of {THEIRS}", lambda case: case.ratio(cases[1]) if case is cases[0] else None, ".2f", missing=""
         ),

@@ -11,9 +11,9 @@ A replay runs torch functions only: no module code, no hooks, no side effects. A
 module runs once. The graph is the one that autograd built in the forward pass, so each parameter's gradient accumulates once.
 
 Some results cannot be dropped. These are results of custom autograd functions and of compiled functions, which the tape does not
-see, of functions in :data:`.calls.UNREPEATABLE`, of calls that are given a generator, and of calls that change a tensor in place and
-cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate (Zhao et al.,
-2023) also keep some tensors of a block and recompute others. They trace the model into a graph and run the graph in its place.
+see, of functions in :data:`.calls.UNREPEATABLE`, of calls that are given a generator, and of calls that change a tensor in place
+and cannot be repeated. Checkmate (Jain et al., 2020) and Rockmate (Zhao et al., 2023) also keep some tensors of a block and
+recompute others. They trace the model into a graph and run the graph in its place.
 """
 
 from __future__ import annotations

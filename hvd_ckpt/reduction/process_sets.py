@@ -85,7 +85,10 @@ def ranks_of_hosts(process_set: Any, name: str) -> list[list[int]]:
 
 
 def hosts_of(process_set: Any, name: str) -> list[list[int]] | None:
-    """Positions of the ranks of each host, for sums in two levels; None for one level. Collective, if the job runs on several hosts."""
+    """Positions of the ranks of each host, for sums in two levels; None for one level.
+
+    Collective, if the job runs on several hosts.
+    """
     if local_size() == size():  # the same on all ranks
         return None
     place = {rank: number for number, rank in enumerate(ranks_of(process_set))}

@@ -1,9 +1,9 @@
 """Wire formats: the number formats in which ranks send gradients and parameters.
 
 Horovod only moves bytes here. Each rank encodes a row for each rank. The receiver of rows adds them in rank order, in float32 or
-wider, so sums are rounded once per addition and repeat bit for bit. On several hosts the sum of each host is encoded once more. ``int8`` is the blockwise format of ZeRO++ (Wang et al.
-2023): that of its parameter gathers (qwZ) and of its gradients through an alltoall (qgZ). ``int4`` is for gradients, in half the
-bytes.
+wider, so sums are rounded once per addition and repeat bit for bit. On several hosts the sum of each host is encoded once more.
+``int8`` is the blockwise format of ZeRO++ (Wang et al. 2023): that of its parameter gathers (qwZ) and of its gradients through an
+alltoall (qgZ). ``int4`` is for gradients, in half the bytes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ In every step the loop checks for a request to stop and for a loss that is not f
 (:meth:`~hvd_ckpt.reduction.optimizer.ReducedOptimizer.notify`) informs the other ranks. Only if it is set do all ranks gather
 their reports, so the check costs nothing. All stop after the same step, with a snapshot.
 
-When a rank fails, all ranks exit, and one on each host prints the traceback (:mod:`hvd_ckpt.processes.uncaught`). A process that has
-failed exits without Horovod's orderly shutdown, which would wait for ranks that compute, and the launcher ends the others.
+When a rank fails, all ranks exit, and one on each host prints the traceback (:mod:`hvd_ckpt.processes.uncaught`). A process that
+has failed exits without Horovod's orderly shutdown, which would wait for ranks that compute, and the launcher ends the others.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ A benchmark, whole::
 
     COLUMNS = [
         *conditions("np"),
-        Column("step ms", lambda case: case.step, milliseconds(".1f"), key="step_seconds"),
+        Column("step ms", lambda case: case.step, median_in_ms(".1f"), key="step_seconds"),
         figure("bytes", max, "sent MiB", in_mib()),
     ]
 

@@ -131,12 +131,12 @@ def results_of(columns: Iterable[Column], cases: Iterable[Any]) -> list[dict[str
     return [{column.key: column.of(case) for column in columns if column.key} for case in cases]
 
 
-def milliseconds(form: str) -> Callable[[Quartiles], str]:
+def median_in_ms(form: str) -> Callable[[Quartiles], str]:
     """Writes the median of seconds as milliseconds."""
     return lambda seconds: f"{1000 * seconds.median:{form}}"
 
 
-def in_milliseconds(form: str) -> Callable[[Quartiles], str]:
+def quartiles_in_ms(form: str) -> Callable[[Quartiles], str]:
     """Writes quartiles of seconds as milliseconds, all three."""
     return lambda seconds: f"{seconds.times(1000):{form}}"
 

@@ -19,7 +19,7 @@ from hvd_ckpt.bench.harness.cases import (
     figure,
     find_case,
     in_mib,
-    milliseconds,
+    median_in_ms,
     results_of,
     table_of,
 )
@@ -214,7 +214,7 @@ def make_report(run: BenchRun, settings: Settings, cases: Sequence[Case]) -> Rep
         *conditions("workload", "np", "schedule", left=("workload", "schedule")),
         Column("engine", lambda case: case.engine, key="engine", left=True),
         Column("", lambda case: case.seconds, key="jobs"),
-        Column("step ms", lambda case: case.step, milliseconds(".0f")),
+        Column("step ms", lambda case: case.step, median_in_ms(".0f")),
         Column("of torch", of_torch, ".2f", key="of_torch", itself=TORCH),
         Column("of ideal", of_ideal, ".2f", key="of_ideal"),
         figure("peak_bytes", max, "peak MiB", in_mib()),

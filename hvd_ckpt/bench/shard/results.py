@@ -13,7 +13,7 @@ from hvd_ckpt.bench.harness.cases import (
     Column,
     attributes,
     in_mib,
-    in_milliseconds,
+    quartiles_in_ms,
     results_of,
     table_of,
     yes_or_no,
@@ -177,7 +177,7 @@ class Results:
         """Time and messages."""
         return [
             *WHO,
-            Column("step ms", lambda result: result.step, in_milliseconds(".0f")),
+            Column("step ms", lambda result: result.step, quartiles_in_ms(".0f")),
             Column("samples/s", self.samples_per_second, ".1f"),
             Column("ratio to best baseline", self.of_best_baseline, ".2f", key="of_best_baseline"),
             Column("counted MiB", lambda result: result.mean("counted"), in_mib()),
