@@ -16,7 +16,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max
 
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import raise_together
+from hvd_ckpt.reduction.agreement import Failure, raise_first_failure, raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.extras import apex_unavailable as apex_unavailable
 from hvd_ckpt.utils.text import PRECISIONS
@@ -82,20 +82,35 @@ class GradScaler(torch.amp.GradScaler):
         try:
             with optimizer.unscaling():
                 super().unscale_(optimizer)
-        except ValueError as exception:  # float16 gradients, which another rank may have none of
+        except ValueError as exception:  # float16 gradients; another rank, stage or part may have none
             error = exception
-            if not (self._enabled and optimizer.finds_overflow_alone):
-                raise
         grid = current()
         if not self._enabled or not (optimizer.finds_overflow_alone or grid.model_parallel_size > 1):
+            if error is not None:
+                raise error
             return
         # What was found must be exchanged. A rank without gradients has found nothing, and takes part all the same.
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         anywhere = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
+        # Errors first: a rank that raised alone would be missing from the exchanges below.
+        members = optimizer.process_set
         if optimizer.finds_overflow_alone:
-            members = optimizer.process_set
-            # Errors first: a rank that raised alone would be missing from the allreduce below.
-            raise_together(error, members, "hvd_ckpt.unscale")
+            try:
+                raise_together(error, members, "hvd_ckpt.unscale")
+            except Exception as exception:
+                if grid.model_parallel_size == 1:
+                    raise
+                error = exception
+        if grid.model_parallel_size > 1:
+            failed = torch.tensor([float(error is not None)], dtype=torch.float64)
+            if any(bool(each) for each in grid.gather(failed)):
+                failures: list[Failure | None] = [None] * grid.size
+                own = None if error is None else Failure.of(error)
+                for number, failure in enumerate(grid.gather_objects(own)):
+                    stage, part = divmod(number, grid.tensor)
+                    failures[grid.process(stage, part=part)] = failure
+                raise_first_failure(error, failures)
+        if optimizer.finds_overflow_alone:
             mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
         if grid.model_parallel_size > 1:
             anywhere = torch.stack(grid.gather(anywhere)).amax(0)

@@ -144,7 +144,10 @@ class Replicas:
             _copy(own, buffers, own)
 
     def leave(self, index: int, failed: bool) -> None:
-        """Ends a replica: restores the model's buffers."""
+        """Ends a replica: restores the model's buffers.
+
+        What a replica that failed has changed is not kept, since it may be computed again.
+        """
         buffers, own = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
             # Buffers that no pass changes, such as tables of positions, are not kept for each replica.
@@ -153,7 +156,8 @@ class Replicas:
                 for name, buffer in buffers.items()
                 if name in own or not torch.equal(buffer, self._outside[name])
             }
-            _keep(changed, own)
+            if not failed:
+                _keep(changed, own)
             _copy(changed, buffers, self._outside)
         if not failed:
             self._reducer.end_replica()

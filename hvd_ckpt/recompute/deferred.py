@@ -284,7 +284,7 @@ class DeferredLogits(Tensor):
             if like.shape[-1:] != shape[-1:] or like.dtype != dtype:
                 return None
             hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
-        elif name == "__getitem__" and hidden.shape[-1] != shape[-1] and self._of_rows(args[1], shape):
+        elif name == "__getitem__" and self._of_rows(args[1], shape):
             hidden = hidden[args[1]]
             like = None if isinstance(args[1], Tensor) else state.like[args[1]]
         else:
@@ -297,13 +297,17 @@ class DeferredLogits(Tensor):
         return DeferredLogits.of(call.with_hidden(hidden), dtype, like, view)
 
     def _of_rows(self, index: Any, shape: torch.Size) -> bool:
-        """Whether an index keeps the last dimension whole."""
+        """Whether an index chooses rows and keeps the last dimension whole, whose number of logits and of hidden states differ."""
         if isinstance(index, Tensor):
-            return (index.dim() if index.dtype == torch.bool else 1) < len(shape)
-        if any(isinstance(part, (Tensor, list)) for part in (index if isinstance(index, tuple) else [index])):
+            return (index.dim() if index.dtype in (torch.bool, torch.uint8) else 1) < len(shape)
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(part, (int, slice, type(None), type(Ellipsis))) for part in parts):
             return False
+        # One length does not tell the last dimension: there may be as many positions as logits, or a slice up to the last logit. An
+        # index that keeps it whole does so for one logit more, and takes the same rows.
         left = self.state.like[index].shape
-        return left[-1:] == shape[-1:] and len(left) > 1
+        more = torch.empty((*shape[:-1], shape[-1] + 1), device="meta")[index].shape
+        return len(left) > 1 and (*left[:-1], left[-1] + 1) == tuple(more) and left[-1:] == shape[-1:]
 
     def _cross_entropy(
         self, shape: torch.Size, dtype: torch.dtype, targets: Any, options: dict[str, Any]

@@ -73,12 +73,20 @@ def reach(*roots: Any) -> Reach:
     """
     reached = Reach()
     seen: set[int] = set()
+    opened: dict[tuple[int, bool], int] = {}
     for root in roots:
-        _visit(root, reached, seen, _MAX_DEPTH, open_objects=True)
+        _visit(root, reached, seen, opened, _MAX_DEPTH, open_objects=True)
     return reached
 
 
-def _visit(value: Any, reached: Reach, seen: set[int], depth: int, open_objects: bool) -> None:
+def _visit(
+    value: Any,
+    reached: Reach,
+    seen: set[int],
+    opened: dict[tuple[int, bool], int],
+    depth: int,
+    open_objects: bool,
+) -> None:
     if value is None or isinstance(value, (str, bytes, int, float, complex)) or id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
@@ -92,17 +100,19 @@ def _visit(value: Any, reached: Reach, seen: set[int], depth: int, open_objects:
         seen.add(id(value))
         reached.generators.append(value)
         return
-    if depth == 0:
+    # The first way to an object may be so long that it ends before the modules in it, or lead through another object. A shorter or
+    # more direct way opens it again.
+    if depth <= max(opened.get((id(value), objects), 0) for objects in (True, open_objects)):
         return
+    opened[id(value), open_objects] = depth
     held = _held_by(value)
     if held is None:
         if not open_objects:
             return
         held = list(getattr(value, "__dict__", {}).values())
         open_objects = False
-    seen.add(id(value))
     for item in held:
-        _visit(item, reached, seen, depth - 1, open_objects)
+        _visit(item, reached, seen, opened, depth - 1, open_objects)
 
 
 def _add_module(root: nn.Module, reached: Reach, seen: set[int]) -> None:

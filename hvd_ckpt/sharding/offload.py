@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.sharding.elementwise import class_of
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.host_memory import MappedFiles, OffloadError, PinnedMemory
@@ -199,8 +200,7 @@ class Offload:
             for name, value in optimizer.param_groups[number].items()
             if name != "params"
         }
-        # As text, since options may be tensors, whose comparison is no single bool.
-        before = repr((options, _numbers(optimizer)))
+        before = _described(options, _numbers(optimizer))
         group = {"params": [small], **options}
         state: dict[str, Any] = {}
         try:
@@ -215,7 +215,7 @@ class Offload:
         finally:
             state = optimizer.state.pop(small, {})
         after = {name: value for name, value in group.items() if name != "params"}
-        if repr((after, _numbers(optimizer))) != before:
+        if _described(after, _numbers(optimizer)) != before:
             raise ValueError(
                 f"the state of optimizer {class_of(optimizer).__name__} cannot be offloaded: its step changes values in "
                 f"param_groups or attributes, so it cannot be taken for one parameter after the other; leave offload at None"
@@ -284,6 +284,11 @@ class Offload:
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Attributes of an optimizer that a step could count in."""
     return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+
+
+def _described(*values: Any) -> str:
+    """Values as text, since options may be tensors, whose comparison is no single bool; tensors with all their digits."""
+    return repr(map_tensors(lambda tensor: tensor.tolist(), torch.Tensor, values))
 
 
 @contextmanager

@@ -6,7 +6,6 @@ at the same time, and one gather serves both.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -230,9 +229,15 @@ def check_memory(
         stop = start + (last + 1) * parameter.element_size()
         places.append((str(parameter.device), start, stop, name, id(parameter) in wanted))
     places.sort()
-    for (device, _, stop, name, first), (other_device, start, _, other, second) in itertools.pairwise(places):
-        if device == other_device and start < stop and (first or second):
-            raise ValueError(
-                f"parameters '{name}' and '{other}' are two that share memory; make them one and the same nn.Parameter, or give "
-                "one memory of its own: parameter.data = parameter.data.clone()"
-            )
+    # By device and by whether a parameter is to be split: of those that start before this one, the one that ends last, which need
+    # not be its neighbor.
+    last_of: dict[tuple[str, bool], tuple[int, str]] = {}
+    for device, start, stop, name, is_split in places:
+        for before in (True, False) if is_split else (True,):
+            end, other = last_of.get((device, before), (start, ""))
+            if start < end:
+                raise ValueError(
+                    f"parameters '{other}' and '{name}' are two that share memory; make them one and the same nn.Parameter, or "
+                    "give one memory of its own: parameter.data = parameter.data.clone()"
+                )
+        last_of[device, is_split] = max(last_of.get((device, is_split), (stop, name)), (stop, name))

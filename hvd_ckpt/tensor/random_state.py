@@ -87,7 +87,8 @@ def _mask(x: Tensor, p: float, dim: int | None = None) -> Tensor:
     whole = x.new_empty([x.shape[d] * (grid.tensor if d == dim else 1) for d in order])
     whole.bernoulli_(1 - p)
     slice_ = whole.narrow(order.index(dim), grid.part * own, own)
-    return slice_.permute([order.index(d) for d in range(x.dim())]) / (1 - p)
+    mask = slice_.permute([order.index(d) for d in range(x.dim())])
+    return mask / (1 - p) if p < 1 else mask  # of zeros
 
 
 def _attention(

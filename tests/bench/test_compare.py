@@ -248,6 +248,10 @@ def test_difference_is_absolute_and_relative_to_what_training_changed(bad):
     assert largest_difference(found, expected, start) == (0.5, relative, "small")
     assert largest_difference({**found, "small": torch.tensor([0.0, bad])}, expected, start)[0] == inf
     assert largest_difference({}, expected, start) == (inf, inf, "big")
+    lost = {**expected, "small": torch.tensor([0.0, bad])}
+    assert (
+        largest_difference(found, lost, start) == largest_difference(lost, lost, start) == (inf, inf, "small")
+    )
 
 
 WRONG = [

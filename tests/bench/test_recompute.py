@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,12 +61,30 @@ def test_a_densenet_is_checkpointed_in_its_layers_and_batch_norms_that_run_twice
     assert case.sound, "a fault of a method is none of this library"
 
 
-def test_a_wrong_result_is_told_and_does_not_count() -> None:
+class Lost(torch.autograd.Function):
+    """The identity, whose gradient is nan."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.nan
+
+
+@pytest.mark.parametrize("gradient", ["half", "nan"])
+def test_a_wrong_result_is_told_and_does_not_count(gradient: str) -> None:
     measured = Bench(workload("gpt", "quick"), CPU)
-    entry = Entry("half", "blocks")
-    measured.measure(entry, lambda: lambda inputs: 0.5 * measured.model(inputs))
+    entry = Entry("wrong", "blocks")
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = measured.model(inputs)
+        return 0.5 * output if gradient == "half" else Lost.apply(output)  # type: ignore[no-untyped-call]
+
+    measured.measure(entry, lambda: forward)
     assert entry.runs and not entry.right
-    assert entry.same.startswith("loss by")
+    assert entry.same.startswith("loss by" if gradient == "half" else "gradients by nan")
 
 
 def test_a_method_that_fails_is_an_entry_with_a_reason() -> None:

@@ -63,6 +63,12 @@ def test_a_small_allreduce_doubles_distances_over_mpi_and_goes_round_over_gloo()
     assert gloo.allreduce(8, 8).seconds == pytest.approx(14.0, rel=1e-3)
 
 
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+def test_a_broadcast_of_nothing_is_a_message(controller: str) -> None:
+    cost = Network(local=2, controller=controller).broadcast(0, 4)
+    assert (cost.sent, cost.messages) == (0, 1) and cost.seconds > 0
+
+
 def test_groups_that_talk_at_the_same_time_share_the_link() -> None:
     assert BARE.every(2) == dataclasses.replace(BARE, local=1, bandwidth=0.5e6)
     assert BARE.every(1) == BARE

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
 
+import hvd_ckpt as hc
+from hvd_ckpt.bench.shard import worker
 from hvd_ckpt.bench.shard.job import Configuration, Findings, configurations
 from hvd_ckpt.bench.shard.results import Result, Results
 from hvd_ckpt.bench.shard.worker import storage_bytes
@@ -87,6 +92,26 @@ def test_missing_engines_are_remarks_and_only_failures_of_this_library_count() -
     again = [{"hvd_ckpt-3": one} for one in (findings(1, [1.0]), broken)]
     found.take(again, found.all[:1], memory=True)
     assert not found.sound
+
+
+def test_a_configuration_that_fails_on_another_rank_is_timed_on_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("none", "optimizer")
+    timed: list[str] = []
+    bench = SimpleNamespace(
+        findings={name: Findings() for name in names},
+        examine=lambda configuration: None,
+        time=lambda running: timed.extend(one.name for one in running),
+    )
+    monkeypatch.setattr(worker, "Bench", lambda job: bench)
+    others = {"none": False, "optimizer": True}
+    asked = iter(names)
+    monkeypatch.setattr(hc, "init", lambda: None)
+    monkeypatch.setattr(hc, "allgather_object", lambda failed: [failed, others[next(asked)]])
+    some = [SimpleNamespace(name=name, ours=True) for name in names]
+    worker.measure(cast(Any, SimpleNamespace(configurations=some, memory=True, rounds=1)))
+    assert timed == ["none"]
 
 
 def test_each_storage_counts_once_and_mapped_files_apart(tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ def test_a_stage_that_hangs_is_named_within_the_stall_timeout(controller: str, c
     )
 
 
+def test_float16_gradients_of_one_stage_are_refused_on_all() -> None:
+    status, output = run("gloo", 4, "2", "float16")
+    assert status == 0, output
+    assert output.count("equal") == 4, output
+
+
 def test_stages_that_differ_are_refused() -> None:
     status, output = run("gloo", 2, "2", "differ")
     assert status != 0

@@ -216,6 +216,34 @@ def test_deferred_logits_are_a_tensor_like_any_other():
     assert not isinstance(hc.checkpoint(model, hidden), DeferredLogits)
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "use", "is_deferred"),
+    [
+        (5, lambda logits: logits.view(-1, 5)[:, :5], False),
+        (6, lambda logits: logits[:, :, 0], False),
+        (6, lambda logits: logits[..., 0], False),
+        (6, lambda logits: logits[..., :6], False),
+        (6, lambda logits: logits[0, :, None, 2], False),
+        (6, lambda logits: logits[:, -1], True),
+        (8, lambda logits: logits[0, 1:, :], True),
+        (8, lambda logits: logits[:, 0], True),
+    ],
+)
+def test_only_rows_of_deferred_logits_stay_deferred(vocabulary, use, is_deferred):
+    """Of 3 x 6 rows, from hidden states of width 8."""
+    hidden, head = torch.randn(3, 6, 8), nn.Linear(8, vocabulary)
+    expected = use(head(hidden))
+    model = in_plan("0", head, 2).apply(nn.Sequential(head))
+    found = use(model(hidden))
+    assert isinstance(found, DeferredLogits) == is_deferred
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    torch.testing.assert_close(torch.as_tensor(found + 0), expected)
+    if expected.dim() == 2:
+        targets = torch.zeros(len(expected), dtype=torch.int64)
+        losses = [functional.cross_entropy(scores, targets) for scores in (use(model(hidden)), expected)]
+        torch.testing.assert_close(*losses)
+
+
 class Squares(torch.autograd.Function):
     """Somebody's own loss, which is not called like a function of torch."""
 

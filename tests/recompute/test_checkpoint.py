@@ -8,6 +8,7 @@ import gc
 import itertools
 import weakref
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,6 +295,24 @@ def test_parameters_within_reach_but_not_used(run):
     both[1](hidden).sum().backward()
     assert both[0].weight.grad is None
     assert both[1].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [lambda layers: ([[[layers]]], layers), lambda layers: (SimpleNamespace(layers=layers), layers)],
+    ids=["a longer way first", "a way through an object first"],
+)
+@VARIANTS
+def test_modules_to_which_several_ways_lead(run, hide):
+    norm = nn.BatchNorm1d(3)
+    held = hide([SimpleNamespace(norm=norm)])
+
+    def function(x, held=held):
+        return held[1][0].norm(x).sin()
+
+    x = torch.randn(4, 3, requires_grad=True)
+    run(function, x).sum().backward()
+    assert norm.num_batches_tracked == 1
 
 
 def test_result_that_does_not_depend_on_the_input():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from typing import Any
@@ -87,6 +88,23 @@ def test_a_replica_leaves_the_generator_and_the_buffers_as_they_were() -> None:
     assert int(model[1].num_batches_tracked) == 0
     optimizer.replicas.average_buffers()
     assert int(model[1].num_batches_tracked) == 2
+
+
+def test_a_replica_that_fails_is_computed_again_from_the_buffers_before_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = make(model, replicas=4)
+    for step in range(2):
+        for replica in optimizer.local_replicas():
+            for fails in (step == 1, False):
+                with contextlib.suppress(ArithmeticError), replica:
+                    model(torch.randn(4, 2)).sum().backward()
+                    if fails:
+                        raise ArithmeticError
+                    break
+        optimizer.step()
+        optimizer.zero_grad()
+    for buffers in optimizer.replicas.buffers().values():
+        assert int(buffers["1.num_batches_tracked"]) == 2
 
 
 def test_buckets_leave_during_the_last_replica() -> None:

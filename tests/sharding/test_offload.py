@@ -133,13 +133,14 @@ def test_step_hooks_run_once_and_see_everything(tmp_path: Path) -> None:
     assert seen == [("before", len(own)), ("after", len(own))] * 2
 
 
-def test_an_optimizer_that_counts_in_its_groups_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_an_optimizer_that_counts_in_its_groups_is_refused(lr: Any, tmp_path: Path) -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            self.param_groups[0]["lr"] *= 0.5
+            self.param_groups[0]["lr"] *= 0.999999
             super().step()
 
-    optimizer = Counting(parameters(), lr=1.0)
+    optimizer = Counting(parameters(), lr=lr)
     set_gradients(optimizer, 0)
     with pytest.raises(ValueError, match="Counting cannot be offloaded: .*param_groups"):
         Offload(tmp_path, CPU).step(optimizer, optimizer.step)

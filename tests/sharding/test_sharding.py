@@ -568,6 +568,19 @@ def test_two_parameters_over_one_memory_are_refused(stage: int) -> None:
     hc.barrier()
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_parameters_over_one_memory_need_not_be_neighbors_in_it(stage: int) -> None:
+    memory = torch.zeros(100)
+    model = nn.Module()
+    # The one between lies inside of the first, which is allowed as both stay whole, and ends before the last begins.
+    model.first = nn.Parameter(memory, requires_grad=False)
+    model.between = nn.Parameter(memory[10:20], requires_grad=False)
+    model.last = nn.Parameter(memory[30:40])
+    with pytest.raises(ValueError, match="'first' and 'last' are two that share memory"):
+        wrapped(model, lambda parameters: adam([one for one in parameters if one.requires_grad]), stage)
+    hc.barrier()
+
+
 def descent(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
@@ -16,6 +17,7 @@ from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import Grid, pretending
 from hvd_ckpt.snapshots.schema import ShardingMetadata, ShardMetadata, TensorMetadata
 from hvd_ckpt.snapshots.slices import Slices
+from hvd_ckpt.tensor.random_state import WholeDraws
 from hvd_ckpt.utils.cuts import Cut, cut_of
 
 SIZES: dict[str, Any] = {"vocabulary": 40, "length": 6, "width": 16, "heads": 4, "layers": 2}
@@ -107,6 +109,20 @@ def here(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     tensor, part = request.param
     with pretending(Grid(1, 1, 0, 0, tensor=tensor, part=part)):
         yield request.param
+
+
+@pytest.mark.parametrize("p", [0.25, 1.0])
+def test_dropout_of_a_part_is_that_of_the_whole(p: float, here: tuple[int, int]) -> None:
+    tensor, part = here
+    whole, heads = torch.randn(3, 8 * tensor), torch.randn(3, 2 * tensor, 5, 4)
+    torch.manual_seed(1)
+    expected = functional.dropout(whole, p).chunk(tensor, -1)[part]
+    torch.manual_seed(1)
+    with WholeDraws():
+        assert torch.equal(functional.dropout(whole.chunk(tensor, -1)[part], p), expected)
+        own = heads.chunk(tensor, 1)[part]
+        attended = functional.scaled_dot_product_attention(own, own, own, dropout_p=p)
+    assert attended.isfinite().all() and attended.any() == (p < 1)
 
 
 @pytest.mark.parametrize("cut", [Cut(0, 8), Cut(1, 8), Cut(0, 12, 3)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -81,7 +83,9 @@ def evaluate(
                 weight = objective.weight(batch)
                 terms += weight
                 for name, mean in means.items():
-                    sums[name] = sums.get(name, 0.0) + mean.double() * weight
+                    # A mean of no terms may be nan, and does not count.
+                    term = mean.double() * weight if weight else torch.zeros((), dtype=torch.float64)
+                    sums[name] = sums.get(name, 0.0) + term.to(mean.device)
         return terms, sums
 
     def run() -> dict[str, float]:
@@ -112,4 +116,11 @@ def _over_ranks(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> dict[str,
     total = sum(count for count, _ in everyone)
     # A sum of floats in the order of the parts, whichever ranks have them: the same bits on every rank and any number of ranks.
     names = next((list(sums) for _, sums in everyone if sums), [])
+    if names and not total:
+        if hvd.rank() == 0:
+            warnings.warn(
+                "The loss and the metrics of an evaluation are nan: its samples have no target that counts. Evaluate more samples.",
+                stacklevel=1,
+            )
+        return dict.fromkeys(names, math.nan)
     return {name: sum(sums.get(name, 0.0) for _, sums in everyone) / total for name in names}

@@ -141,7 +141,7 @@ class Network:
             segment = min(nbytes, SEGMENT)
             hops = (ranks - 1) * self.local_latency + (-(-ranks // self.local) - 1) * self._hop(segment, True)
             rate = self.bandwidth if ranks > self.local else self.local_bandwidth
-            return Cost(hops + nbytes / rate, sent, nbytes / segment)
+            return Cost(hops + nbytes / rate, sent, nbytes / segment if segment else 1)
         return Cost(self.doubling(nbytes, ranks).seconds, sent, 1)
 
     def objects(self, nbytes: float, ranks: int) -> Cost:

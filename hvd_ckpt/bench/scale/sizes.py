@@ -84,7 +84,7 @@ class Sizes:
     def _operations(self, block: nn.Module) -> float:
         linear = [module for module in block.modules() if isinstance(module, nn.Linear)]
         matrices = sum(module.weight.numel() for module in linear)
-        # Attention is causal: half of all pairs.
+        # All pairs count, as in the formulas of Megatron-LM and PaLM by which rates are stated, although half would do if causal.
         attention = 2 * self._length * self._width if isinstance(block, GPTBlock) else 0
         return float(2 * self._tokens * (matrices + attention))
 

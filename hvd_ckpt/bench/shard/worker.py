@@ -177,6 +177,8 @@ def measure(job: ShardJob) -> dict[str, Findings]:
         except Exception as error:
             traceback.print_exc()
             bench.findings[configuration.name].failure = reason(error)
+        # A rank that left one out alone would not take its steps with the others, which would wait.
+        if any(hc.allgather_object(bench.findings[configuration.name].failure is not None)):
             running.remove(configuration)
     if job.rounds:
         bench.time(running)

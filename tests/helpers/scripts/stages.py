@@ -457,6 +457,24 @@ def overflow() -> None:
         assert scaler.get_scale() == 2.0
 
 
+def float16_gradients() -> None:
+    """Those of the first stage alone are refused on all."""
+    several: list[dict[str, Any]] = [{}, {"shard": "optimizer", "master_weights": False}]
+    for options in several:
+        model = nn.Linear(4, 4, dtype=torch.float32 if hc.stage() else torch.float16)
+        bare = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), **options)
+        scaler = hc.GradScaler("cpu")
+        loss: Any = scaler.scale(model.weight.sum() + model.bias.sum())
+        loss.backward()
+        refused = ""
+        try:
+            scaler.unscale_(optimizer)
+        except ValueError as error:
+            refused = str(error)
+        assert refused.endswith("Attempting to unscale FP16 gradients."), refused
+
+
 def resumes() -> None:
     """A loop of one's own, with parameters that stages share, resumes in the same bits."""
     made = tempfile.mkdtemp() if current().number == 0 else ""
@@ -542,6 +560,10 @@ def main() -> None:
     assert (hc.stages(), 0 <= hc.stage() < stages) == (stages, True)
     if case == "random":
         random_stages.run(stages, 4)
+        print("equal", flush=True)
+        return
+    if case == "float16":
+        float16_gradients()
         print("equal", flush=True)
         return
     if case not in ("", "messages"):
