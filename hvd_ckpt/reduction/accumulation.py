@@ -170,6 +170,10 @@ class OwningReducer(ABC):
     def process_set(self) -> Any:
         """The ranks that reduce together."""
 
+    def has_parameter(self, parameter: torch.Tensor) -> bool:
+        """Whether this is one of the parameters."""
+        return id(parameter) in self._number_of
+
     def take_over(self, error: Exception) -> bool:
         """Raises an error of this rank's backward pass on every rank, in the next synchronization.
 

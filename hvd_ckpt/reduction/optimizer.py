@@ -103,6 +103,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def _reduce(self) -> bool:
         """Reduces, unless no rank has anything new since the last time; returns whether it did."""
         reducer = self.reducer if self._op != Adasum else None
+        if reducer is not None and not self.shard_stage:
+            self._look_for_replaced(reducer)
         reacquired = reducer is not None and reducer.reacquire()
         reduces = reducer is not None and (
             reacquired or not self._phase.is_reduced or self._any_new_gradients(reducer)
@@ -113,6 +115,21 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._take_note()
         self._phase = Phase.SYNCHRONIZED
         return reduces
+
+    def _look_for_replaced(self, reducer: Reducer) -> None:
+        """Raises an error, on every rank, if a parameter was put into a group by hand: nobody would reduce its gradient."""
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and not reducer.has_parameter(parameter):
+                    error = RuntimeError(
+                        f"param_groups[{number}]['params'][{place}] (shape {tuple(parameter.shape)}) was put there after "
+                        "DistributedOptimizer() was called, so its gradient is not reduced; make the DistributedOptimizer again "
+                        "after parameters are replaced, or add new ones by add_param_group()"
+                    )
+                    # Other ranks may have no such parameter, and would wait.
+                    if not reducer.take_over(error):
+                        raise error
+                    return
 
     def _take_note(self) -> None:
         """Passes the notice on where there is no reducer."""

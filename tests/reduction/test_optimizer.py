@@ -370,6 +370,26 @@ def test_add_param_group_in_mid_training() -> None:
         assert "allreduce.noname.1.0" in optimizer.reduction_state_dict()["order"]
 
 
+@several
+@pytest.mark.parametrize("everywhere", [True, False], ids=["on every rank", "on one rank"])
+def test_a_parameter_put_in_place_of_another_is_an_error_everywhere(everywhere: bool) -> None:
+    """As by code that prunes or splits: nobody would reduce its gradient, and the weights of the ranks would differ."""
+    model = chain()
+    optimizer = with_momentum(model)
+    for replaces in (False, True):
+        if replaces and (everywhere or hc.rank() == 0):
+            model[0][0].weight = nn.Parameter(model[0][0].weight.detach().clone())
+            optimizer.param_groups[0]["params"][0] = model[0][0].weight
+        optimizer.zero_grad()
+        loss(model, int(replaces)).backward()
+        if replaces:
+            raises_everywhere(
+                RuntimeError, r"'params'\]\[0\].*make the DistributedOptimizer again", optimizer.step
+            )
+        else:
+            optimizer.step()
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "LBFGS"])
 def test_broadcast_optimizer_state_changes_nothing_but_the_others(kind: str) -> None:
     torch.manual_seed(hc.rank())
