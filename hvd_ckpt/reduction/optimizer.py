@@ -322,6 +322,13 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     # -------------------------------------------------------------------------------- beyond Horovod
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Raises TypeError: a copy would share this optimizer's collectives, and reduce nothing by itself."""
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied; copy the model and optimizer.state_dict(), and make another "
+            "DistributedOptimizer of the copy on every rank"
+        )
+
     def local_replicas(self) -> Iterator[Any]:
         """The logical replicas of one step that this rank computes, each within ``with replica:`` (see ``replicas``).
 

@@ -205,6 +205,7 @@ class Snapshots:
                 raise SnapshotError(
                     f"The snapshot '{files.path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
                 ) from None
+        self._step = snapshot.step
         # Nothing has been changed up to here, so an error leaves model and optimizer as they were.
         load_weights(snapshot, self._model, self._optimizer, self._shards)
         if not self.load(snapshot, options=True):
@@ -233,7 +234,8 @@ class Snapshots:
                 After :meth:`resume` it is in the attribute ``loop``.
 
         Raises:
-            SnapshotError: the step is not a number of steps, or the folder has snapshots and :meth:`resume` was not called.
+            SnapshotError: the step is not a number of steps, or is before that of the last snapshot. Or the folder has snapshots,
+                and :meth:`resume` was not called.
         """
         if not self._resumed:
             there = current().number == 0 and bool(list_snapshots(self.folder / "snapshots"))
@@ -242,6 +244,11 @@ class Snapshots:
                     f"Snapshots: '{self.folder}' has snapshots already: call resume() first, or give another folder"
                 )
             self._resumed = True
+        if type(step) is int and step < self._step:
+            raise SnapshotError(
+                f"Snapshots: step {step} is before step {self._step} of the last snapshot, which a later resume() would load: "
+                "count the steps on from the number that resume() returned, or give another folder"
+            )
         scheduler, loader = (
             # The writer's thread reads the state later, when the loop has changed it.
             None if owner is None else copy.deepcopy(owner.state_dict())

@@ -54,6 +54,11 @@ def raises_everywhere(kind: type[Exception], match: str, work: Callable[[], Any]
 # ---------------------------------------------------------------------------------------------------- steps
 
 
+def test_a_copy_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot be copied; copy the model"):
+        copy.deepcopy(with_momentum(chain()))
+
+
 def test_is_an_instance_of_the_wrapped_class_and_keeps_its_state() -> None:
     model = chain()
     plain = momentum(model)

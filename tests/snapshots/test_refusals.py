@@ -76,6 +76,20 @@ def test_another_scheduler_is_refused(folder: Path) -> None:
     )
 
 
+def test_steps_that_are_counted_from_the_start_again_are_refused(folder: Path) -> None:
+    """The next resume() would load the older snapshot of the larger step, and all that came after it would be lost."""
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for steps in ((4, 8), (8, 9)):
+        with hc.Snapshots(folder, model=model, optimizer=optimizer, blocking=True) as snapshots:
+            resumed = snapshots.resume()
+            if resumed:
+                on_all(SnapshotError, "step 3 is before step 8", lambda: snapshots.save(3))
+            for number in steps:
+                snapshots.save(number)
+            on_all(SnapshotError, f"step 5 is before step {steps[-1]}", lambda: snapshots.save(5))
+
+
 def test_damage_found_by_one_rank_is_a_snapshot_error_on_all_ranks(folder: Path) -> None:
     model = chain()
     optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
