@@ -170,7 +170,11 @@ class _FlatRun:
         own = {id(tensor) for tensor in self.tensors}
         # PyTorch saves the arguments with the graph and raises an error where one was changed. They must not be restored here.
         reached.tensors = [tensor for tensor in reached.tensors if id(tensor) not in own]
-        self.region = Region(function, reached, options.preserve_rng_state, saves=not self._reentrant)
+        # With what else decides which parts of the function are run and compared again.
+        variant = ("checkpoint", options.partition, options.context_fn is noop_context_fn)
+        self.region = Region(
+            function, reached, options.preserve_rng_state, saves=not self._reentrant, variant=variant
+        )
         # The first pass gets the caller's own containers, so that the caller sees what the function does to them.
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.result_structure: Any = None

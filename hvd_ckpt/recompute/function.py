@@ -61,7 +61,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.nested = [_Nested(arg) for arg in args[:n]]
         ctx.environment = _environment(args[:n])
-        ctx.region = Region(function, reach(function, args[:n]))
+        ctx.region = Region(function, reach(function, args[:n]), variant="CheckpointFunction")
         ctx.checked = False
         outputs = ctx.region(*args[:n])  # autograd calls this with gradients off
         return tuple(outputs) if isinstance(outputs, list) else outputs
