@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from hvd_ckpt.recompute.containers import Arguments, flatten
 from hvd_ckpt.recompute.partition import partitioned
 from hvd_ckpt.recompute.region import Reach, Region, reach
+from hvd_ckpt.recompute.state import requires_grad_of, requiring_grad
 from hvd_ckpt.recompute.transforms import refuse_transforms
 from hvd_ckpt.utils.frames import keeps_everything
 from hvd_ckpt.utils.torch_private import disable_dynamo
@@ -71,9 +72,10 @@ def checkpoint(
     - keyword arguments, nested structures and non-tensors;
     - gradients of the parameters if no input requires a gradient (the first layers on raw data);
     - batch norms, which count each batch once, and synchronized batch norms, which communicate once;
-    - modules whose training flags change before the backward pass: the recomputation uses those of the first pass.
+    - modules whose training flags change before the backward pass: the recomputation uses those of the first pass;
+    - parameters that are frozen or unfrozen before the backward pass, with the gradients of plain autograd.
 
-    The last two apply to modules that ``function`` can reach. These are the function itself, and modules in its object, closure,
+    The last three apply to modules that ``function`` can reach. These are the function itself, and modules in its object, closure,
     defaults, partial arguments, globals (also in lists and dicts of those), and in its arguments.
 
     Under :class:`torch.no_grad` and :func:`hvd_ckpt.without_recomputation`, the function runs without a checkpoint. While a model
@@ -166,11 +168,16 @@ class _FlatRun:
     ) -> None:
         self._arguments = Arguments((args, kwargs))
         self.tensors = self._arguments.tensors
+        self._flags = requires_grad_of(self.tensors)
         self._reentrant = bool(options.use_reentrant)
         own = {id(tensor) for tensor in self.tensors}
         # PyTorch saves the arguments with the graph and raises an error where one was changed. They must not be restored here.
         reached.tensors = [tensor for tensor in reached.tensors if id(tensor) not in own]
-        self.region = Region(function, reached, options.preserve_rng_state, saves=not self._reentrant)
+        # With what else decides which parts of the function are run and compared again.
+        variant = ("checkpoint", options.partition, options.context_fn is noop_context_fn)
+        self.region = Region(
+            function, reached, options.preserve_rng_state, saves=not self._reentrant, variant=variant
+        )
         # The first pass gets the caller's own containers, so that the caller sees what the function does to them.
         self._first_pass: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.result_structure: Any = None
@@ -193,6 +200,11 @@ class _FlatRun:
                 leaves, self.result_structure = flatten(result)
                 return tuple(leaves)
             return result
+        # Tensors that were added to the arguments have no flag here, and keep theirs.
+        with requiring_grad(tensors[: len(self._flags)], self._flags):
+            return self._recompute(tensors)
+
+    def _recompute(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         self.gradients = [None] * len(tensors)
         given = list(tensors)
         for place, tensor in enumerate(tensors if self._reentrant else ()):

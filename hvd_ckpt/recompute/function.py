@@ -19,6 +19,7 @@ from hvd_ckpt.recompute.calls import separate_tensors
 from hvd_ckpt.recompute.containers import flatten
 from hvd_ckpt.recompute.keeper import RandomState, changed_in_place, version_of
 from hvd_ckpt.recompute.region import Region, reach
+from hvd_ckpt.recompute.state import requiring_grad
 from hvd_ckpt.utils.frames import keeps_everything
 from hvd_ckpt.utils.torch_private import get_autocast_kwargs, infer_device_type
 
@@ -61,7 +62,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.nested = [_Nested(arg) for arg in args[:n]]
         ctx.environment = _environment(args[:n])
-        ctx.region = Region(function, reach(function, args[:n]))
+        ctx.region = Region(function, reach(function, args[:n]), variant="CheckpointFunction")
         ctx.checked = False
         outputs = ctx.region(*args[:n])  # autograd calls this with gradients off
         return tuple(outputs) if isinstance(outputs, list) else outputs
@@ -73,11 +74,19 @@ class CheckpointFunction(torch.autograd.Function):
                 "CheckpointFunction gives no gradients of gradients (create_graph=True): use checkpoint(function, "
                 "*args, use_reentrant=False), which does."
             )
+        args = ctx.with_tensors(ctx.saved_tensors)
+        needed = ctx.needs_input_grad[2:]
+        # The parameters that the gradients are asked for are those of the forward pass, frozen or unfrozen since.
+        with requiring_grad(args[ctx.n :], list(needed[ctx.n :])):
+            return CheckpointFunction._gradients(ctx, args, needed, gradients)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, args: Sequence[Any], needed: Sequence[bool], gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
         # Detached inputs and the parameters themselves are the ends of the recomputed graph. autograd.grad() returns their
         # gradients and accumulates nothing. The outer graph adds the contributions of all regions, and then accumulates each sum
         # once.
-        args = ctx.with_tensors(ctx.saved_tensors)
-        needed = ctx.needs_input_grad[2:]
         inputs = [
             arg.detach().requires_grad_(wanted) if isinstance(arg, torch.Tensor) else nested.rebuild()
             for arg, nested, wanted in zip(args[: ctx.n], ctx.nested, needed)

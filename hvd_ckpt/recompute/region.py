@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
@@ -173,6 +173,16 @@ _UNFILLED = (
 )
 
 
+class Chained:
+    """A function that runs some layers one after the other: regions of other layers are other regions.
+
+    Attributes:
+        layers: the layers, modules or plain functions.
+    """
+
+    layers: Sequence[Callable[..., Any]]
+
+
 class Region:
     """One checkpointed call of ``function``, which can reach what ``reached`` lists.
 
@@ -183,6 +193,8 @@ class Region:
         preserve_random: whether to recompute with the random state of the first pass. If not, results may differ, and are not
             verified.
         saves: whether to verify the tensors that autograd saves. If not, the results of the function are verified.
+        variant: how the region is recomputed. Each variant has a first training pass of its own: one may be right where another is
+            wrong, as they do not run and compare the same parts of the function.
     """
 
     # The contexts of both kinds of runs nest in this order, from the outside in:
@@ -196,7 +208,12 @@ class Region:
     # so all of them must restore their state when an exception passes.
 
     def __init__(
-        self, function: Callable[..., Any], reached: Reach, preserve_random: bool = True, saves: bool = False
+        self,
+        function: Callable[..., Any],
+        reached: Reach,
+        preserve_random: bool = True,
+        saves: bool = False,
+        variant: Hashable = None,
     ) -> None:
         self.function = function
         self.started = False
@@ -205,7 +222,12 @@ class Region:
         # Passes are counted weakly by an object that lives as long as the region does, and not by a lambda of one step.
         owner: Any = reached.modules[0] if reached.modules else _code_of(function)
         # With the training flags: in another mode the function runs other operations, and is verified anew.
-        key = (id(_code_of(function)), *((id(module), module.training) for module in reached.modules))
+        # With the random state's part: a region that draws other random numbers by design proves nothing about one that must not.
+        key = (
+            (variant, saves, preserve_random),
+            _codes_of(function),
+            *((id(module), module.training) for module in reached.modules),
+        )
         self._pass = begin_pass(owner, key, functools.partial(title_of, function), may_verify=preserve_random)
         self._state = ForwardState(
             reached.modules, reached.generators, reached.tensors, preserve_random, learn=self._pass.is_new
@@ -343,3 +365,11 @@ def _code_of(function: Any) -> Any:
         function = function.func
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))
+
+
+def _codes_of(function: Any) -> tuple[int, ...]:
+    """Numbers of the code of a function and, for a segment of a chain, of each layer, which may be a plain function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    layers = function.layers if isinstance(function, Chained) else ()
+    return id(_code_of(function)), *(id(_code_of(layer)) for layer in layers)

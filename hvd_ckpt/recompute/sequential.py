@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hvd_ckpt.recompute.checkpoint import Options, run_checkpointed
+from hvd_ckpt.recompute.region import Chained
 from hvd_ckpt.utils.frames import is_recomputing
 
 Layer = Callable[..., Any]
@@ -150,7 +151,7 @@ def _run(
     return result
 
 
-class LayerSegment:
+class LayerSegment(Chained):
     """Consecutive layers of a chain as one function.
 
     Args:

@@ -6,6 +6,7 @@ changes each time the code runs:
 - the random state of Python, of NumPy and of generators within reach (the variant of checkpoint restores that of PyTorch);
 - the default dtype and device, the kernels that attention may use, and whether algorithms are deterministic;
 - the training flags of the modules;
+- which parameters and other tensors require gradients (a parameter may be frozen for the forward pass alone);
 - tensors that the first pass has written: buffers, attributes of modules, parameters (:mod:`.written`).
 """
 
@@ -14,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,37 @@ from hvd_ckpt.recompute.keeper import attention_kernels, default_dtype
 from hvd_ckpt.recompute.written import Namespace, Written, namespaces_of
 from hvd_ckpt.utils.frames import aside
 from hvd_ckpt.utils.torch_private import DisableTorchFunction
+
+
+@contextlib.contextmanager
+def requiring_grad(tensors: Sequence[Tensor], flags: Sequence[bool]) -> Iterator[None]:
+    """A context in which the leaves among ``tensors`` require gradients as ``flags`` say. Afterwards, they do as before.
+
+    A flag is set only where it differs. Hooks on a parameter and on the node that accumulates its gradient stay.
+    """
+    now = requires_grad_of(tensors)
+    try:
+        if now != flags:
+            _require_grad(tensors, flags)
+        yield
+    finally:
+        # Compared again: what has run may have frozen a parameter by itself, and not have come to the end.
+        if requires_grad_of(tensors) != now:
+            _require_grad(tensors, now)
+
+
+def requires_grad_of(tensors: Iterable[Tensor]) -> list[bool]:
+    """Whether each of some tensors requires a gradient."""
+    # No mode and no subclass sees that the flags are read or set.
+    with DisableTorchFunction():
+        return [tensor.requires_grad for tensor in tensors]
+
+
+def _require_grad(tensors: Iterable[Tensor], flags: Iterable[bool]) -> None:
+    with DisableTorchFunction():
+        for tensor, flag in zip(tensors, flags):
+            if tensor.requires_grad != flag and tensor.is_leaf:
+                tensor.requires_grad = flag
 
 
 class ForwardState:
@@ -41,7 +74,7 @@ class ForwardState:
 
     # Over time:
     #
-    #     ForwardState()   notes training flags and settings
+    #     ForwardState()   notes training flags, which tensors require gradients, and settings
     #     first_pass()     notes random states, and copies tensors that may be written
     #       note_written()   compares: which tensors are written, and what their values were before
     #     recomputation()  gives modules scratch copies of those values, runs, and gives the tensors back; any number of times
@@ -59,6 +92,18 @@ class ForwardState:
     ) -> None:
         self._modules = modules
         self._modes = [(module, module.training) for module in modules]
+        self._leaves = [
+            tensor
+            for module in modules
+            for named in (module._parameters, module._buffers)
+            for tensor in named.values()
+            if tensor is not None
+        ]
+        self._leaves += tensors
+        self._flags = requires_grad_of(self._leaves)
+        # Other tensors that modules have as attributes, and whether they require gradients. Weakly, as a module may keep a large
+        # result of each pass, which must not live until the backward pass.
+        self._attributes: list[tuple[weakref.ref[Tensor], bool]] = []
         self._settings = _settings()
         self._tensors = tensors
         self._learn = learn
@@ -76,6 +121,13 @@ class ForwardState:
         """A context for the first run of the function."""
         with DisableTorchFunction():
             self._spaces = namespaces_of(self._modules, self._tensors, self._learn)
+            self._attributes = [
+                (weakref.ref(tensor), tensor.requires_grad)
+                for space in self._spaces
+                if space.kind == "attributes"
+                for _, tensor, _ in space.tensors
+                if tensor.is_leaf
+            ]
         generators = {id(generator): generator for generator in self._generators}
         generators.update(
             (id(generator), generator) for space in self._spaces for generator in space.generators
@@ -113,6 +165,17 @@ class ForwardState:
                     restore.callback(setattr, module, "training", module.training)
                     # Not by train(), which would set all submodules and may do more in a class that overrides it.
                     module.training = training
+            # Autograd accumulates by the flags of that time and not of the forward pass, so they are as they were once this ends.
+            tensors, flags = self._leaves, self._flags
+            if self._attributes:
+                alive = [
+                    (tensor, flag)
+                    for reference, flag in self._attributes
+                    if (tensor := reference()) is not None
+                ]
+                tensors = [*tensors, *(tensor for tensor, _ in alive)]
+                flags = [*flags, *(flag for _, flag in alive)]
+            restore.enter_context(requiring_grad(tensors, flags))
             for source in self._random:
                 restore.callback(source.set, source.get())
                 source.set(source.state)

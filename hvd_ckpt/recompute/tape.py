@@ -148,7 +148,8 @@ def _verification(function: Callable[..., Any], policy: Policy) -> Verification 
         owner = owner[0] if isinstance(owner, list) else owner
     owner = getattr(owner, "__self__", owner)
     # Planning runs the function on copies of inputs, which does not count as the first pass of training.
-    key = (id(policy), getattr(owner, "training", None), is_undisturbed())
+    # The policy itself and not its id, which a later policy of this function may get again.
+    key = (policy, getattr(owner, "training", None), is_undisturbed())
     title = getattr(owner, "__qualname__", type(owner).__name__)
     return begin_pass(owner, key, lambda: title, may_verify=policy.lossy is None).verification
 

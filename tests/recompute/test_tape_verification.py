@@ -99,6 +99,18 @@ def test_a_second_pass_is_not_verified_unless_asked() -> None:
         step(2.0)
 
 
+def test_another_policy_at_the_place_of_an_old_one_is_verified() -> None:
+    layer, _ = planned(scaled)
+    FACTOR[0] = 1.0
+    for number in range(20):  # a freed policy gives its place in memory to the next one
+        _, policy = planned(scaled, breaks=frozenset({number}))
+        out = run_selectively(layer, (torch.randn(4, 8),), {}, policy)
+        FACTOR[0] += 1.0
+        with pytest.raises(hc.RecomputationMismatch):
+            out.sum().backward()
+        run_selectively(layer, (torch.randn(4, 8),), {}, policy).sum().backward()
+
+
 def test_lossy_policies_are_not_verified() -> None:
     layer, policy = planned(lambda x: x.exp().sin(), lossy="bfloat16")
     run_selectively(layer, (torch.randn(4, 8),), {}, policy).sum().backward()

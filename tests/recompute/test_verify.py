@@ -18,6 +18,7 @@ from hvd_ckpt.recompute import (
     CheckpointSequential,
     RecomputationMismatch,
     checkpoint,
+    checkpoint_sequential,
     verify_recomputation,
 )
 from hvd_ckpt.recompute.verify import VARIABLE
@@ -169,6 +170,64 @@ def test_another_mode_is_verified_again() -> None:
     block.eval()
     with pytest.raises(RecomputationMismatch):
         step(block)
+
+
+def scaled(linear: nn.Module, x: torch.Tensor, called: set[bool]) -> torch.Tensor:
+    """Other results in the first call than in later calls. The tensors that autograd saves are the same."""
+    factor = 2.0 if called else 3.0
+    called.add(True)
+    out: torch.Tensor = linear(x) * factor
+    return out
+
+
+VARIANTS: dict[str, Callable[..., torch.Tensor]] = {
+    "non-reentrant": lambda *args: checkpoint(scaled, *args),
+    "reentrant": lambda *args: checkpoint(scaled, *args, use_reentrant=True),
+    "CheckpointFunction": lambda linear, *args: CheckpointFunction.apply(
+        scaled, 3, linear, *args, *linear.parameters()
+    ),
+    "other random numbers": lambda *args: checkpoint(
+        scaled, *args, use_reentrant=True, preserve_rng_state=False
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", ["reentrant", "CheckpointFunction"])
+@pytest.mark.parametrize("before", VARIANTS)
+def test_each_variant_is_verified(before: str, variant: str) -> None:
+    linear = nn.Linear(8, 8)
+    if before != variant:
+        # The first of these does not need the factor again, and the last is not verified.
+        called = {True} if before in ("reentrant", "CheckpointFunction") else set[bool]()
+        VARIANTS[before](linear, torch.ones(5, 8, requires_grad=True), called).sum().backward()
+    with pytest.raises(RecomputationMismatch, match="scaled"):
+        VARIANTS[variant](linear, torch.ones(5, 8, requires_grad=True), set()).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("linear", [nn.Linear(8, 8), torch.tanh], ids=["module", "function"])
+def test_each_segment_of_functions_is_verified(linear: Any, use_reentrant: bool) -> None:
+    numbers = [1.0]
+
+    def right(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        numbers.append(numbers[-1] * 0.5)
+        return (x * numbers[-1]).sin()
+
+    for last in (right, wrong):
+        y = checkpoint_sequential(
+            [linear, last],
+            1,
+            torch.ones(5, 8, requires_grad=True),
+            use_reentrant=use_reentrant,
+            keep_last=False,
+        )
+        if last is right:
+            y.sum().backward()
+    with pytest.raises(RecomputationMismatch, match="segment 1"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("when", ["sometimes", 0, -1, True, 1.5, None, ""])
