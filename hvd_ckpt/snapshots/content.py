@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.local_sgd.optimizer import STATE, LocalOptimizer
 from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.sharding.layout import TensorSpec
@@ -48,6 +48,8 @@ from hvd_ckpt.snapshots.tensors import (
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.schema import Wrong, first_error
 
+# of the state of a DistributedOptimizer: not the wrapped optimizer's, and elsewhere in a snapshot
+OF_A_RANK = ("pieces", "stage", "ranks", "rank", STATE)
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
 
 
@@ -121,7 +123,7 @@ class RunShards:
         if not self.sharded:
             return None
         part = optimizer.state_dict()
-        state = {name: part[name] for name in ("state", "param_groups", "master_weights") if name in part}
+        state = {name: value for name, value in part.items() if name not in OF_A_RANK}
         if averages is not None:
             state["averages"] = dict(averages)
         pieces: Sequence[Any] = part["pieces"] if self.stage else _flatten(state, ranges_of(optimizer))
@@ -198,7 +200,9 @@ def _select(state: dict[str, Any], pieces: Sequence[Any], names: Collection[str]
     for entry in ("state", "master_weights", "averages"):
         if entry in state:
             state[entry] = {
-                renumbered[old]: value for old, value in state[entry].items() if old in renumbered
+                renumbered.get(old, old): value
+                for old, value in state[entry].items()
+                if old in renumbered or not isinstance(old, int)
             }
     state["param_groups"] = [
         {**group, "params": [renumbered[old] for old in group["params"] if old in renumbered]}

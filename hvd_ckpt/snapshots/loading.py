@@ -127,6 +127,8 @@ def load_state(
                 )
             parts = [{**state, "pieces": pieces}]
     load_optimizer(snapshot.replicated["optimizer"], parts, optimizer, options)
+    if parts is None:
+        _restore_types(snapshot, optimizer)
     # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
     shards.publish_weights(optimizer)
     if average is not None:
@@ -163,6 +165,35 @@ def load_optimizer(
     for group, new, kept in zip(groups, loaded, before):
         group.update(new if options else kept)
     optimizer.param_groups = groups  # a learning rate schedule may hold these very groups
+
+
+def _restore_types(snapshot: Snapshot, optimizer: Any) -> None:
+    """Gives state of whole parameters the types that it was saved with: PyTorch has made those of the parameters of them.
+
+    Of parameters that had another type themselves it stays, as the run resumes in another precision.
+    """
+    saved = snapshot.replicated["optimizer"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters):
+        spec = snapshot.weight_specs.get(optimizer.parameter_names[parameter])
+        if number in saved["state"] and spec is not None and spec.dtype == parameter.dtype:
+            entries = optimizer.state.get(parameter, {})
+            for name, value in saved["state"][number].items():
+                if name != "step" and name in entries:  # PyTorch decides the type and place of this one
+                    entries[name] = _with_types_of(value, entries[name])
+
+
+def _with_types_of(saved: Any, loaded: Any) -> Any:
+    """The loaded value, with the tensors that have lost their type as they were saved."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        is_cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
+        return saved.to(loaded.device) if is_cast else loaded
+    if type(saved) is dict and type(loaded) is dict and saved.keys() == loaded.keys():
+        return {name: _with_types_of(value, loaded[name]) for name, value in saved.items()}
+    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(saved)(map(_with_types_of, saved, loaded))
+    return loaded
 
 
 def _load_rank_state(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.schema import Wrong, shown
+from hvd_ckpt.utils.states import described, is_single
 
 Names = Sequence[Sequence[str]]
 
@@ -44,6 +45,11 @@ def reordered(state: Mapping[str, Any], names: Names, optimizer: Any) -> dict[st
     # An example: the names there are [b, a] with the numbers 0 and 1, and here [a, b]. So entry 1 there becomes entry 0.
     counter = itertools.count()
     ordered: dict[str, Any] = {"state": {}, "param_groups": []}
+    of_parameters = set(numbers.values())
+    others = {key: value for key, value in state["state"].items() if key not in of_parameters}
+    if list(map(list, names)) != own:
+        # LBFGS keeps vectors of all parameters, one behind the other, with the first.
+        _check_order(state["state"], numbers)
     for here, there, group in zip(own, names, groups):
         new = {**group, "params": [next(counter) for _ in here]}
         if "param_names" in group:
@@ -53,7 +59,19 @@ def reordered(state: Mapping[str, Any], names: Names, optimizer: Any) -> dict[st
         for number, name in zip(new["params"], here):
             if numbers[name] in state["state"]:
                 ordered["state"][number] = state["state"][numbers[name]]
-    return ordered
+    ordered["state"].update(others)
+    return {**state, **ordered}
+
+
+def _check_order(state: Mapping[Any, Any], numbers: Mapping[str, int]) -> None:
+    """Raises Wrong where the state of a parameter may be about others, too, whose order it then has."""
+    for name, number in numbers.items():
+        for entry, value in state.get(number, {}).items():
+            if not is_single(value):
+                raise Wrong(
+                    f"optimizer.state[{number}].{entry} of {shown(name)} is {described(value)}, which may be in the order of the "
+                    "parameters, and this order is another one here"
+                )
 
 
 def in_order_of(snapshot: Snapshot, optimizer: Any) -> Snapshot:

@@ -33,13 +33,13 @@ from hvd_ckpt.snapshots.schema import (
 from hvd_ckpt.snapshots.slices import Piece, Slices, local_spec
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.schema import Wrong, first_error, shown
-from hvd_ckpt.utils.states import OptimizerState, described, is_number
+from hvd_ckpt.utils.states import NOT_SPLIT, SplitState, described, is_number
 
 FLAT = 7  # elements of a shard that stands for any
 OTHER_MODEL = "the snapshot is of another model"
 
 
-class OptimizerShard(OptimizerState):
+class OptimizerShard(SplitState):
     """The structure of a rank's state in shards: the optimizer's, and master weights and averages where a run has such."""
 
     master_weights: dict[int, Tensor] = Field(default_factory=dict)
@@ -146,7 +146,11 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
     # A shallow copy has the methods and settings of the optimizer. Its state and groups are other ones, so
     # that the optimizer's own stay untouched.
     twin = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if type(value) in (list, dict, set):  # a class of one's own may change them
+            twin.__dict__[name] = copy.copy(value)
     twin.state = defaultdict(dict)
+    kind = getattr(optimizer, "wrapped_class", type(optimizer))
     parameters = []
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
@@ -164,10 +168,21 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
             parameter.grad = torch.empty_like(parameter)
         parameters += alike
         twin.param_groups = [{**options, "params": alike}]
-        with contextlib.suppress(RuntimeError):  # some read a value, when they have made all that they keep
+        # Some read a value, when they have made all that they keep. LBFGS needs a closure.
+        with contextlib.suppress(Exception):
             # The step of the wrapped class: that of a DistributedOptimizer would communicate.
-            getattr(optimizer, "wrapped_class", type(optimizer)).step(twin)
-    return [twin.state[parameter] for parameter in parameters]
+            kind.step(twin)
+    if kind.__module__.partition(".")[0] == "torch":
+        return [twin.state[parameter] for parameter in parameters]
+    # Entries of a class of one's own may come, go and grow, but for those that have an element for each of the parameter's.
+    return [
+        {
+            name: value
+            for name, value in twin.state[parameter].items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+        }
+        for parameter in parameters
+    ]
 
 
 # ------------------------------------------------------------------------------------ shards
@@ -315,12 +330,8 @@ def check_shard(
     part: Any, shards: Sequence[ShardMetadata], expected: Mapping[str, Mapping[str, Any]], groups: int
 ) -> None:
     """Raises Wrong unless it is a rank's shard of the state of such an optimizer."""
-    try:
-        checked = OptimizerShard.model_validate(part)
-    except ValidationError as error:
-        raise Wrong(first_error(error)) from None
-    numbers = [number for group in checked.param_groups for number in group["params"]]
-    if len(checked.param_groups) != groups or sorted(numbers) != list(range(len(shards))):
+    checked = check_split(part, shards)
+    if len(checked.param_groups) != groups:
         raise Wrong(
             f"param_groups are not of the {len(shards)} shards that the manifest has, in {groups} groups"
         )
@@ -332,3 +343,24 @@ def check_shard(
             fits = number in range(len(shards)) and value.shape == (shards[number].size,)
             if not fits or not value.is_floating_point():
                 raise Wrong(f"{entry}[{number}] is {described(value)}, which is not that of its shard")
+
+
+def check_split(part: Any, shards: Sequence[ShardMetadata]) -> OptimizerShard:
+    """Raises Wrong unless it is the state of these shards, of any optimizer, from which other ranks can take elements."""
+    try:
+        checked = OptimizerShard.model_validate(part)
+    except ValidationError as error:
+        raise Wrong(first_error(error)) from None
+    numbers = [number for group in checked.param_groups for number in group["params"]]
+    if sorted(numbers) != list(range(len(shards))):
+        raise Wrong(
+            f"param_groups are not of the {len(shards)} shards that the manifest has, in {len(checked.param_groups)} groups"
+        )
+    for number, kept in checked.state.items():
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.numel() not in (1, shards[number].size):
+                raise Wrong(
+                    f"state[{number}].{name} is {described(value)}, and must have one element or the {shards[number].size} of its "
+                    f"shard of {shown(shards[number].name)}: {NOT_SPLIT}"
+                )
+    return checked

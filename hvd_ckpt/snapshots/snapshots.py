@@ -51,6 +51,7 @@ from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import (
     LoopRankState,
     LoopState,
+    check_content,
     check_fits,
     check_kinds,
     check_state,
@@ -235,7 +236,8 @@ class Snapshots:
 
         Raises:
             SnapshotError: the step is not a number of steps, or is before that of the last snapshot. Or the folder has snapshots,
-                and :meth:`resume` was not called.
+                and :meth:`resume` was not called. Or the optimizer's state is one that no run could resume from; raised on every
+                rank.
         """
         if not self._resumed:
             there = current().number == 0 and bool(list_snapshots(self.folder / "snapshots"))
@@ -366,7 +368,15 @@ class Snapshots:
         self._step = step
         # The next forward pass writes buffers, while the copy is made; parameters stay as they are until the update.
         changing = {name for name, _ in self._model.named_buffers()}
-        self._writer.begin(step, **self.contents(replicated, per_rank), changing=changing)
+        contents = self.contents(replicated, per_rank)
+        with errors_on_all("Snapshots: save"):
+            try:
+                check_content(contents["replicated"], contents["per_rank"], contents["shard"])
+            except Wrong as error:
+                raise SnapshotError(
+                    f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."
+                ) from None
+        self._writer.begin(step, **contents, changing=changing)
 
     @property
     def _kinds(self) -> dict[str, str | None]:

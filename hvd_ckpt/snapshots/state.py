@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from hvd_ckpt.distributed.replicas import ReplicasState
@@ -15,18 +15,21 @@ from hvd_ckpt.local_sgd.state import AveragesState
 from hvd_ckpt.pipeline.pipeline import Pipeline
 from hvd_ckpt.reduction.state import ReducerState
 from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.snapshots.content import named_tensors
+from hvd_ckpt.snapshots.content import ShardState, named_tensors
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import (
     OptimizerShard,
     check_averages,
     check_optimizer,
     check_sharding,
+    check_split,
     check_tensors,
 )
+from hvd_ckpt.snapshots.schema import ShardMetadata
 from hvd_ckpt.snapshots.slices import cuts_of
+from hvd_ckpt.snapshots.tensors import check_tensor, map_tensors
 from hvd_ckpt.utils.schema import Wrong, first_error, shown
-from hvd_ckpt.utils.states import NUMBER, Count, OptimizerState, Positive, State
+from hvd_ckpt.utils.states import NUMBER, Count, OptimizerState, Positive, SplitState, State
 
 
 class Average(State):
@@ -59,11 +62,18 @@ class Local(State):
     """
 
     weights: dict[str, Tensor]
-    optimizer: OptimizerShard | None
+    optimizer: dict[str, Any] | None
     groups: list[list[str]] = Field(default_factory=list)
     pieces: _Pieces | None
     scaler: Scaler | None
     averages: AveragesState
+
+    @model_validator(mode="after")
+    def _has_state_of_its_pieces(self) -> Local:
+        if self.optimizer is not None:
+            schema = OptimizerState if self.pieces is None else OptimizerShard
+            schema.check(self.optimizer, "optimizer")
+        return self
 
 
 class ReplicatedState(State):
@@ -140,6 +150,35 @@ def _schema(place: str) -> Iterator[None]:
         raise Wrong(f"{place}: {first_error(error)}") from None
 
 
+def check_content(
+    replicated: Mapping[str, Any], per_rank: Mapping[str, Any], shard: ShardState | None
+) -> None:
+    """Raises Wrong unless the optimizer's state that is to be saved is one that :func:`check_state` and the loading accept.
+
+    The arguments are those of :meth:`hvd_ckpt.snapshots.writer.SnapshotWriter.begin`.
+    """
+
+    def as_in_a_file(state: Any) -> Any:
+        def kept(tensor: Tensor, place: str) -> Tensor:
+            check_tensor(tensor, place)
+            return tensor
+
+        return map_tensors(state, "optimizer", kept)
+
+    local = per_rank["local"]
+    with _schema("optimizer"):
+        if shard is not None:
+            check_split(as_in_a_file(shard.state), shard.shards.optimizer)
+        if replicated["optimizer"] is not None:
+            OptimizerState.model_validate(as_in_a_file(replicated["optimizer"]))
+        if local is not None and local["optimizer"] is not None:
+            own = as_in_a_file(local["optimizer"])
+            if local["pieces"] is None:
+                OptimizerState.model_validate(own)
+            else:
+                check_split(own, ShardMetadata.of(local["pieces"]["optimizer"]))
+
+
 def kind_of(optimizer: torch.optim.Optimizer) -> type:
     """The class of an optimizer, as it was before it was distributed."""
     kind: type = getattr(optimizer, "wrapped_class", type(optimizer))
@@ -182,6 +221,9 @@ def check_fits(
     if snapshot.sharding is not None:
         check_sharding(snapshot.sharding, specs, cuts_of(model))
     else:
+        if pipeline or stage > 0:
+            with _schema("optimizer"):
+                SplitState.model_validate(snapshot.replicated["optimizer"])
         if not pipeline:
             check_optimizer(snapshot.replicated["optimizer"], optimizer, sharded=stage > 0)
         if ema is not None and not pipeline:

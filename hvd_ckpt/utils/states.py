@@ -22,6 +22,8 @@ def _no_tensor(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_no_tensor)
+MAX_DEPTH = 100
+NOT_SPLIT = "keep it in param_groups, or let each rank have the whole state (shard='none', without pipeline stages or parts)"
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(ge=1, le=2**62)]
 Weight = Annotated[float, Field(ge=0), NUMBER]
@@ -42,9 +44,16 @@ class State(Strict):
 
 
 class OptimizerState(State):
-    """The structure of ``optimizer.state_dict()``."""
+    """What the ``state_dict()`` of an optimizer may be, for those who save it and those who load it.
 
-    state: dict[int, dict[str, Any]]
+    ``state`` has what the optimizer keeps of each parameter, under its number, and of others, under keys of its own. An optimizer
+    may add entries. Each is plain data with tensors. In what is kept of a parameter there are no texts, since PyTorch's
+    ``load_state_dict`` iterates over them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    state: dict[Any, Any]
     param_groups: list[dict[str, Any]]
 
     @model_validator(mode="after")
@@ -59,15 +68,79 @@ class OptimizerState(State):
             numbers += params
         if not self.param_groups or len(set(numbers)) < len(numbers):
             raise ValueError("param_groups do not have each parameter once")
-        for number, entries in self.state.items():
-            if number not in numbers:
-                raise ValueError(f"state[{number}] is not of a parameter of its groups")
-            for name, value in entries.items():
-                if not (value is None or isinstance(value, (Tensor, bool)) or is_number(value)):
-                    raise ValueError(
-                        f"state[{number}].{name} is {described(value)}, and must be a tensor or a finite number"
-                    )
+        known = set(numbers)
+        for key, entries in self.state.items():
+            place = f"state[{key if isinstance(key, (int, float)) else ascii(key)[:60]}]"
+            if type(key) is not int:
+                if isinstance(key, (bool, float)):  # 1.0 and True are 1 for a dict
+                    raise ValueError(f"{place} has a number as key that is not of a parameter: use a text")
+                self._check_other(place, entries)
+            elif key not in known:
+                raise ValueError(
+                    f"{place} is not of a parameter of its groups: use a text as key for what is not"
+                )
+            elif not isinstance(entries, dict):
+                raise ValueError(f"{place} is {described(entries)}, and must be a dict")
+            else:
+                for name, value in entries.items():
+                    if not isinstance(name, str):
+                        raise ValueError(
+                            f"{place} has the key {ascii(name)[:60]}, and must have texts as keys"
+                        )
+                    self._check_of_parameter(f"{place}.{name}", value)
         return self
+
+    def _check_other(self, place: str, value: Any) -> None:
+        """Checks what is not kept of a parameter."""
+
+    def _check_of_parameter(self, place: str, value: Any, depth: int = 0) -> None:
+        """Checks an entry of what is kept of a parameter."""
+        if is_single(value):
+            return
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{place[:100]}... is nested too deep: store it flat")
+        if isinstance(value, dict):
+            for key, item in value.items():
+                self._check_of_parameter(f"{place}[{ascii(key)[:60]}]", item, depth + 1)
+        elif isinstance(value, (list, tuple)):
+            for at, item in enumerate(value):
+                self._check_of_parameter(f"{place}[{at}]", item, depth + 1)
+        else:
+            raise ValueError(
+                f"{place} is {described(value)}, and must be a tensor, a number, or a list or dict of these: keep a text in "
+                "param_groups, or in state under a key that is a text"
+            )
+
+
+class SplitState(OptimizerState):
+    """The state of an optimizer that is split over ranks: tensors and numbers of parameters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_more(cls, state: Any) -> Any:
+        for name in state if isinstance(state, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(
+                    f"it has the entry {ascii(name)[:60]}, and state that is split over ranks has none of its own: {NOT_SPLIT}"
+                )
+        return state
+
+    def _check_other(self, place: str, value: Any) -> None:
+        raise ValueError(f"{place} is not of a parameter, and would be split over ranks: {NOT_SPLIT}")
+
+    def _check_of_parameter(self, place: str, value: Any, depth: int = 0) -> None:
+        if not is_single(value):
+            raise ValueError(
+                f"{place} is {described(value)}, and state that is split over ranks must be tensors of a parameter's elements or "
+                f"finite numbers: {NOT_SPLIT}"
+            )
+
+
+def is_single(value: Any) -> bool:
+    """Whether an entry of a state is one tensor or number, or none."""
+    return value is None or isinstance(value, (Tensor, bool, int, float))
 
 
 def is_number(value: Any) -> bool:
