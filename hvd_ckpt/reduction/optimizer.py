@@ -392,9 +392,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         It is separate from :meth:`state_dict`, which is that of the wrapped optimizer and thus loads everywhere.
         """
         state = self.reducer.state_dict() if self.reducer is not None else {}
-        if self._keeps_zeros and self.shard_stage < 2:
+        if self._keeps_zeros:
             state["zeros"] = [
-                name for parameter, name in self.parameter_names.items() if parameter.grad is not None
+                name for parameter, name in self.parameter_names.items() if self._has_gradient(parameter)
             ]
         return state
 
@@ -413,9 +413,15 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self.reducer.load_state_dict(learned)
             self.drop_gradients()
         for parameter, name in self.parameter_names.items():
-            if name in zeros and self.shard_stage < 2:
-                parameter.grad = torch.zeros_like(parameter)
+            if name in zeros:
+                self._set_zero(parameter)
         self._keeps_zeros = bool(zeros)
+
+    def _has_gradient(self, parameter: torch.Tensor) -> bool:
+        return parameter.grad is not None
+
+    def _set_zero(self, parameter: torch.Tensor) -> None:
+        parameter.grad = torch.zeros_like(parameter)
 
     @property
     def reduces_updates(self) -> bool:

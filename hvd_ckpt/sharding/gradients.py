@@ -8,6 +8,7 @@ before the step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -64,6 +65,34 @@ class ShardedGradient(Absent, torch.Tensor):  # type: ignore[misc]
             return func(*args, **(kwargs or {}))
 
 
+class ZeroGradient(ShardedGradient):
+    """Stands in ``p.grad`` where a gradient was that a step has consumed. It may be set to zero, as by
+    ``optimizer.zero_grad(set_to_none=False)``, and then counts as a gradient of zeros.
+
+    Attributes:
+        is_zero: it was set to zero.
+    """
+
+    is_zero = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "zero_" and isinstance(args[0], ZeroGradient):
+            args[0].is_zero = True
+            return args[0]
+        if name == "_foreach_zero_":
+            # The list may also have gradients whose values are here.
+            others = []
+            for gradient in args[0]:
+                if isinstance(gradient, ZeroGradient):
+                    gradient.is_zero = True
+                else:
+                    others.append(gradient)
+            return func(others) if others else None
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether there is a gradient and its values are here."""
     return gradient is not None and not isinstance(gradient, ShardedGradient)
@@ -94,6 +123,7 @@ DROPPED, REPLACED = 1.0, 2.0
 # What stands in ``p.grad`` after a gradient has left, and what that tells:
 #
 #   a ShardedGradient   nothing was done to it
+#   a ZeroGradient      none has left in this step: that of an earlier step was set to zero
 #   None                it was dropped by hand, unless a hook has just made room for the next one (_arriving)
 #   another tensor      the next gradient, if one has been accumulated (_arrived); else it was replaced by hand
 class SentGradients:
@@ -105,12 +135,14 @@ class SentGradients:
     Attributes:
         rounds: by parameter whose gradient left since the last synchronization, in which round last.
         held: for each parameter, whether the shards of the last synchronization have its gradient.
+        consumed: parameters whose gradient a step has consumed, or whose step was skipped, until gradients are cleared.
         begun_anew: by parameter whose gradient was dropped, what had left until then; ranks that add it up must have the same.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.rounds: dict[int, int] = {}
         self.held = [False] * len(layout.parameters)
+        self.consumed: set[int] = set()
         self.begun_anew: dict[int, list[tuple[int, bool]]] = {}
         self._layout = layout
         # Parameters of which one gradient has left, and the next is about to be accumulated; and those where it has been.
@@ -121,7 +153,7 @@ class SentGradients:
     def note(self, index: int) -> None:
         """The parameter's gradient is in shards, or on its way there."""
         parameter = self._layout.parameters[index]
-        if not isinstance(parameter.grad, ShardedGradient):
+        if not isinstance(parameter.grad, ShardedGradient) or isinstance(parameter.grad, ZeroGradient):
             parameter.grad = ShardedGradient(parameter, self._layout.names[index], IN_SHARDS)
         self._arriving.discard(index)
         self._arrived.discard(index)
@@ -182,6 +214,51 @@ class SentGradients:
         for index in indices:
             if isinstance(self._layout.parameters[index].grad, ShardedGradient):
                 self._layout.parameters[index].grad = None
+
+    def consume(self) -> None:
+        """The shards of the last synchronization have been used, or are dropped."""
+        for index, held in enumerate(self.held):
+            # Not one that was dropped by hand, nor one that has values again, for another optimizer.
+            if held and isinstance(self._layout.parameters[index].grad, ShardedGradient):
+                self._layout.parameters[index].grad = None
+                self.consumed.add(index)
+        self.held[:] = [False] * len(self.held)
+
+    def is_zero(self, index: int) -> bool:
+        """Whether the parameter's gradient is zeros, none of which has left."""
+        if index in self.rounds or self.held[index]:
+            return False
+        gradient = self._layout.parameters[index].grad
+        # Of gradients that have not left, only zeros make room for another one, which may then turn out to be None.
+        return isinstance(gradient, ZeroGradient) or (gradient is None and index in self._arriving)
+
+    @contextlib.contextmanager
+    def clearing(self) -> Iterator[None]:
+        """A context in which gradients are set to zero or to None; those that were consumed are there again for it."""
+        parameters = self._layout.parameters
+        for index in self.consumed:
+            if parameters[index].grad is None:
+                self._place_zero(index)
+        try:
+            yield
+        finally:
+            consumed, self.consumed = self.consumed, set()
+            for index in consumed:
+                gradient = parameters[index].grad
+                if isinstance(gradient, ZeroGradient) and not gradient.is_zero:  # not cleared
+                    parameters[index].grad = None
+                    self.consumed.add(index)
+
+    def set_zero(self, indices: Iterable[int]) -> None:
+        """These parameters, which have no gradient, get one of zeros."""
+        for index in indices:
+            self._place_zero(index).is_zero = True
+
+    def _place_zero(self, index: int) -> ZeroGradient:
+        parameter = self._layout.parameters[index]
+        placed = ZeroGradient(parameter, self._layout.names[index], IN_SHARDS)
+        parameter.grad = placed
+        return placed
 
 
 def check_by_hand(names: Sequence[str], by_hand: Sequence[float]) -> None:

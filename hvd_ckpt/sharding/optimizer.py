@@ -135,6 +135,8 @@ class ShardedOptimizer(ReducedOptimizer):
         ReducedOptimizer.drop_gradients(self)
         for parameter in itertools.chain.from_iterable(self.sharding.groups):
             parameter.grad = None
+        if isinstance(self.reducer, ShardReducer):
+            self.reducer.forget_consumed()
         self.sharding.drop_gradients()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -144,10 +146,23 @@ class ShardedOptimizer(ReducedOptimizer):
             self.reducer.set_passes(passes)
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
-        # First, since the placeholders in ``grad`` can be dropped but not set to zero.
+        # First, since the placeholders in ``grad`` can be dropped but not set to zero. A step of replicas drops zeros, too.
         self._consume()
-        with self._whole_groups():
+        reducer = self.reducer
+        clearing = reducer.clearing() if isinstance(reducer, ShardReducer) else contextlib.nullcontext()
+        with clearing, self._whole_groups():
             ReducedOptimizer._clear(self, *args, **kwargs)
+
+    def _has_gradient(self, parameter: torch.Tensor) -> bool:
+        if isinstance(self.reducer, ShardReducer):
+            return self.reducer.has_gradient(parameter)
+        return ReducedOptimizer._has_gradient(self, parameter)
+
+    def _set_zero(self, parameter: torch.Tensor) -> None:
+        if isinstance(self.reducer, ShardReducer):
+            self.reducer.set_zero(parameter)
+        else:
+            ReducedOptimizer._set_zero(self, parameter)
 
     def _drop_in_flight(self) -> None:
         if self.sharding.stage > 1:

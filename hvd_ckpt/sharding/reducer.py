@@ -14,6 +14,7 @@ The protocol, the same on every rank:
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -141,6 +142,7 @@ class ShardReducer(OwningReducer):
         """Another optimizer owns these parameters; acquired again, their groups leave in :meth:`synchronize`."""
         with self._lock:
             self._sent.drop(indices)
+            self._sent.consumed.difference_update(indices)
             self._schedule.release(indices)
             self.active = self._schedule.has_begun
 
@@ -150,6 +152,9 @@ class ShardReducer(OwningReducer):
 
     def drain(self) -> None:
         """Another optimizer is to have the gradients of this step: what has left comes back, reduced and whole. Collective."""
+        for index, parameter in enumerate(self._layout.parameters):
+            if self._sent.is_zero(index):
+                parameter.grad = torch.zeros_like(parameter)
         begun = float(any(self._schedule.launched) or any(self.used))
         if not self._exchange.maximum(torch.tensor([begun], dtype=torch.float32), "drain")[0]:
             return
@@ -171,7 +176,8 @@ class ShardReducer(OwningReducer):
         """None if a gradient is new or was dropped; what a synchronization has left is in shards, and each element on one rank."""
         parameters = enumerate(self._layout.parameters)
         unchanged = not self.active and not any(
-            has_values(parameter.grad) or self._sent.done_by_hand(index) for index, parameter in parameters
+            has_values(parameter.grad) or self._sent.done_by_hand(index) or self._sent.is_zero(index)
+            for index, parameter in parameters
         )
         return [] if unchanged else None
 
@@ -339,6 +345,10 @@ class ShardReducer(OwningReducer):
                 states[index] = LATE if last >= due else USED
             elif self.used[index]:
                 states[index] = USED
+            elif self._sent.is_zero(index):
+                states[index] = USED
+                # A group sends zeros for what it has no gradient of, once at least.
+                needs[position] = max(needs[position], 1.0)
         leads = self._exchange.rank == 0
         # Zeros on other ranks make the greatest the one of rank 0.
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
@@ -400,8 +410,26 @@ class ShardReducer(OwningReducer):
     def consume(self) -> None:
         """Forgets the result: a step has used it, or was skipped."""
         self._in_flight.clear()
-        self._sent.drop(index for index, used in enumerate(self.used) if used)
-        self.used[:] = [False] * len(self.used)
+        self._sent.consume()
+
+    # ---------------------------------------------------------------------------------- gradients of zeros
+
+    def clearing(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which gradients are cleared; those that are set to zero count as zeros in the next synchronization."""
+        return self._sent.clearing()
+
+    def forget_consumed(self) -> None:
+        """All gradients have been dropped: none is there to be set to zero."""
+        self._sent.consumed.clear()
+
+    def has_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether clearing would find a gradient of the parameter."""
+        index = self._number_of[id(parameter)]
+        return parameter.grad is not None or index in self._sent.consumed
+
+    def set_zero(self, parameter: torch.Tensor) -> None:
+        """Gives the parameter, which has no gradient, one of zeros."""
+        self._sent.set_zero([self._number_of[id(parameter)]])
 
     # ---------------------------------------------------------------------------------- between steps
 
@@ -422,8 +450,11 @@ class ShardReducer(OwningReducer):
         # The ranks may stand at different positions of the schedule; new names keep what is on its way from mixing with what
         # follows.
         self._in_flight.drop()
-        for parameter in self._layout.parameters:
-            parameter.grad = None
+        # They were there, so that zero_grad(set_to_none=False) makes zeros of them.
+        for index, parameter in enumerate(self._layout.parameters):
+            if parameter.grad is not None:
+                parameter.grad = None
+                self._sent.consumed.add(index)
         self.consume()
         self.rename_anew()
         self._agreed, self._may_wait = len(self._schedule.order), True

@@ -225,7 +225,7 @@ class Run:
 
     def _clear_gradients(self, parameters: list[Tensor], how: str) -> None:
         if self._others is not None:
-            self._others.clear(parameters, zero=how in ("zero", "model_zero") and self.stage < 2)
+            self._others.clear(parameters, zero=how in ("zero", "model_zero"))
             return
         for parameter in parameters:
             parameter.grad = None
@@ -398,7 +398,8 @@ class Run:
         for number, optimizer in enumerate(new.optimizers):
             optimizer.load_reduction_state_dict(state["reduction"][number])
         for parameter, gradient in zip(new.parameters, state["gradients"]):
-            parameter.grad = gradient
+            if gradient is not None or has_values(parameter.grad):
+                parameter.grad = gradient
         new.seen, new.late, new._saved = list(self.seen), self.late, copy.deepcopy(self._saved)
         return new
 

@@ -39,6 +39,9 @@ class Ranks:
         self._gradients: dict[int, list[Tensor | None]] = {
             rank: [None] * len(self._parameters) for rank in ranks
         }
+        self._used_up: set[int] = (
+            set()
+        )  # parameters whose gradients a step has used up since they were cleared
         self._summed: dict[int, Tensor] = {}  # gradients as an earlier step has summed them
         self._reduced: set[Tensor] = set()
         self._present: set[int] = set()  # ranks that have not joined
@@ -76,14 +79,16 @@ class Ranks:
         self._gradients[rank] = [parameter.grad for parameter in self._parameters]
 
     def clear(self, parameters: list[Tensor], zero: bool) -> None:
-        """For each rank: zeros where there is a gradient, or None."""
+        """For each rank: zeros where there is a gradient, or a step has used one up, or None."""
         cleared = set(parameters)
         for at, parameter in enumerate(self._parameters):
             if parameter not in cleared:
                 continue
             for gradients in self._gradients.values():
                 gradient = gradients[at]
-                gradients[at] = torch.zeros_like(gradient) if zero and gradient is not None else None
+                there = gradient is not None or at in self._used_up
+                gradients[at] = torch.zeros_like(parameter) if zero and there else None
+            self._used_up.discard(at)
             self._summed.pop(at, None)
 
     def reduce(self, own: set[Tensor]) -> None:
@@ -127,7 +132,9 @@ class Ranks:
         for at, parameter in enumerate(self._parameters):
             if parameter not in own:
                 continue
-            parameter.grad = None if used_up else parameter.grad
+            if used_up and parameter.grad is not None:
+                self._used_up.add(at)
+                parameter.grad = None
             gradient = parameter.grad
             for gradients in self._gradients.values():
                 gradients[at] = None if gradient is None else gradient.clone()

@@ -729,7 +729,7 @@ def test_sparse_gradients_with_another_default_dtype(default_dtype: torch.dtype)
 
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("at_the_end", [False, True])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_resumed_run_clears_gradients_as_the_first_did(
     set_to_none: bool, at_the_end: bool, stage: int
 ) -> None:

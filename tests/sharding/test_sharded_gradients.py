@@ -128,6 +128,101 @@ def same_weights(model: nn.Module, optimizer: Any, wanted: nn.Module, plain: Any
             torch.testing.assert_close(value, theirs[name])
 
 
+def short(model: Model, number: int) -> None:
+    """As :func:`backward` on all ranks, without the blocks after the first one."""
+    generator = torch.Generator().manual_seed(10 * number + hc.rank())
+    model.last(model.blocks[0](torch.randn(5, 6, generator=generator))).square().mean().backward()
+
+
+def set_to_zero(model: Model, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+CLEARED: dict[str, Callable[[Model, Any], Any]] = {
+    "zeros": set_to_zero,
+    "zeros of zeros": lambda model, optimizer: [set_to_zero(model, optimizer) for _ in range(2)],
+    "None": lambda _, optimizer: optimizer.zero_grad(),
+    "zeros, then None": lambda model, optimizer: (set_to_zero(model, optimizer), optimizer.zero_grad()),
+    "zeros, then None by hand": lambda model, optimizer: (
+        set_to_zero(model, optimizer),
+        [setattr(one, "grad", None) for one in model.blocks[1].parameters()],
+    ),
+    "zeros, then None by the model": lambda model, optimizer: (
+        set_to_zero(model, optimizer),
+        model.zero_grad(),
+    ),
+    "zeros after a state was loaded": lambda model, optimizer: (
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+        set_to_zero(model, optimizer),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLEARED)
+@pytest.mark.parametrize("options", [{"shard": 2}, {"shard": 3}, {"shard": 3, "units": []}], ids=str)
+def test_a_gradient_that_was_set_to_zero_counts_as_zeros(case: str, options: dict[str, Any]) -> None:
+    """Weight decay and momentum move a parameter whose gradient is zeros, and not one whose gradient is None."""
+    model, optimizer = build(options["shard"], **{k: v for k, v in options.items() if k != "shard"})
+    wanted, plain = build(0)
+    for number in range(9):
+        for one, other in ((optimizer, model), (plain, wanted)):
+            if case.startswith("zeros") and number == 6:
+                set_to_zero(other, one)
+            else:
+                CLEARED[case](other, one)
+            if number in (0, 1, 6):
+                backward(other, number)
+            elif number == 4 and options["shard"] == 2:  # at stage 3 all ranks run the model
+                backward(other, number, 0)
+            elif number == 7:
+                pass  # all gradients are zeros, or None
+            else:
+                short(other, number)
+            one.step()
+    same_weights(model, optimizer, wanted, plain)
+    before = wanted.blocks[1][0].weight.detach().clone()
+    for one, other in ((optimizer, model), (plain, wanted)):
+        CLEARED[case](other, one)
+        short(other, 9)
+        if hc.rank() == 0:
+            hc_gradient: Any = other.blocks[1][0].weight.grad
+            assert (hc_gradient is None) == ("None" in case)
+        one.step()
+    assert torch.equal(before, wanted.blocks[1][0].weight.detach()) == ("None" in case)
+    same_weights(model, optimizer, wanted, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zeros_hold_no_memory_and_cannot_be_read(stage: int) -> None:
+    model, optimizer = build(stage)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    gradient: Any = model.last.weight.grad
+    assert gradient.shape == model.last.weight.shape and gradient.untyped_storage().nbytes() <= 8
+    assert model.unused.weight.grad is None
+    with pytest.raises(RuntimeError, match="gradient of parameter 'last.weight' is split"):
+        gradient.norm()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_zeros_beside_gradients_with_values(stage: int, foreach: bool) -> None:
+    results = []
+    for of in (0, stage):
+        model = Model()
+        wrapped = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, foreach=foreach)
+        optimizer = hc.DistributedOptimizer(wrapped, model.named_parameters(), shard=of)
+        for number in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            model.unused.weight.grad = torch.ones(6, 6)
+            optimizer.zero_grad(set_to_none=False)
+            backward(model, number) if number == 0 else short(model, number)
+            optimizer.step()
+        results += [model, optimizer]
+    same_weights(*results[2:], *results[:2])
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_metadata_of_gradients_is_as_without_shards(stage: int) -> None:
     model, optimizer = build(stage)
