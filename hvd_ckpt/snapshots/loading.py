@@ -127,7 +127,7 @@ def load_state(
                 )
             parts = [{**state, "pieces": pieces}]
     load_optimizer(snapshot.replicated["optimizer"], parts, optimizer, options)
-    if parts is None:
+    if parts is None and not shards.sharded:
         _restore_types(snapshot, optimizer)
     # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
     shards.publish_weights(optimizer)
