@@ -77,7 +77,15 @@ class Divergence:
             )
             for rank, unit in enumerate(units)
         ]
-        return (
-            f"the ranks run different units of a model whose parameters are split over them: {', '.join(waits)}; run the same "
-            "units in the same order on every rank, or pass units=[] to DistributedOptimizer, which gathers the whole model at once"
-        )
+        if len(self._titles) > 1:
+            remedy = (
+                "run the same units in the same order on every rank, or pass units=[] to DistributedOptimizer, which gathers the "
+                "whole model at once"
+            )
+        else:  # with units=[], say
+            remedy = (
+                "the model is one unit, and a module that runs outside of the model's own forward pass and without gradients "
+                "(in evaluation, or in a region with use_reentrant=True) gathers it each time; recompute with "
+                "use_reentrant=False, or call these modules in the forward method of the model"
+            )
+        return f"the ranks run different units of a model whose parameters are split over them: {', '.join(waits)}; {remedy}"

@@ -57,6 +57,7 @@ class ShardedUnit:
         call: in which its modules run now.
         in_backward: calls whose backward pass has begun and not ended.
         lasting: its memory is needed beyond its backward pass (that pass is differentiated itself).
+        awaited: it stays whole for a backward pass that is to come.
     """
 
     number: int
@@ -66,6 +67,7 @@ class ShardedUnit:
     call: UnitCall | None = None
     in_backward: set[UnitCall] = field(default_factory=set)
     lasting: bool = False
+    awaited: bool = False
 
 
 # One training step of units A and B, and the root R with what they share, with ``unshard`` as + and ``reshard`` as -:
@@ -195,7 +197,7 @@ class Passes:
             unit.running = 0
             unit.call = None
             unit.in_backward.clear()
-            unit.lasting = False
+            unit.lasting = unit.awaited = False
             self._reshard(unit)
             if unit.parameters.unsharding and not self.summoned:
                 unit.parameters.reshard()
@@ -299,7 +301,10 @@ class Passes:
                 if not unit.running and unit.call is not None:
                     unit.call = None
                     self._reshard(unit)
-        if not awaited:
+        # A module that is run alone, in the first pass of a region that is recomputed reentrantly, frees nothing that a module
+        # before it has left whole. So the number of gathers does not depend on how many of them a rank runs.
+        self.root.awaited = awaited or (self.root.awaited and number != 0)
+        if not self.root.awaited:
             self._reshard(self.root)
 
     def _watch(self, unit: ShardedUnit, call: UnitCall | None, module: nn.Module, output: Any) -> bool:
@@ -365,6 +370,7 @@ class Passes:
             # A unit whose inputs need no gradient has no node before them, so nothing has freed it: it is freed here.
             for unit in self.units:
                 unit.in_backward.clear()
+                unit.awaited = False
                 if not unit.running:
                     unit.call = None
                 unit.lasting = finished.differentiated and unit.parameters.whole

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from same import whole_weights
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -82,6 +83,51 @@ def test_ranks_that_run_the_whole_model_as_one_unit_may_run_what_they_like() -> 
     optimizer = wrapped(model, units=[])
     for case in CHOSEN.values():
         steps(model, optimizer, 2, case())
+
+
+class Apart(nn.ModuleDict):
+    """Its modules are called from outside; it has no forward pass."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__({"first": nn.Linear(6, 6), "block": nn.Linear(6, 6), "last": nn.Linear(6, 1)})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_modules_outside_of_a_forward_pass_may_be_recomputed_any_number_of_times(reentrant: bool) -> None:
+    models = []
+    for options in ({}, {"shard": 3, "units": []}):
+        model = Apart()
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            x = model["first"](torch.ones(2, 6) + step)
+            for _ in range(1 + step * (1 + hc.rank()) % 4):
+                x = hc.checkpoint(model["block"], x, use_reentrant=reentrant)
+            model["last"](x).square().mean().backward()
+            optimizer.step()
+        models.append(whole_weights(model, optimizer))
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name], value)
+
+
+def test_the_whole_model_as_one_unit_is_not_told_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "LONG_SECONDS", 1.0)
+    model = Apart()
+    optimizer = wrapped(model, units=[])
+
+    def step() -> None:
+        x = torch.ones(2, 6, requires_grad=True)
+        for _ in range(1 + 2 * hc.rank()):
+            x = hc.checkpoint(model["block"], x, use_reentrant=True)
+        model["last"](x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"rank 0 waits .*use_reentrant=False") as error:
+        step()
+    assert "units=[]" not in str(error.value)
 
 
 def test_a_slow_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
