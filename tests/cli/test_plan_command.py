@@ -183,7 +183,7 @@ def test_bad_arguments_are_one_line(run, model: str, arguments: str, says: str) 
 def test_a_budget_below_what_runs_around_the_blocks_is_refused_before_they_are_measured(
     run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvd_ckpt.planning.profile.Profile._measure", None)
+    monkeypatch.setattr("hvd_ckpt.planning.kinds.KindProfiler.measure", None)
     result = run("--budget", "10KiB", "--output", "impossible")
     assert result.exit_code == 2, result.output
     message = result.output.splitlines()[-1]
