@@ -16,7 +16,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Max
 
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.agreement import Failure, raise_first_failure, raise_together
+from hvd_ckpt.reduction.agreement import raise_on_replica, raise_together
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.extras import apex_unavailable as apex_unavailable
 from hvd_ckpt.utils.text import PRECISIONS
@@ -102,14 +102,7 @@ class GradScaler(torch.amp.GradScaler):
                     raise
                 error = exception
         if grid.model_parallel_size > 1:
-            failed = torch.tensor([float(error is not None)], dtype=torch.float64)
-            if any(bool(each) for each in grid.gather(failed)):
-                failures: list[Failure | None] = [None] * grid.size
-                own = None if error is None else Failure.of(error)
-                for number, failure in enumerate(grid.gather_objects(own)):
-                    stage, part = divmod(number, grid.tensor)
-                    failures[grid.process(stage, part=part)] = failure
-                raise_first_failure(error, failures)
+            raise_on_replica(error)
         if optimizer.finds_overflow_alone:
             mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
         if grid.model_parallel_size > 1:

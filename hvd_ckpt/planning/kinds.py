@@ -169,7 +169,6 @@ class KindProfiler:
             for number, seconds in zip(useful, runner.seconds(policies, self._least_seconds))
         )
         output, casts, working, forward = runner.first_pass()
-        frame = (
-            torch.get_rng_state().nbytes if self._step.device.type == "cpu" else 0
-        )  # else it is on the CPU
+        # The random state that a segment keeps is in host memory, which counts on the CPU alone.
+        frame = torch.get_rng_state().nbytes if self._step.device.type == "cpu" else 0
         return policies, Block(choices, output, forward, working, casts=casts, frame=frame)

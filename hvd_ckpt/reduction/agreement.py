@@ -212,6 +212,20 @@ def raise_together(error: Exception | None, process_set: Any, name: str) -> None
     raise_first_failure(error, failures)
 
 
+def raise_on_replica(error: Exception | None) -> None:
+    """Raises on every pipeline stage and part of this replica if any of them brings an error. Collective over these, where all tell
+    each other one number, and what has happened only if something has."""
+    grid = current()
+    failed = torch.tensor([float(error is not None)], dtype=torch.float64)
+    if not any(bool(each) for each in grid.gather(failed)):
+        return
+    failures: list[Failure | None] = [None] * grid.size
+    for number, failure in enumerate(grid.gather_objects(None if error is None else Failure.of(error))):
+        stage, part = divmod(number, grid.tensor)
+        failures[grid.process(stage, part=part)] = failure
+    raise_first_failure(error, failures)
+
+
 def raise_gathered(errors: Sequence[Exception | None]) -> None:
     """Raises the first of the errors of all ranks, in rank order, as the same error on all of them: each shows it itself."""
     for rank, error in enumerate(errors):

@@ -263,9 +263,7 @@ class Collectives:
     def levels_of(self, nbytes: int) -> Sequence[Sequence[int]]:
         """The hosts within which a sum of ``nbytes`` of each rank begins; one with all ranks where two levels do not pay."""
         ranks = self.process_set.size()
-        if self.hosts is None or nbytes < max(TWO_LEVEL_BYTES, ranks * TWO_LEVEL_ROW_BYTES):
-            return [range(ranks)]
-        return self.hosts
+        return [range(ranks)] if self.hosts is None or not two_levels_pay(nbytes, ranks) else self.hosts
 
     def exchange_in_levels(
         self,
@@ -327,6 +325,11 @@ class Collectives:
         name = f"{self.prefix}.{what}"
         names = [name] if len(parts) == 1 else [f"{name}.{number}" for number in range(len(parts))]
         return [(own, begin(part, own)) for own, part in zip(names, parts)]
+
+
+def two_levels_pay(nbytes: float, ranks: int) -> bool:
+    """Whether a sum of ``nbytes`` of each rank is large enough to be added up within hosts first."""
+    return nbytes >= max(TWO_LEVEL_BYTES, ranks * TWO_LEVEL_ROW_BYTES)
 
 
 def _joined(parts: list[torch.Tensor], rows: int) -> torch.Tensor:

@@ -160,30 +160,20 @@ class TreeCommunicator(Communicator):
         # Rank r gets part r of every rank's sum. Of 10 elements, 4 ranks get 3, 3, 3 and 1.
         part = -(-numel // ranks)
         what, hosts = f"reduce_scatter.{what}", self.levels_of(total.nbytes)
-        if len(hosts) > 1:
-            padded = torch.nn.functional.pad(total, (0, ranks * part - numel))
-
-            def row_wise(flat: torch.Tensor, rows: int) -> torch.Tensor:
-                return flat.view(rows, -1)
-
-            def gather_sums(rows: torch.Tensor) -> Work:
-                return self.allgather(add_rows(rows).mul_(scale), f"{what}.sums")
-
-            sums = self.exchange_in_levels(hosts, padded, what, row_wise, add_rows).followed_by(gather_sums)
-            return sums.then(lambda result: result[:numel])
-        splits = [max(0, min(part, numel - part * rank)) for rank in range(ranks)]
 
         def gather(rows: torch.Tensor) -> Work:
-            own = add_rows(rows.view(ranks, rows.numel() // ranks)).mul_(scale)
-            return self.allgather(own, f"{what}.sums")
+            return self.allgather(add_rows(rows).mul_(scale), f"{what}.sums")
 
+        if len(hosts) > 1:
+            padded = torch.nn.functional.pad(total, (0, ranks * part - numel))
+            rows = self.exchange_in_levels(hosts, padded, what, lambda flat, n: flat.view(n, -1), add_rows)
+            return rows.followed_by(gather).then(lambda result: result[:numel])
+        splits = [max(0, min(part, numel - part * rank)) for rank in range(ranks)]
+        own, name = splits[self.process_set.rank()], f"{self.prefix}.{what}"
         handle = mpi_ops.alltoall_async(
-            total,
-            torch.tensor(splits, dtype=torch.int32),
-            name=f"{self.prefix}.{what}",
-            process_set=self.process_set,
+            total, torch.tensor(splits, dtype=torch.int32), name=name, process_set=self.process_set
         )
-        return Work([(name, handle)], lambda results: results[0][0]).followed_by(gather)
+        return Work([(name, handle)], lambda results: results[0][0].view(ranks, own)).followed_by(gather)
 
 
 class ReplicaReducer(Reducer):

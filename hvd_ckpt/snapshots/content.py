@@ -49,8 +49,13 @@ from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.schema import Wrong, first_error
 
 # of the state of a DistributedOptimizer: not the wrapped optimizer's, and elsewhere in a snapshot
-OF_A_RANK = ("pieces", "stage", "ranks", "rank", STATE)
+_OF_A_RANK = ("pieces", "stage", "ranks", "rank", STATE)
 SMALL = 4096  # bytes of a tensor that is not worth leaving to the thread
+
+
+def of_wrapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the wrapped optimizer, given that of a ``DistributedOptimizer``."""
+    return {name: value for name, value in state.items() if name not in _OF_A_RANK}
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class RunShards:
         if not self.sharded:
             return None
         part = optimizer.state_dict()
-        state = {name: value for name, value in part.items() if name not in OF_A_RANK}
+        state = of_wrapped(part)
         if averages is not None:
             state["averages"] = dict(averages)
         pieces: Sequence[Any] = part["pieces"] if self.stage else _flatten(state, ranges_of(optimizer))

@@ -17,7 +17,7 @@ from torch import nn
 from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.local_sgd.optimizer import STATE, LocalOptimizer
 from hvd_ckpt.reduction.agreement import errors_on_all
-from hvd_ckpt.snapshots.content import OF_A_RANK, RunShards
+from hvd_ckpt.snapshots.content import RunShards, of_wrapped
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.order import parameter_names
 from hvd_ckpt.snapshots.reader import Snapshot
@@ -33,8 +33,7 @@ def local_state(
     if not isinstance(optimizer, LocalOptimizer):
         return None
     state = optimizer.state_dict()
-    averages = state[STATE]
-    kept = {name: value for name, value in state.items() if name not in OF_A_RANK}
+    averages, kept = state[STATE], of_wrapped(state)
     weights = _weights_by_name(optimizer) if optimizer.shard_stage else dict(model.named_parameters())
     written = shards.is_first if shards.sharded else hvd.rank() == 0  # elsewhere in the snapshot
     return {

@@ -112,8 +112,8 @@ def largest_difference(
     Returns the largest absolute difference; the largest difference relative to what training changed; and the name
     of the tensor where that is. Relative means: to the largest change in that tensor plus a hundredth of
     the largest change in any, so that a tensor which should not change at all does not measure rounding by rounding.
-    A missing tensor or a value that is not a number is infinitely far; also where the expected value is none, as such a reference
-    tells nothing.
+    A missing tensor or a value that is not a number is infinitely far. So is everything if an expected value is not finite, since
+    such a reference proves nothing.
     """
     if not expected:
         return 0.0, 0.0, ""

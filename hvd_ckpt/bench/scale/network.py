@@ -119,13 +119,10 @@ class Network:
 
     def scatter(self, nbytes: float, ranks: int) -> Cost:
         """This library's reduce-scatter: an alltoall, or one on each host and then one of those at the same place on each host."""
-        from hvd_ckpt.reduction.collectives import (  # which imports PyTorch
-            TWO_LEVEL_BYTES,
-            TWO_LEVEL_ROW_BYTES,
-        )
+        from hvd_ckpt.reduction.collectives import two_levels_pay  # which imports PyTorch
 
-        local, least = min(self.local, ranks), max(TWO_LEVEL_BYTES, ranks * TWO_LEVEL_ROW_BYTES)
-        if self.one_level or ranks <= local or local == 1 or nbytes < least:
+        local = min(self.local, ranks)
+        if self.one_level or ranks <= local or local == 1 or not two_levels_pay(nbytes, ranks):
             return self.alltoall(nbytes, ranks)
         sizes = self.rows(SPLIT * ranks, ranks, ranks - 1, local - 1)
         within = self.rows(nbytes, ranks, local - 1, local - 1)
