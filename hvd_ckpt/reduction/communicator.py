@@ -35,6 +35,8 @@ class Communicator(Collectives):
     ) -> None:
         super().__init__(process_set, "")
         self.op, self.compression = op, compression
+        # Keeps a gradient that is summed already from being summed again (see :mod:`.sums`). An attribute, since a hook reads it.
+        self.sums_once = bool(op == Sum)
         self.prescale_factor, self.postscale_factor = prescale_factor, postscale_factor
 
     @property
@@ -46,11 +48,6 @@ class Communicator(Collectives):
     def is_leader(self) -> bool:
         """This is rank 0 of the process set, whose order of gradients counts."""
         return bool(self.process_set.rank() == 0)
-
-    @property
-    def sums_once(self) -> bool:
-        """Keeps a gradient that is summed already from being summed again (see :mod:`.sums`)."""
-        return bool(self.op == Sum)
 
     def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:
         """Remembers that the gradients have been reduced."""

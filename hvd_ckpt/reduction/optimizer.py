@@ -120,7 +120,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """Raises an error, on every rank, if a parameter was put into a group by hand: nobody would reduce its gradient."""
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and not reducer.has_parameter(parameter):
+                if not reducer.has_parameter(parameter) and parameter.requires_grad:
                     error = RuntimeError(
                         f"param_groups[{number}]['params'][{place}] (shape {tuple(parameter.shape)}) was put there after "
                         "DistributedOptimizer() was called, so its gradient is not reduced; make the DistributedOptimizer again "
