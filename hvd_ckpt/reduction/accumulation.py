@@ -170,9 +170,9 @@ class OwningReducer(ABC):
     def process_set(self) -> Any:
         """The ranks that reduce together."""
 
-    def has_parameter(self, parameter: torch.Tensor) -> bool:
-        """Whether this is one of the parameters."""
-        return id(parameter) in self._number_of
+    def has_all(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these are among the parameters."""
+        return self._number_of.keys() >= set(map(id, parameters))
 
     def take_over(self, error: Exception) -> bool:
         """Raises an error of this rank's backward pass on every rank, in the next synchronization.

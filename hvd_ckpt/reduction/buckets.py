@@ -17,7 +17,7 @@ from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
 MEBIBYTE = 1 << 20
 
 
-@dataclass
+@dataclass(slots=True)
 class GradientEntry:
     """The place of one parameter in its bucket."""
 
@@ -53,7 +53,7 @@ class GradientEntry:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class Bucket:
     """One flat tensor and the parameters whose gradients are views into it.
 
@@ -76,6 +76,7 @@ class Bucket:
     waiting: int = 0  # parameters whose gradient is not complete yet
     launched: bool = False
     void: bool = False  # was sent as zeros, since a parameter has been converted
+    all_home: bool = False  # each ``grad`` is its view, since the bucket was last gathered
     # Of the storage when it was sent, or has arrived. Horovod writes through a pointer, which moves no version, so
     # another one later tells of a change in place.
     version: int = 0
@@ -96,15 +97,9 @@ class Bucket:
         return self.numel * self.dtype.itemsize
 
     def allocate(self) -> torch.Tensor:
-        """The storage, made if need be and cut into views."""
+        """The storage, made if need be."""
         if self.flat is None:
             self.flat = torch.empty(self.numel + self.flags, dtype=self.dtype, device=self.device)
-        with torch.no_grad():
-            for entry in self.entries:
-                view = entry.view
-                # ``Module.to`` may have moved the view, which was the parameter's ``grad``, out of this storage.
-                if view is None or view.data_ptr() != entry.pointer or view.dtype is not self.dtype:
-                    self.view(entry)
         return self.flat
 
     def view(self, entry: GradientEntry) -> torch.Tensor:
@@ -121,20 +116,23 @@ class Bucket:
 
     def free(self) -> None:
         """Forgets the storage; it lives on while some parameter's ``grad`` is still a view into it."""
-        self.flat = None
+        self.flat, self.all_home = None, False
         for entry in self.entries:
             entry.view = None
 
     def fits_parameters(self) -> bool:
         """False if a parameter changed its dtype, device, size or layout since the bucket was laid out."""
         dtype, device = self.dtype, self.device
-        return all(
-            entry.parameter.dtype is dtype
-            and entry.parameter.device == device
-            and entry.parameter.shape == entry.shape
-            and entry.parameter.stride() == entry.stride
-            for entry in self.entries
-        )
+        for entry in self.entries:
+            parameter = entry.parameter
+            if (
+                parameter.dtype is not dtype
+                or parameter.device != device
+                or parameter.shape != entry.shape
+                or parameter.stride() != entry.stride
+            ):
+                return False
+        return True
 
     def may_leave(self, arrived: Sequence[int]) -> bool:
         """False if some gradient was made with ``create_graph=True``: a view into the storage would lose its graph.
@@ -176,30 +174,34 @@ class Bucket:
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing: list[torch.Tensor] = []
-        copied: list[tuple[GradientEntry, torch.Tensor, torch.Tensor]] = []
-        for entry in self.entries:
-            gradient, view = entry.parameter.grad, entry.view
-            assert view is not None
-            entry.filled = gradient is not None
-            if gradient is view:
-                continue  # in its place: allocate() has looked
-            if gradient is None:
-                missing.append(view)
-            elif not entry.holds(gradient):
+        copied: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.all_home = True
+        with torch.no_grad():
+            for entry in self.entries:
+                parameter, view = entry.parameter, entry.view
+                gradient = parameter.grad
+                # ``Module.to`` may have moved the view, which was the parameter's ``grad``, out of this storage.
+                if view is None or view.data_ptr() != entry.pointer:
+                    view = self.view(entry)
+                entry.filled = gradient is not None
+                if gradient is view:
+                    continue
+                if gradient is None:
+                    missing.append(view)
+                    self.all_home = False
+                    continue
+                if self.keeps_sources and not entry.holds(gradient):
+                    self.sources[entry.index] = gradient.detach()
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 targets.append(view)
-                copied.append((entry, gradient, view))
-                if self.keeps_sources:
-                    self.sources[entry.index] = gradient.detach()
-            else:
-                entry.parameter.grad = moved(gradient, view)
-        with torch.no_grad():
+                copied.append((parameter, gradient, view))
             if targets:
                 foreach_copy_(targets, sources)
             if missing:
                 foreach_zero_(missing)
-        for entry, gradient, view in copied:
-            entry.parameter.grad = moved(gradient, view)
+            for parameter, gradient, view in copied:
+                parameter.grad = home = moved(gradient, view)
+                self.all_home &= home is view
         return flat
 
 

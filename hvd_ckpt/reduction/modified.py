@@ -93,6 +93,7 @@ class ModifiedGradients:
                 index, late = entry.index, self.late.get(entry.index)
                 if entry.is_home() and index not in self._replaced:
                     continue
+                bucket.all_home = False
                 if index in self._replaced or self._was_replaced(bucket, entry):
                     replaced.append(index)
                 elif late is None:

@@ -119,8 +119,10 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def _look_for_replaced(self, reducer: Reducer) -> None:
         """Raises an error, on every rank, if a parameter was put into a group by hand: nobody would reduce its gradient."""
         for number, group in enumerate(self.param_groups):
+            if reducer.has_all(group["params"]):
+                continue
             for place, parameter in enumerate(group["params"]):
-                if not reducer.has_parameter(parameter) and parameter.requires_grad:
+                if parameter.requires_grad and not reducer.has_all([parameter]):
                     error = RuntimeError(
                         f"param_groups[{number}]['params'][{place}] (shape {tuple(parameter.shape)}) was put there after "
                         "DistributedOptimizer() was called, so its gradient is not reduced; make the DistributedOptimizer again "

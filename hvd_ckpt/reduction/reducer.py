@@ -128,15 +128,17 @@ class Reducer(OwningReducer):
         # Autograd runs a thread for each device, so hooks may run at once. Counts and launches are one state for all of them.
         with self._lock:
             self.active = True
-            arrived = self._counts.count(index)
-            self._communicator.changed_sum(self.assignment.parameters[index])
-            bucket, entry = self.assignment.bucket_of[index], self.assignment.entry_of[index]
+            counts, assignment = self._counts, self.assignment
+            arrived = counts.count(index)
+            if self._communicator.sums_once:
+                self._communicator.changed_sum(assignment.parameters[index])
+            bucket, entry = assignment.bucket_of[index], assignment.entry_of[index]
             if bucket is None or entry is None:
                 return
             if bucket.launched:
                 self._modified.after_late(bucket, entry)
                 return
-            expected = self._counts.expected[index]
+            expected = counts.expected[index]
             if arrived > 1 and (arrived > expected or self._modified.has_lost_parts(entry)):
                 bucket.keeps_sources = True  # other ranks may have sent what is dropped here
             if arrived == expected:
@@ -281,12 +283,12 @@ class Reducer(OwningReducer):
         """This rank's flags."""
         # Flags have places for the parameters that all ranks have compared. A rank with
         # further ones asks for a resynchronization.
-        used = [float(parameter.grad is not None) for parameter in self.assignment.parameters[: self._known]]
-        late = [0.0] * self._known
+        used = [parameter.grad is not None for parameter in self.assignment.parameters[: self._known]]
+        late = [False] * self._known
         for index in self._modified.diverted:  # their gradients are in flight, but hidden from ``grad``
-            used[index] = 1.0
+            used[index] = True
         for index in self._modified.late:
-            late[index] = 1.0
+            late[index] = True
         return ControlFlags(used, late, float(self._report.wanted), float(self.notice))
 
     def _launch(self, with_flags: bool = False) -> None:
@@ -332,21 +334,21 @@ class Reducer(OwningReducer):
     @torch.no_grad()
     def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
         """Sets each ``grad`` to what has arrived in its bucket, except those to ``keep``."""
-        usual = not (self._modified.late or keep or self.assignment.densified)
+        densified = self.assignment.densified
         for bucket in self.assignment.buckets:
             if bucket.void:
                 continue
-            for entry in bucket.entries:
+            for entry in bucket.entries if densified or not bucket.all_home else ():
                 index, parameter = entry.index, entry.parameter
-                if index in keep or (usual and index in used and entry.is_home()):
+                if index in keep:
                     continue
                 gradient = parameter.grad
                 if index not in used:
                     # On every rank: the zeros that came back are not a gradient. As one, weight
                     # decay and momentum would move the parameter.
                     parameter.grad = None
-                elif index in self.assignment.densified:
-                    parameter.grad = bucket.view(entry).to_sparse(self.assignment.densified[index])
+                elif index in densified:
+                    parameter.grad = bucket.view(entry).to_sparse(densified[index])
                 elif gradient is None or gradient is not entry.view or not entry.holds(gradient):
                     # Where the model was converted after the bucket had left, the gradient follows.
                     parameter.grad = bucket.view(entry).to(dtype=parameter.dtype, device=parameter.device)
