@@ -47,6 +47,31 @@ RPATH = (
 
 _FLATBUFFERS = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
 
+_CYCLE_SLEEP = """class CycleSleep {
+public:
+  void End() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    ended_ = true;
+    condition_.notify_one();
+  }
+  void Shorten() { shortened_ = true; }  // by the thread that sleeps
+  void For(std::chrono::steady_clock::duration duration) {
+    if (shortened_)
+      duration = std::min<std::chrono::steady_clock::duration>(duration, std::chrono::microseconds(100));
+    std::unique_lock<std::mutex> lock(mutex_);
+    condition_.wait_for(lock, duration, [this] { return ended_; });
+    ended_ = shortened_ = false;
+  }
+
+private:
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  bool ended_ = false, shortened_ = false;
+};
+inline CycleSleep cycle_sleep;
+
+"""
+
 # (file, text, replacement), for these reasons:
 # - the headers of PyTorch need C++20, those of CUDA C++17;
 # - library paths must be relative;
@@ -60,6 +85,9 @@ _FLATBUFFERS = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
 # - the rendezvous server, when all ranks had left one scope, forgot which ranks had left the others;
 # - the CUDA driver has another file name without a toolkit;
 # - a Horovod for the CPU that gets a GPU tensor must raise an error, as it would end its thread in the middle of a collective;
+# - over Gloo without fusion, the sleep between two cycles ends when a tensor is added, and is short while a tensor waits for other
+#   ranks: in place of a cycle, a tensor then waits for the last rank. (Over MPI, a waiting thread keeps its CPU. With fusion, a
+#   longer cycle is what collects tensors.)
 # - g++ 13 and newer need a header that other headers no longer include, and members that an assignment changes must not be const.
 PATCHES = (
     (
@@ -132,6 +160,39 @@ PATCHES = (
         '    throw std::logic_error("A tensor is on a GPU, and this Horovod is built without operations on GPUs. "\n'
         '                           "Build it again with `hvd-ckpt build-horovod`.");\n#endif\n'
         "    return tensor.device().index();",
+    ),
+    (
+        "horovod/common/tensor_queue.h",
+        "#include <iostream>\n",
+        "#include <algorithm>\n#include <chrono>\n#include <condition_variable>\n#include <iostream>\n",
+    ),
+    (
+        "horovod/common/tensor_queue.h",
+        "class TensorQueue {\npublic:",
+        _CYCLE_SLEEP + "class TensorQueue {\npublic:",
+    ),
+    (
+        "horovod/common/tensor_queue.cc",
+        "  message_queue_.push(std::move(message));\n  return",
+        "  message_queue_.push(std::move(message));\n  cycle_sleep.End();\n  return",
+    ),
+    (
+        "horovod/common/tensor_queue.cc",
+        "    message_queue_.push(std::move(messages[i]));\n  }\n",
+        "    message_queue_.push(std::move(messages[i]));\n  }\n  cycle_sleep.End();\n",
+    ),
+    (
+        "horovod/common/tensor_queue.cc",
+        "    message_queue_.push(std::move(message));\n    messages.pop_front();\n",
+        "    message_queue_.push(std::move(message));\n    messages.pop_front();\n    cycle_sleep.Shorten();\n",
+    ),
+    (
+        "horovod/common/operations.cc",
+        "    std::this_thread::sleep_for(sleep_duration);\n",
+        "    if (state.control_operation == LibType::GLOO &&\n"
+        "        state.parameter_manager.TensorFusionThresholdBytes() == 0)\n"
+        "      cycle_sleep.For(sleep_duration);\n    else\n"
+        "      std::this_thread::sleep_for(sleep_duration);\n",
     ),
     ("horovod/common/group_table.h", "#include <queue>", "#include <queue>\n#include <string>"),
     (_FLATBUFFERS, "pointer const data_;", "pointer data_;"),
