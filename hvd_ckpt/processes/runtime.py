@@ -74,9 +74,10 @@ def init(
       ``OMP_NUM_THREADS`` is set.
     * ``HOROVOD_CYCLE_TIME=5`` (times the ranks per CPU, if there are more) instead of 1, if the launcher starts more than one rank
       for two CPUs of a machine. Horovod's background thread then has no CPU to itself. The cycle time is the number of
-      milliseconds between two rounds in which ranks negotiate collectives, and keep each other from computing. A collective of
-      your own takes up to that many milliseconds longer. The cycle time is not changed with Horovod's autotuning. It is also not
-      changed over Gloo unless `hvd-ckpt build-horovod` built Horovod: another build cannot start twice with both variables set.
+      milliseconds between two rounds in which ranks negotiate collectives, and keep each other from computing. Over MPI, a
+      collective of your own takes up to that many milliseconds longer. The cycle time is not changed with Horovod's autotuning. It
+      is also not changed over Gloo unless `hvd-ckpt build-horovod` built Horovod. That build begins a round over Gloo when a tensor
+      is added; another one does not, and cannot start twice with both variables set.
     * ``OMPI_MCA_mpi_yield_when_idle=1`` under the same condition, so that Open MPI yields its CPU while it waits.
     * ``OMPI_MCA_btl_vader_single_copy_mechanism=none``, if ranks over Open MPI cannot read each other's memory, as in most
       containers. Otherwise Open MPI prints a message for every large transfer.

@@ -26,7 +26,7 @@ from hvd_ckpt.bench.scale.network import Network
 from hvd_ckpt.bench.scale.record import MODES, Recorded, RecordJob
 from hvd_ckpt.bench.scale.replay import replay
 from hvd_ckpt.bench.scale.trace import Trace
-from hvd_ckpt.processes.runtime import CYCLE_MILLISECONDS, allowed_cpus
+from hvd_ckpt.processes.runtime import allowed_cpus
 
 MODEL = {"vocabulary": 1024, "length": 16, "width": 256, "heads": 8, "layers": 4}
 PAYLOAD = 1448 / 1514  # of an Ethernet frame, without the headers of TCP, IP and Ethernet
@@ -56,9 +56,7 @@ def shared(trace: Trace, ranks: int) -> Trace:
 
 def predicted(trace: Trace, rate: float, ranks: int, local: int) -> float:
     """Seconds of a step on links of so many Mbit/s."""
-    crowded = 2 * local > allowed_cpus() and local > 1
-    cycle = CYCLE_MILLISECONDS * max(1, local // allowed_cpus()) if crowded else 1.0
-    network = Network(local, PAYLOAD * rate * 1e6 / 8, cycle=cycle / 1e3, controller="gloo", **SOFTWARE)
+    network = Network(local, PAYLOAD * rate * 1e6 / 8, controller="gloo", **SOFTWARE)
     return replay(shared(trace, ranks), network, ranks).seconds
 
 

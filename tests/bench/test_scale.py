@@ -114,6 +114,8 @@ def test_a_collective_waits_for_the_next_cycle_and_shares_it_with_what_is_ready(
     first, second = timeline.spans
     assert first[0] == pytest.approx(1.0 + 0.1)  # the next cycle, and the agreement of two ranks
     assert first[1] == second[0] and second[1] - first[0] == pytest.approx(0.2)  # one agreement for both
+    over_gloo = replay(trace, dataclasses.replace(network, controller="gloo"), 2)
+    assert 0.5 < over_gloo.spans[0][0] < 1.0  # once it is ready, after an agreement
 
 
 def test_an_operation_begins_after_the_one_that_it_needs() -> None:

@@ -49,24 +49,21 @@ _FLATBUFFERS = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
 
 _CYCLE_SLEEP = """class CycleSleep {
 public:
+  void For(std::chrono::steady_clock::duration duration) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    condition_.wait_for(lock, duration, [this] { return ended_; });
+    ended_ = false;
+  }
   void End() {
     std::lock_guard<std::mutex> guard(mutex_);
     ended_ = true;
     condition_.notify_one();
   }
-  void Shorten() { shortened_ = true; }  // by the thread that sleeps
-  void For(std::chrono::steady_clock::duration duration) {
-    if (shortened_)
-      duration = std::min<std::chrono::steady_clock::duration>(duration, std::chrono::microseconds(100));
-    std::unique_lock<std::mutex> lock(mutex_);
-    condition_.wait_for(lock, duration, [this] { return ended_; });
-    ended_ = shortened_ = false;
-  }
 
 private:
   std::mutex mutex_;
   std::condition_variable condition_;
-  bool ended_ = false, shortened_ = false;
+  bool ended_ = false;
 };
 inline CycleSleep cycle_sleep;
 
@@ -164,7 +161,7 @@ PATCHES = (
     (
         "horovod/common/tensor_queue.h",
         "#include <iostream>\n",
-        "#include <algorithm>\n#include <chrono>\n#include <condition_variable>\n#include <iostream>\n",
+        "#include <chrono>\n#include <condition_variable>\n#include <iostream>\n",
     ),
     (
         "horovod/common/tensor_queue.h",
@@ -182,17 +179,23 @@ PATCHES = (
         "    message_queue_.push(std::move(messages[i]));\n  }\n  cycle_sleep.End();\n",
     ),
     (
-        "horovod/common/tensor_queue.cc",
-        "    message_queue_.push(std::move(message));\n    messages.pop_front();\n",
-        "    message_queue_.push(std::move(message));\n    messages.pop_front();\n    cycle_sleep.Shorten();\n",
+        "horovod/common/tensor_queue.h",
+        "  void RemoveJoinTensor();\n",
+        "  void RemoveJoinTensor();\n\n"
+        "  bool Empty() const {\n"
+        "    std::lock_guard<std::mutex> guard(mutex_);\n    return tensor_table_.empty();\n  }\n",
     ),
     (
         "horovod/common/operations.cc",
         "    std::this_thread::sleep_for(sleep_duration);\n",
         "    if (state.control_operation == LibType::GLOO &&\n"
-        "        state.parameter_manager.TensorFusionThresholdBytes() == 0)\n"
-        "      cycle_sleep.For(sleep_duration);\n    else\n"
-        "      std::this_thread::sleep_for(sleep_duration);\n",
+        "        state.parameter_manager.TensorFusionThresholdBytes() == 0) {\n"
+        "      for (auto id : state.process_set_table.Ids())\n"
+        "        if (!state.process_set_table.Get(id).tensor_queue.Empty())\n"
+        "          sleep_duration = std::min<decltype(sleep_duration)>(\n"
+        "              sleep_duration, std::chrono::microseconds(100));\n"
+        "      cycle_sleep.For(sleep_duration);\n"
+        "    } else {\n      std::this_thread::sleep_for(sleep_duration);\n    }\n",
     ),
     ("horovod/common/group_table.h", "#include <queue>", "#include <queue>\n#include <string>"),
     (_FLATBUFFERS, "pointer const data_;", "pointer data_;"),

@@ -79,7 +79,7 @@ class Settings(BenchSettings):
     latency: float = _rate("Microseconds of an empty message to another host.", 25.0)
     local_latency: float = _rate("Microseconds of an empty message on a host.", 2.0)
     message: float = _rate("Microseconds of a rank's processor for each message.", 2.0)
-    cycle: float = _rate("Milliseconds of Horovod's cycle.", 1.0)
+    cycle: float = _rate("Milliseconds of Horovod's cycle over MPI.", 1.0)
     storage: float = _rate("Of the file system of all hosts, in GB/s.", 10.0)
     controller: str = setting(
         "Whose algorithms carry collectives.", "mpi", type=click.Choice(["mpi", "gloo"])

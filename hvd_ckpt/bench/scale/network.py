@@ -42,7 +42,7 @@ class Network:
         local_bandwidth: bytes a second of a rank to others on its host.
         latency, local_latency: seconds of an empty message to another host, and on a host.
         message: seconds of a rank's processor for each message.
-        cycle: seconds of Horovod's cycle.
+        cycle: seconds of Horovod's cycle over MPI.
         controller: ``mpi`` or ``gloo``, whose algorithms are taken: those of Open MPI 4, or of Gloo.
         one_level: reduce-scatters do not add up within hosts first.
     """

@@ -47,14 +47,17 @@ class Timeline:
 
 
 class _Queue:
-    """Horovod's thread: a cycle begins at fixed intervals, and not before the one before has ended; it runs all that is ready."""
+    """Horovod's thread: a cycle runs all that is ready, and does not begin before the one before has ended.
+
+    Over MPI cycles begin at fixed intervals. Over Gloo they begin when something is ready.
+    """
 
     def __init__(self, network: Network, ranks: int, cycles: bool) -> None:
         self._period = 0.0
         self.agreement = Cost(0.0)
         if cycles:
             self.agreement = network.agreement(ranks)
-            self._period = max(network.cycle, self.agreement.seconds)
+            self._period = max(network.cycle, self.agreement.seconds) if network.controller == "mpi" else 0.0
         self._cycle, self._free = -math.inf, 0.0
 
     def start(self, ready: float) -> float:
