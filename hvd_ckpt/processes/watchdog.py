@@ -36,7 +36,7 @@ from horovod.torch import mpi_ops
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.processes.hosts import Peer, describe_silent, diagnose, silent_hosts
 from hvd_ckpt.processes.launchers import has_broken, launched_rank, launcher_chain
-from hvd_ckpt.utils.waits import awaited_in
+from hvd_ckpt.utils.waits import awaited_in, pauses
 
 TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
@@ -329,8 +329,17 @@ def _install() -> None:
             _dog.polls[handle] = Poll(threading.get_ident(), now, now)
         return done
 
+    clear = library.horovod_torch_wait_and_clear
+
+    def wait_and_clear(handle: int) -> None:
+        # Horovod's own looks without a pause, on a core that the thread which does the work may need.
+        for _ in pauses():
+            if poll(handle):
+                break
+        clear(handle)
+
     basics.init, basics.shutdown, library.horovod_torch_poll = init, shutdown, look
-    library.horovod_torch_wait_and_clear = _noted(library.horovod_torch_wait_and_clear, forget=_dog.polls)
+    library.horovod_torch_wait_and_clear = _noted(wait_and_clear, forget=_dog.polls)
     basics._add_process_set_impl = _noted(basics._add_process_set_impl, "a process set to be added")
     basics._remove_process_set_impl = _noted(basics._remove_process_set_impl, "a process set to be removed")
     _dog.installed = True

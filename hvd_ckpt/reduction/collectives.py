@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,8 @@ from horovod.torch.mpi_ops import Max, Sum
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import pytree
-from hvd_ckpt.utils.waits import waiting_for
+from hvd_ckpt.utils.waits import pauses, waiting_for
 
-POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
-POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
 LONG_SECONDS = 10.0
 # Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits.
 LARGEST = 2**31 - 1
@@ -46,9 +44,7 @@ _CARRIED = {
 
 
 def wait(handle: int, name: str = "", awaited: str = "") -> Any:
-    """The result of an asynchronous operation, like Horovod's ``synchronize``; but asleep between two looks.
-
-    Horovod's looks without a pause, on a core that the thread which does the work may need.
+    """The result of an asynchronous operation, like Horovod's ``synchronize``; asleep between two looks.
 
     Args:
         name: name of the tensor; the watchdog reads it from the stack.
@@ -69,15 +65,6 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
             if tensor.is_cuda:  # Horovod's thread may have allocated it, on the default stream
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return result
-
-
-def pauses() -> Iterator[None]:
-    """Pauses of a loop that waits, longer and longer: first none, then 50 us, at last 5 ms."""
-    seconds = POLL_SECONDS
-    while True:
-        yield
-        time.sleep(seconds)
-        seconds = min(seconds * POLL_GROWTH, LONGEST_POLL_SECONDS)
 
 
 class Work:

@@ -27,8 +27,9 @@ from hvd_ckpt.reduction.communicator import Communicator, sum_dtype
 from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
 from hvd_ckpt.reduction.reducer import Reducer
 
-# Up to this, all ranks' sums are gathered whole and each rank adds them: one message instead of two.
-SMALL_BYTES = 64 << 10
+# Up to this, all ranks' sums are gathered whole and each rank adds them: one message instead of two. At 25 Gbit/s the second
+# message takes longer than the further bytes. The last bucket, which all wait for, is that small on 4 ranks.
+SMALL_BYTES = 5 << 20
 
 
 class Leaves:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.collectives import GRADIENTS, Work, pauses
+from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
 from hvd_ckpt.sharding.gradients import ShardedGradient
@@ -18,6 +18,7 @@ from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
+from hvd_ckpt.utils.waits import pauses
 
 IN_FLIGHT = 2  # groups; more only while they are small
 SMALL_BYTES = 4 << 20

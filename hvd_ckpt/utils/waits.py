@@ -1,12 +1,26 @@
-"""Names of the operations that this process waits for, for the line that is printed when a wait is too long."""
+"""Waits for other processes: the pauses between two looks, and names for the line that is printed when a wait is too long."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from types import TracebackType
+
+POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
+POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
 
 # Written by the thread itself, and read by the watchdog's when the wait has lasted too long.
 _awaited: dict[int, str] = {}  # by thread
+
+
+def pauses() -> Iterator[None]:
+    """Pauses of a loop that waits, longer and longer: first none, then 50 us, at last 5 ms."""
+    seconds = POLL_SECONDS
+    while True:
+        yield
+        time.sleep(seconds)
+        seconds = min(seconds * POLL_GROWTH, LONGEST_POLL_SECONDS)
 
 
 class waiting_for:

@@ -144,12 +144,16 @@ def test_terms_of_replicas_are_weighed_by_their_mean() -> None:
 @pytest.mark.ranks(mpi=(4,))
 @pytest.mark.parametrize("shard", ["none", "gradients"])
 def test_sums_within_hosts_have_the_same_bits(shard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts of two ranks are subtrees. Sizes do not divide by the ranks, and one parameter is late in each step."""
-    for name in ("SMALL_BYTES", "TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
-        monkeypatch.setattr(tree if name == "SMALL_BYTES" else collectives, name, 0)
+    """Two hosts of two ranks are subtrees. Sizes do not divide by the ranks, and one parameter is late in each step.
 
-    def trained(hosts: list[list[int]] | None) -> list[torch.Tensor]:
+    Small sums, which are gathered whole, have these bits, too.
+    """
+    for name in ("TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
+        monkeypatch.setattr(collectives, name, 0)
+
+    def trained(hosts: list[list[int]] | None, small: int = 0) -> list[torch.Tensor]:
         torch.manual_seed(7)
+        monkeypatch.setattr(tree, "SMALL_BYTES", small)
         model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(5)])
         monkeypatch.setattr(extension, "hosts_of", lambda *_: hosts)
         monkeypatch.setattr(construction, "hosts_of", lambda *_: hosts)
@@ -175,8 +179,9 @@ def test_sums_within_hosts_have_the_same_bits(shard: str, monkeypatch: pytest.Mo
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     expected = trained(None)
-    for one, other in zip(expected, trained([[0, 1], [2, 3]]), strict=True):
-        assert torch.equal(one, other)
+    for others in (trained([[0, 1], [2, 3]]), trained(None, small=1 << 20)):
+        for one, other in zip(expected, others, strict=True):
+            assert torch.equal(one, other)
     assert all(bool(values.isfinite().all()) for values in expected)
 
 
