@@ -87,6 +87,8 @@ def init(
     The launcher may also be ``torchrun`` or ``srun``, which do not support Horovod. Their ranks connect over Gloo, at the
     address of the first rank (``MASTER_ADDR`` and ``MASTER_PORT``, which ``torchrun`` sets and under ``srun`` may be set).
 
+    Horovod's synchronous calls then sleep between two looks, as its own do not, so a rank that waits leaves its CPU to others.
+
     An error that the script does not catch is shown once per host. Later ranks that end with the same error, and ranks that lose
     another rank, write one line. A ``sys.excepthook`` that is not Python's own is not replaced.
 
