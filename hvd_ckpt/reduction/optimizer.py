@@ -145,12 +145,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return changed_apart(new, f"hvd_ckpt.{self.identity}.again", self.process_set)
 
     @property
-    def _has_unreduced(self) -> bool:
+    def has_unreduced(self) -> bool:
         return self.reducer is not None and not self.reduces_updates and self.reducer.unreduced
 
     def check_reduced(self) -> None:
         """Raises RuntimeError if a step that does not reduce would use a gradient that was not reduced."""
-        if self._has_unreduced:
+        if self.has_unreduced:
             raise RuntimeError(phases.UNREDUCED)
 
     @contextmanager
@@ -500,7 +500,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def _get_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step() asks for this before it looks at the gradients, on every rank: the one place to
         # stop a scaler that would decide on gradients which are not reduced yet, and so differently on each rank.
-        reduced = self.reducer is None or (self._phase.is_reduced and not self._has_unreduced)
+        reduced = self.reducer is None or (self._phase.is_reduced and not self.has_unreduced)
         if not reduced and self._step_reduces is not StepReduces.NOT_FOR_SCALER:
             raise RuntimeError(phases.SCALED_UNREDUCED)
         return self._wrapped_supports_amp_scaling

@@ -251,6 +251,12 @@ class Snapshots:
                 f"Snapshots: step {step} is before step {self._step} of the last snapshot, which a later resume() would load: "
                 "count the steps on from the number that resume() returned, or give another folder"
             )
+        if self._optimizer.has_unreduced:
+            warnings.warn(
+                f"Snapshots: the snapshot of step {step} lacks the gradients of backward passes since the last optimizer.step(), "
+                "so a run that resumes from it has other results: save after step()",
+                stacklevel=2,
+            )
         scheduler, loader = (
             # The writer's thread reads the state later, when the loop has changed it.
             None if owner is None else copy.deepcopy(owner.state_dict())

@@ -185,13 +185,18 @@ class AsyncCopy:
 
     def __init__(self, now: Sequence[tuple[Tensor, Tensor]], later: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._later = list(later)
+        self._versions = _versions(later)
         _copy(now)
         devices = {source.device for source, _ in (*now, *later) if source.is_cuda}
         # Behind the last update in the stream: the thread's stream waits for it before it reads the tensors.
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def run(self) -> None:
-        """Copies, and drops the tensors; all copies are complete when this returns."""
+        """Copies, and drops the tensors; all copies are complete when this returns.
+
+        Raises:
+            Wrong: a tensor was changed meanwhile.
+        """
         later, self._later = self._later, []
         streams = [torch.cuda.Stream(device) for device in self._ready]  # type: ignore[no-untyped-call]
         for stream, ready in zip(streams, self._ready.values()):
@@ -201,6 +206,15 @@ class AsyncCopy:
         _copy([pair for pair in later if not pair[0].is_cuda])
         for stream in streams:
             stream.synchronize()
+        if _versions(later) != self._versions:
+            raise Wrong(
+                "weights or optimizer state were changed while they were copied: call before_update() of the Snapshots before you "
+                "change them, or let snapshots be blocking"
+            )
+
+
+def _versions(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+    return [0 if source.is_inference() else source._version for source, _ in pairs]
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -320,8 +320,10 @@ class SnapshotWriter:
         try:
             if job.content is not None and job.content.copying is not None:
                 job.content.copying.run()
-        except Exception as error:  # for the caller to raise
-            job.bug, job.fault = error, reason_of(error)
+        except Exception as error:
+            job.fault = reason_of(error)
+            if not isinstance(error, _TROUBLE):
+                job.bug = error  # for the caller to raise
         finally:
             if job.content is not None:
                 job.content.copying = None

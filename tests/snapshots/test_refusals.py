@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def test_another_optimizer_is_refused(folder: Path, then: Any, now: Any, shard: 
     other = chain()
     wrong = distributed(other, now(other.parameters(), lr=0.01), shard=shard)
     on_all(SnapshotError, f"{then.__name__}.*{now.__name__}", lambda: resume(folder, other, wrong))
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2, 3])
+def test_a_save_between_backward_and_step_warns(folder: Path, shard: int) -> None:
+    model = chain()
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=shard)
+    model(batch(0, hc.rank())).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"step 1 lacks the gradients .* save after step\(\)"):
+        saved(folder, model, optimizer)
+    optimizer.step()
+    with warnings.catch_warnings(), hc.Snapshots(folder, model=model, optimizer=optimizer) as snapshots:
+        warnings.simplefilter("error")
+        snapshots.resume()
+        step(model, optimizer, 1)
+        snapshots.save(2)
 
 
 def test_another_scheduler_is_refused(folder: Path) -> None:

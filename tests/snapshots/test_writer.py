@@ -146,6 +146,21 @@ def test_a_snapshot_is_of_the_moment_it_was_begun(
             assert names(folder) == ["step-00000002", "step-00000003"]
 
 
+def test_a_snapshot_whose_weights_change_while_they_are_copied_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"a": torch.zeros(4000)}
+    with Job(tmp_path, 1) as job:
+        with Gate(monkeypatch, AsyncCopy, "run"):
+            job.begin(1, weights=weights)
+            weights["a"][2:].add_(1.0)
+        assert job.writers[0].wait() is None
+        (told,) = job.told
+        assert "step 1 was not written" in told and "call before_update() of the Snapshots before" in told
+        job.begin(2, weights=weights)
+        assert job.writers[0].wait() == tmp_path / "step-00000002"
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
