@@ -37,8 +37,23 @@ def check_arguments(
             )
     if keep < 1:
         raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")
+    _check_extra_states(model, in_parts=optimizer.shard_stage > 0 or current().model_parallel_size > 1)
     if isinstance(optimizer, LocalOptimizer):
         _check_local(optimizer, average)
+
+
+def _check_extra_states(model: nn.Module, in_parts: bool) -> None:
+    """Raises TypeError for a module's extra state, unless it is a tensor and loaded with the whole ``state_dict()``."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state:
+            continue
+        extra = module.get_extra_state()
+        if in_parts or not isinstance(extra, torch.Tensor):
+            raise TypeError(
+                f"Snapshots: the module '{name}' ({type(module).__name__}) has a get_extra_state(), which returns a "
+                f"{type(extra).__name__}; a snapshot holds tensors, and of a sharded model, stages or parts only parameters and "
+                "buffers: keep that state in buffers"
+            )
 
 
 def _check_local(optimizer: LocalOptimizer, average: AveragedWeights | None) -> None:

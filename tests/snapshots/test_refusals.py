@@ -79,6 +79,36 @@ def test_a_save_between_backward_and_step_warns(folder: Path, shard: int) -> Non
         snapshots.save(2)
 
 
+class Counting(nn.Linear):
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(("extra", "shard"), [({"passes": 3}, 0), (torch.tensor(3), 1), (torch.tensor(3), 3)])
+def test_extra_state_that_would_be_lost_is_refused(folder: Path, extra: Any, shard: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
+    model[1].extra = extra
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=shard)
+    says = (
+        r"the module '1' \(Counting\) has a get_extra_state\(\), which returns a .*keep that state in buffers"
+    )
+    on_all(TypeError, says, lambda: saved(folder, model, optimizer))
+
+
+def test_a_tensor_of_extra_state_is_saved(folder: Path) -> None:
+    for extra in (torch.tensor(3), torch.tensor(4)):
+        model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
+        model[1].extra = extra
+        optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        (saved if extra == 3 else resume)(folder, model, optimizer)
+    assert model[1].extra == 3
+
+
 def test_another_scheduler_is_refused(folder: Path) -> None:
     schedulers = torch.optim.lr_scheduler
     model = chain()
