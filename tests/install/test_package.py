@@ -62,7 +62,7 @@ def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     released = files_of(source)
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build("sdist", source, folder)) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (root,) = (path for path in folder.iterdir() if path.is_dir())
     assert files_of(root) == released
     return root
