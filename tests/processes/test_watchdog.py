@@ -72,9 +72,11 @@ mpi_ops.mpi_lib.horovod_torch_wait_and_clear = None
 watchdog._noted(time.sleep, "a test to end")(60)
 """,
     "polled": """
-mpi_ops.mpi_lib.horovod_torch_poll = lambda handle: 0
+poll, lost = mpi_ops.mpi_lib.horovod_torch_poll, []
+mpi_ops.mpi_lib.horovod_torch_poll = lambda handle: poll(handle) if handle not in lost else 0
 hc.init(stall_timeout=1)
 handle = hc.allreduce_async(torch.ones(2), name="polled")
+lost.append(handle)
 print("waits", flush=True)
 while not hc.poll(handle):
     time.sleep(0.01)
