@@ -260,7 +260,7 @@ class ReplicaReducer(Reducer):
         used = list(flags.used)
         for index in self._communicator.leaves.indices:
             if index < len(used):
-                used[index] = 1.0
+                used[index] = True
         return flags._replace(used=used)
 
     def _arrive(self) -> list[float]:

@@ -62,7 +62,8 @@ def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     released = files_of(source)
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build("sdist", source, folder)) as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # older Pythons have none
+        archive.extractall(folder)
     (root,) = (path for path in folder.iterdir() if path.is_dir())
     assert files_of(root) == released
     return root

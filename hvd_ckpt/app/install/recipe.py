@@ -278,10 +278,8 @@ def check_sdist(path: Path) -> None:
 def unpack_and_patch(sdist: Path, folder: Path) -> Path:
     """Unpacks the source of Horovod in ``folder`` and applies :data:`PATCHES`; returns its folder."""
     with tarfile.open(sdist) as archive:
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(folder, filter="data")
-        else:
-            archive.extractall(folder)
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # older Pythons have none
+        archive.extractall(folder)
     source = folder / f"horovod-{HOROVOD_VERSION}"
     for name, old, new in PATCHES:
         path = source / name
