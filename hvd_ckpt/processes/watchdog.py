@@ -36,7 +36,7 @@ from horovod.torch import mpi_ops
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.processes.hosts import Peer, describe_silent, diagnose, silent_hosts
 from hvd_ckpt.processes.launchers import has_broken, launched_rank, launcher_chain
-from hvd_ckpt.utils.waits import awaited_in, pauses
+from hvd_ckpt.utils.waits import awaited_in, looks
 
 TICK_SECONDS = 1.0
 POLL_LOOP_SECONDS = 2.0  # a handle that was polled this lately is being waited for
@@ -333,7 +333,7 @@ def _install() -> None:
 
     def wait_and_clear(handle: int) -> None:
         # Horovod's own looks without a pause, on a core that the thread which does the work may need.
-        for _ in pauses():
+        for _ in looks(handle, library):
             if poll(handle):
                 break
         clear(handle)

@@ -17,7 +17,7 @@ from horovod.torch.mpi_ops import Max, Sum
 from hvd_ckpt.reduction.agreement import allgather_objects
 from hvd_ckpt.utils.spans import span
 from hvd_ckpt.utils.torch_private import pytree
-from hvd_ckpt.utils.waits import pauses, waiting_for
+from hvd_ckpt.utils.waits import looks, waiting_for
 
 LONG_SECONDS = 10.0
 # Horovod counts the elements of a message, and the bytes that a rank brings to one, in 32 bits.
@@ -52,7 +52,7 @@ def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     """
     with span("wait", lambda: f"wait for {name}"), waiting_for(awaited):
         begun = time.monotonic()
-        for _ in pauses():
+        for _ in looks(handle, mpi_ops.mpi_lib):
             if mpi_ops.poll(handle):
                 break
             if long_waits and time.monotonic() - begun > LONG_SECONDS:

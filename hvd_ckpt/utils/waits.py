@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 50e-6, 5e-3
 POLL_GROWTH = 1.02  # so that a pause is at most 2 % of the wait so far
+LOOK_SECONDS = 0.1  # signals wait for the end of a sleep
 
 # Written by the thread itself, and read by the watchdog's when the wait has lasted too long.
 _awaited: dict[int, str] = {}  # by thread
@@ -21,6 +23,21 @@ def pauses() -> Iterator[None]:
         yield
         time.sleep(seconds)
         seconds = min(seconds * POLL_GROWTH, LONGEST_POLL_SECONDS)
+
+
+def looks(handle: int, library: Any) -> Iterator[None]:
+    """Looks at an operation of Horovod's: between two, this thread sleeps until the operation is done.
+
+    Args:
+        handle: of the operation.
+        library: Horovod's extension. Only that of ``hvd-ckpt build-horovod`` ends the sleep; with another one there are :func:`pauses`.
+    """
+    wait_for = getattr(library, "horovod_torch_wait_for", None)
+    if wait_for is None:
+        yield from pauses()
+    while True:
+        yield
+        wait_for(handle, LOOK_SECONDS)
 
 
 class waiting_for:

@@ -84,7 +84,9 @@ inline CycleSleep cycle_sleep;
 # - a Horovod for the CPU that gets a GPU tensor must raise an error, as it would end its thread in the middle of a collective;
 # - over Gloo without fusion, the sleep between two cycles ends when a tensor is added, and is short while a tensor waits for other
 #   ranks: in place of a cycle, a tensor then waits for the last rank. (Over MPI, a waiting thread keeps its CPU. With fusion, a
-#   longer cycle is what collects tensors.)
+#   longer cycle is what collects tensors.) Cycles without a tensor, which only interrupt computation, are ten times rarer, except
+#   with several process sets: there, ranks that have a tensor need the cycles of ranks that have none;
+# - a new function sleeps until an operation is done, in place of one look after the other;
 # - g++ 13 and newer need a header that other headers no longer include, and members that an assignment changes must not be const.
 PATCHES = (
     (
@@ -190,12 +192,49 @@ PATCHES = (
         "    std::this_thread::sleep_for(sleep_duration);\n",
         "    if (state.control_operation == LibType::GLOO &&\n"
         "        state.parameter_manager.TensorFusionThresholdBytes() == 0) {\n"
-        "      for (auto id : state.process_set_table.Ids())\n"
+        "      auto sets = state.process_set_table.Ids();\n"
+        "      if (sets.size() == 1)\n"
+        "        sleep_duration += 9 * std::chrono::microseconds(long(\n"
+        "            state.parameter_manager.CycleTimeMs() * 1000.));\n"
+        "      for (auto id : sets)\n"
         "        if (!state.process_set_table.Get(id).tensor_queue.Empty())\n"
         "          sleep_duration = std::min<decltype(sleep_duration)>(\n"
         "              sleep_duration, std::chrono::microseconds(100));\n"
         "      cycle_sleep.For(sleep_duration);\n"
         "    } else {\n      std::this_thread::sleep_for(sleep_duration);\n    }\n",
+    ),
+    (
+        "horovod/torch/handle_manager.h",
+        "#include <atomic>\n",
+        "#include <atomic>\n#include <chrono>\n#include <condition_variable>\n",
+    ),
+    (
+        "horovod/torch/handle_manager.h",
+        "  std::mutex mutex_;\n",
+        "  std::mutex mutex_;\n  std::condition_variable marked_;\n",
+    ),
+    (
+        "horovod/torch/handle_manager.h",
+        "  bool PollHandle(int handle);\n",
+        "  bool PollHandle(int handle);\n"
+        "  void WaitFor(int handle, double seconds) {\n"
+        "    std::unique_lock<std::mutex> lock(mutex_);\n"
+        "    marked_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {\n"
+        "      auto result = results_.find(handle);\n"
+        "      return result == results_.end() || result->second;\n    });\n  }\n",
+    ),
+    (
+        "horovod/torch/handle_manager.cc",
+        "  results_[handle] = std::make_shared<Status>(status);\n",
+        "  results_[handle] = std::make_shared<Status>(status);\n  marked_.notify_all();\n",
+    ),
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        '  m.def("horovod_torch_poll", &PollHandle);\n',
+        '  m.def("horovod_torch_poll", &PollHandle);\n'
+        '  m.def("horovod_torch_wait_for", [](int handle, double seconds) {\n'
+        "    py::gil_scoped_release release_python_gil;\n"
+        "    handle_manager.WaitFor(handle, seconds);\n  });\n",
     ),
     ("horovod/common/group_table.h", "#include <queue>", "#include <queue>\n#include <string>"),
     (_FLATBUFFERS, "pointer const data_;", "pointer data_;"),
