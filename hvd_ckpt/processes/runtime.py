@@ -77,7 +77,8 @@ def init(
       milliseconds between two rounds in which ranks negotiate collectives, and keep each other from computing. Over MPI, a
       collective of your own takes up to that many milliseconds longer. The cycle time is not changed with Horovod's autotuning. It
       is also not changed over Gloo unless `hvd-ckpt build-horovod` built Horovod. That build begins a round over Gloo when a tensor
-      is added; another one does not, and cannot start twice with both variables set.
+      is added, and makes rounds without one ten times rarer. Another build does neither, and cannot start twice with both
+      variables set.
     * ``OMPI_MCA_mpi_yield_when_idle=1`` under the same condition, so that Open MPI yields its CPU while it waits.
     * ``OMPI_MCA_btl_vader_single_copy_mechanism=none``, if ranks over Open MPI cannot read each other's memory, as in most
       containers. Otherwise Open MPI prints a message for every large transfer.
@@ -87,7 +88,8 @@ def init(
     The launcher may also be ``torchrun`` or ``srun``, which do not support Horovod. Their ranks connect over Gloo, at the
     address of the first rank (``MASTER_ADDR`` and ``MASTER_PORT``, which ``torchrun`` sets and under ``srun`` may be set).
 
-    Horovod's synchronous calls then sleep between two looks, as its own do not, so a rank that waits leaves its CPU to others.
+    Horovod's synchronous calls then sleep, as its own do not, so a rank that waits leaves its CPU to others. With the Horovod of
+    `hvd-ckpt build-horovod` they sleep until the result is there, with another build between two looks for it.
 
     An error that the script does not catch is shown once per host. Later ranks that end with the same error, and ranks that lose
     another rank, write one line. A ``sys.excepthook`` that is not Python's own is not replaced.

@@ -30,11 +30,12 @@ def looks(handle: int, library: Any) -> Iterator[None]:
 
     Args:
         handle: of the operation.
-        library: Horovod's extension. Only that of ``hvd-ckpt build-horovod`` ends the sleep; with another one there are :func:`pauses`.
+        library: Horovod's extension. Only that of ``hvd-ckpt build-horovod`` ends the sleep; with others there are :func:`pauses`.
     """
     wait_for = getattr(library, "horovod_torch_wait_for", None)
     if wait_for is None:
         yield from pauses()
+        return
     while True:
         yield
         wait_for(handle, LOOK_SECONDS)
