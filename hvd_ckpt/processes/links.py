@@ -148,7 +148,7 @@ class GlooLink:
 
 
 class Link:
-    """The same over ``near`` to the processes that it reaches, which needs no thread beside the one that computes, else over ``far``.
+    """The same over ``near``, which needs no thread beside the one that computes, to those that it reaches; else over ``far``.
 
     Args:
         near, far: links to processes of this host, and to all.
