@@ -24,7 +24,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from hvd_ckpt.processes.hosts import Peer
-    from hvd_ckpt.processes.links import Link
+    from hvd_ckpt.processes.links import GlooLink, MpiLink
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Grid:
     tensor: int = 1
     part: int = 0
     peers: Sequence[Peer] = ()
-    link: Link | None = None
+    link: MpiLink | GlooLink | None = None
     horovod: dict[str, Any] = field(
         default_factory=dict
     )  # arguments and environment that Horovod starts with

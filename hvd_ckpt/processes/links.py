@@ -1,10 +1,9 @@
 """Links between all processes of a job with pipeline stages or parts, and the set-up of its grid before Horovod starts.
 
-- Over MPI, Horovod is initialized with the stage's communicator, and messages go through a duplicate of the world communicator.
-- Over Gloo, Horovod is initialized with a rendezvous server of the stage, as in Horovod's own Ray and Spark integrations. Messages
-  go through a ``ProcessGroupGloo`` of PyTorch. Addresses are exchanged through the launcher's rendezvous server.
-
-Within a host, messages go through shared memory (:mod:`.near`).
+- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator. - Over
+  Gloo, Horovod is initialized with a rendezvous server of the stage, as in Horovod's own Ray and Spark integrations. The links are
+  a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the launcher's
+  rendezvous server.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
@@ -88,11 +87,10 @@ class MpiLink:
         with watchdog.waiting(awaited):
             # A blocking wait would not see that another process has failed, which over MPI closes no connection.
             while not request.Test():
-                self.raise_failure()
+                self._raise_failure()
                 time.sleep(SLEEP_SECONDS)
 
-    def raise_failure(self) -> None:
-        """Raises StageFailed if another process has said that it ends by an error."""
+    def _raise_failure(self) -> None:
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -119,18 +117,26 @@ class MpiLink:
 
 
 class GlooLink:
-    """The same over PyTorch's Gloo. A process that ends closes its connections, which the others notice."""
+    """The same over PyTorch's Gloo, and within a host over ``near``, which needs no thread beside the one that computes.
 
-    def __init__(self, group: Any, name: Callable[[int], str]) -> None:
-        self._group, self._name = group, name
+    A process that ends closes its connections, which the others notice.
+    """
+
+    def __init__(self, group: Any, near: NearLink, name: Callable[[int], str]) -> None:
+        self._group, self._near, self._name = group, near, name
 
     def send(self, memory: Tensor, to: int, tag: int) -> list[Any]:
         with noticing_ends(self._name(to)):
+            if to in self._near:
+                self._near.send(memory, to, tag)  # copies
+                return []
             # Both ends know the size of a message, so that an empty one is neither sent nor waited for.
             return [self._group.send([memory], to, tag)] if memory.numel() else []
 
     def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
         with noticing_ends(self._name(source)):
+            if source in self._near:
+                return [self._near.receive(memory, source, tag)]
             return [self._group.recv([memory], source, tag)] if memory.numel() else []
 
     def is_sent(self, request: Any) -> bool:
@@ -138,51 +144,13 @@ class GlooLink:
 
     def wait(self, request: Any, awaited: str, other: int) -> None:
         with watchdog.waiting(awaited), noticing_ends(self._name(other)):
-            request.wait()
-
-    def raise_failure(self) -> None:
-        """Does nothing: the connections tell of failures."""
-
-    def fail(self, reason: str) -> None:
-        """Does nothing: the connections tell it when this process ends."""
-
-
-class Link:
-    """The same over ``near``, which needs no thread beside the one that computes, to those that it reaches; else over ``far``.
-
-    Args:
-        near, far: links to processes of this host, and to all.
-        name: gives a process in words.
-    """
-
-    def __init__(self, near: NearLink, far: MpiLink | GlooLink, name: Callable[[int], str]) -> None:
-        self._near, self._far, self._name = near, far, name
-
-    def send(self, memory: Tensor, to: int, tag: int) -> list[Any]:
-        if to not in self._near:
-            return self._far.send(memory, to, tag)
-        with noticing_ends(self._name(to)):
-            self._near.send(memory, to, tag)  # copies
-        return []
-
-    def receive(self, memory: Tensor, source: int, tag: int) -> list[Any]:
-        if source not in self._near:
-            return self._far.receive(memory, source, tag)
-        with noticing_ends(self._name(source)):
-            return [self._near.receive(memory, source, tag)]
-
-    def is_sent(self, request: Any) -> bool:
-        return self._far.is_sent(request)
-
-    def wait(self, request: Any, awaited: str, other: int) -> None:
-        if not isinstance(request, Awaited):
-            self._far.wait(request, awaited, other)
-            return
-        with watchdog.waiting(awaited), noticing_ends(self._name(other)):
-            self._near.wait(request, other, self._far.raise_failure)
+            if isinstance(request, Awaited):
+                self._near.wait(request, other)
+            else:
+                request.wait()
 
     def fail(self, reason: str) -> None:
-        self._far.fail(reason)
+        """The connections say it when this process ends."""
 
 
 def _parts(memory: Tensor) -> list[Tensor]:
@@ -265,14 +233,6 @@ def _place(stages: int, tensor: int, process: int, processes: int) -> Grid:
     return Grid(stages, replicas, *divmod(row, replicas), tensor=tensor, part=part)
 
 
-def _near(listener: Listener, own: int, everyone: Sequence[tuple[Peer, str | None, str]]) -> NearLink:
-    """Connects this process to those of its host, which listen already; ``everyone`` has each one's place, host and socket."""
-    # A process without such sockets has the host None, as others like it have. connect() then connects none of them.
-    names = {other: name for other, (_, host, name) in enumerate(everyone) if host == listener.host}
-    with watchdog.waiting("all ranks of this host to connect"):
-        return NearLink(listener.connect(own, names))
-
-
 # ------------------------------------------------------------------------------------------------------------ MPI
 
 
@@ -289,17 +249,11 @@ def _over_mpi(stages: int, tensor: int, mpi: Any) -> Grid:
     # A communicator of its own: messages here never meet those of the user's code or of Horovod, whatever their tags.
     world = mpi.COMM_WORLD.Dup()
     grid = _place(stages, tensor, world.Get_rank(), world.Get_size())
-    here = world.Split_type(mpi.COMM_TYPE_SHARED)
-    grid.local_rank, grid.local_size = here.Get_rank(), here.Get_size()
-    here.Free()
-    listener = Listener()
-    everyone = world.allgather((Peer.here(grid.number), listener.host, listener.name))
-    grid.peers = [peer for peer, _, _ in everyone]
-    # MPI moves messages only while this process asks for them, which it does not while it waits for another link. So MPI carries
-    # all of them if it must carry some.
-    on_one_host = len({host for _, host, _ in everyone}) == 1
-    near = _near(listener, grid.number, everyone) if on_one_host else NearLink({})
-    grid.link = Link(near, MpiLink(world, grid.name), grid.name)
+    near = world.Split_type(mpi.COMM_TYPE_SHARED)
+    grid.local_rank, grid.local_size = near.Get_rank(), near.Get_size()
+    near.Free()
+    grid.peers = world.allgather(Peer.here(world.Get_rank()))
+    grid.link = MpiLink(world, grid.name)
     # The replicas of one stage and part, in the order of replicas, which so become Horovod's ranks.
     grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage * tensor + grid.part, grid.replica)}
     return grid
@@ -351,8 +305,8 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
         whole_in("HOROVOD_LOCAL_SIZE") or 1,
     )
     board = _Board(processes)
-    listener = Listener()
-    board.put(f"rank {process}", (Peer.here(process), listener.host, listener.name))
+    near = Listener()
+    board.put(f"rank {process}", (Peer.here(process), near.host, near.name))
     # Rank 0 asks for each entry, and the others for its list: n questions, where each for each other would be n squared.
     if process == 0:
         board.put("all ranks", [board.get(f"rank {other}") for other in range(processes)])
@@ -360,7 +314,10 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
     grid.peers = [peer for peer, _, _ in everyone]
     grid.horovod = {"environment": _world_environment(grid, board)}
     group = _group(board, process, processes)  # here everyone listens
-    grid.link = Link(_near(listener, process, everyone), GlooLink(group, grid.name), grid.name)
+    # A process without such sockets has the host None, as others like it have. connect() then connects none of them.
+    names = {other: name for other, (_, host, name) in enumerate(everyone) if host == near.host}
+    with watchdog.waiting("all ranks of this host to connect"):
+        grid.link = GlooLink(group, NearLink(near.connect(process, names)), grid.name)
     return grid
 
 

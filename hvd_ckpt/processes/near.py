@@ -18,7 +18,7 @@ import socket
 import struct
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +29,6 @@ PACKET = struct.Struct("=qqq")  # tag, slot or NO_SLOT, bytes; a message of NO_S
 SLOTS = 32  # of each capacity and connection: each takes a file descriptor of both processes
 NO_SLOT, TAKEN = -1, -1  # TAKEN in place of a tag: the receiver gives a slot back
 PAGE = mmap.PAGESIZE
-LOOK_MILLISECONDS = 100
 
 
 class PeerEnded(OSError):
@@ -182,20 +181,16 @@ class NearLink:
             connection.awaited[tag].append(awaited)
         return awaited
 
-    def wait(self, awaited: Awaited, source: int, look: Callable[[], None] = lambda: None) -> None:
+    def wait(self, awaited: Awaited, source: int) -> None:
         """Waits for a message.
-
-        Args:
-            look: called now and then meanwhile; its error ends the wait.
 
         Raises:
             PeerEnded: the other process has ended.
         """
         while not awaited.arrived:
-            look()
             if self._connections[source].ended:
                 raise PeerEnded("its connection is closed")
-            self._read_all(LOOK_MILLISECONDS)
+            self._read_all()
 
     def _put(self, connection: _Connection, packet: bytes, descriptors: Sequence[int] = ()) -> None:
         while True:
