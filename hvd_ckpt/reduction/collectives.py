@@ -44,7 +44,7 @@ _CARRIED = {
 
 
 def wait(handle: int, name: str = "", awaited: str = "") -> Any:
-    """The result of an asynchronous operation, like Horovod's ``synchronize``; asleep between two looks.
+    """The result of an asynchronous operation, like Horovod's ``synchronize``; asleep until it is there.
 
     Args:
         name: name of the tensor; the watchdog reads it from the stack.

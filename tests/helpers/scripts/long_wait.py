@@ -1,4 +1,4 @@
-"""Says how often the waiting rank has slept while it waits for a collective that the other one begins a second later."""
+"""Says how often a rank sleeps while it waits for a collective that the other one begins a second later."""
 
 import os
 import resource
