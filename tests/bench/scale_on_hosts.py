@@ -2,8 +2,8 @@
 
     python tests/bench/scale_on_hosts.py --rates 100,1000 --np 2,4,8,16
 
-Hosts are network namespaces (``tests/helpers/hosts.py``), whose links pass so many Mbit/s. A trace is recorded once, on two ranks
-of one host with a fast link. Its computation takes longer where more ranks share the processors.
+Hosts are network namespaces (``tests/helpers/hosts.py``), whose links pass so many Mbit/s, each frame ``--delay`` ms late. A trace
+is recorded once, on two ranks of one host with a fast link. Its computation takes longer where more ranks share the processors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ MODEL = {"vocabulary": 1024, "length": 16, "width": 256, "heads": 8, "layers": 4
 PAYLOAD = 1448 / 1514  # of an Ethernet frame, without the headers of TCP, IP and Ethernet
 LOCAL = {2: 1, 4: 2, 8: 2, 16: 4}
 """Ranks on each host, by ranks of the job."""
-# Between namespaces of one machine messages cost what its processors need for them.
-SOFTWARE = {"local_bandwidth": 1e9, "latency": 100e-6, "local_latency": 50e-6, "message": 20e-6}
 
 
 def run(hosts: Hosts, job: RecordJob, local: int) -> list[Recorded]:
@@ -47,22 +45,28 @@ def run(hosts: Hosts, job: RecordJob, local: int) -> list[Recorded]:
     return [load_json(Recorded, job.result_file(rank)) for rank in range(job.size)]
 
 
-def shared(trace: Trace, ranks: int) -> Trace:
-    """The trace where so many ranks share the processors of this machine; those of the recording had one each."""
-    factor = max(1.0, ranks / allowed_cpus())
-    events = [dataclasses.replace(event, seconds=factor * event.seconds) for event in trace.events]
-    return dataclasses.replace(trace, events=events)
-
-
-def predicted(trace: Trace, rate: float, ranks: int, local: int) -> float:
-    """Seconds of a step on links of so many Mbit/s."""
-    network = Network(local, PAYLOAD * rate * 1e6 / 8, controller="gloo", **SOFTWARE)
-    return replay(shared(trace, ranks), network, ranks).seconds
+def predicted(trace: Trace, rate: float, delay: float, ranks: int, local: int) -> float:
+    """Seconds of a step on links of so many Mbit/s and ms."""
+    # So many ranks share a processor, those of the recording had one each. Between namespaces of one machine messages, too, cost
+    # what processors need for them.
+    share = max(1.0, ranks / allowed_cpus())
+    events = [dataclasses.replace(event, seconds=share * event.seconds) for event in trace.events]
+    network = Network(
+        local,
+        bandwidth=PAYLOAD * rate * 1e6 / 8,
+        local_bandwidth=1e9 / share,
+        latency=100e-6 * share + delay / 1e3,
+        local_latency=50e-6 * share,
+        message=20e-6 * share,
+        controller="gloo",
+    )
+    return replay(dataclasses.replace(trace, events=events), network, ranks).seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rates", default="100,1000")
+    parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--np", default="2,4,8,16")
     parser.add_argument("--modes", default="none,gradients,parameters")
     options = parser.parse_args()
@@ -70,8 +74,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="scale-on-hosts-"))
     traces: dict[str, Trace] = {}
     print(
-        "| Mbit/s | ranks | hosts | mode | measured s | predicted s | predicted / measured |\n"
-        + "|---" * 7
+        "| Mbit/s | ms | ranks | hosts | mode | measured s | predicted s | predicted / measured |\n"
+        + "|---" * 8
         + "|"
     )
     try:
@@ -79,17 +83,22 @@ def main() -> None:
             for mode in options.modes.split(","):
                 job = RecordJob(folder / mode, 2, mode, MODEL, 1, 10)
                 traces[mode] = run(hosts, job, 2)[0].trace
+            if options.delay:
+                for name in hosts.names:
+                    hosts.slow(name, options.delay / 2)  # from host to host a frame passes two cables
             for rate in map(float, options.rates.split(",")):
                 for name in hosts.names:
-                    shape = f"tc qdisc replace dev eth0 root tbf rate {rate}mbit burst 64kb limit 50mb"
+                    # A burst that holds the largest frame: smaller ones are cut into packets, which costs the processor more
+                    # than all else.
+                    shape = f"tc qdisc replace dev eth0 root tbf rate {rate}mbit burst 256kb limit 50mb"
                     hosts.run(name, shape.split(), timeout=10)
                 for size in sizes:
                     for mode, trace in traces.items():
                         job = RecordJob(folder / f"{rate}-{size}-{mode}", size, mode, MODEL, 1, 10)
                         ranks = run(hosts, job, LOCAL[size])
                         measured = statistics.median(map(max, zip(*(rank.seconds for rank in ranks))))
-                        guess = predicted(trace, rate, size, LOCAL[size])
-                        place = f"{rate:g} | {size} | {size // LOCAL[size]} | {MODES[mode][0]}"
+                        guess = predicted(trace, rate, options.delay, size, LOCAL[size])
+                        place = f"{rate:g} | {options.delay:g} | {size} | {size // LOCAL[size]} | {MODES[mode][0]}"
                         print(
                             f"| {place} | {measured:.3f} | {guess:.3f} | {guess / measured:.2f} |", flush=True
                         )

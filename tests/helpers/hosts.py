@@ -32,7 +32,6 @@ from types import TracebackType
 
 PROGRAMS = ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "nsenter", "mount", "bash")
 NETWORK = "10.77.0"
-FRAME = 1514  # bytes of a full Ethernet frame
 SEARCH = os.pathsep.join(
     dict.fromkeys([str(Path(sys.executable).parent), *os.get_exec_path(), "/usr/sbin", "/sbin"])
 )
@@ -100,16 +99,6 @@ def unavailable() -> str | None:
     return None
 
 
-@functools.cache
-def slowed_by() -> str | None:
-    """What slows a link here: "netem" (each frame waits), "tbf" (frames pass at a low rate), or None."""
-    for kind, settings in (("netem", "delay 1ms"), ("tbf", "rate 10mbit burst 5kb latency 1s")):
-        trial = f"ip link add name x type veth peer name y && tc qdisc add dev x root {kind} {settings}"
-        if shutil.which("tc", path=SEARCH) and _fails(["unshare", "--net", "bash", "-c", trial]) is None:
-            return kind
-    return None
-
-
 class Hosts:
     """Some hosts, from 1 to 26, up from the start of the ``with`` block to its end.
 
@@ -125,7 +114,8 @@ class Hosts:
     def __init__(self, count: int) -> None:
         self.names = tuple(string.ascii_lowercase[:count])
         self.addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(self.names, 1)}
-        self._processes: dict[str, subprocess.Popen[str]] = {}  # the first one of each host, and the switch's
+        # The first one of each host, the switch's, and those of slow cables.
+        self._processes: dict[str, subprocess.Popen[str]] = {}
         self._roots: dict[str, int] = {}  # their process ids, as seen from outside
         self._own: dict[str, set[int]] = {}  # the processes that a host has when nothing runs on it
         self._jobs: list[subprocess.Popen[str]] = []
@@ -232,37 +222,26 @@ class Hosts:
     def mend(self, name: str) -> None:
         """Plugs the cable in again, and ends its slowness."""
         self._on_switch(f"link set to-{name} up")
-        if slowed_by() is not None:
-            for inside in self._both_ends(name):
-                _fails([*inside[:-1], "tc", "qdisc", "delete", "dev", inside[-1], "root"])
+        if (late := self._processes.pop(f"late-{name}", None)) is not None:
+            late.communicate(timeout=30)
+            self._on_switch(f"link delete late-{name}", f"link set to-{name} master switch")
 
     def slow(self, name: str, milliseconds: float) -> None:
-        """Slows the host's cable in both directions, until :meth:`mend`.
-
-        With netem each frame waits that long; with tbf frames pass one after the other, a full one in that time.
-
-        Raises:
-            RuntimeError: this kernel has neither (:func:`slowed_by` is None).
-        """
-        rate = max(8, round(FRAME * 8 * 1000 / milliseconds))
-        settings = {
-            "netem": f"netem delay {milliseconds}ms limit 100000",
-            "tbf": f"tbf rate {rate}bit burst {FRAME + 10} limit 10000000",
-        }
-        if (kind := slowed_by()) is None:
-            raise RuntimeError("this kernel has neither netem nor tbf to slow a link with.")
-        for inside in self._both_ends(name):
-            command = [
-                *inside[:-1],
-                "tc",
-                "qdisc",
-                "replace",
-                "dev",
-                inside[-1],
-                "root",
-                *settings[kind].split(),
-            ]
-            subprocess.run(command, check=True, env={**os.environ, "PATH": SEARCH})
+        """Lets each frame wait that long on the host's cable, in both directions, until :meth:`mend`."""
+        self._on_switch(
+            f"link set to-{name} nomaster",
+            f"link add late-{name} type veth peer name wire-{name}",
+            f"link set late-{name} up",
+            f"link set wire-{name} master switch up",
+        )
+        words = [
+            str(Path(__file__).with_name("late_frames.py")),
+            str(milliseconds),
+            f"to-{name}",
+            f"late-{name}",
+        ]
+        self._start_first(f"late-{name}", [*self._inside("switch", "--net"), sys.executable, *words])
+        self._answer(f"late-{name}")
 
     def _write_files(self) -> None:
         ssh = self._folder / "ssh"
@@ -344,10 +323,6 @@ class Hosts:
         command = [*self._inside("switch", "--net"), "ip", "-batch", "-"]
         text = "".join(f"{line}\n" for line in lines)
         subprocess.run(command, input=text, text=True, check=True, env={**os.environ, "PATH": SEARCH})
-
-    def _both_ends(self, name: str) -> Iterator[list[str]]:
-        yield [*self._inside("switch", "--net"), f"to-{name}"]
-        yield [*self._inside(name, "--net"), "eth0"]
 
     def _all(self, name: str) -> Iterator[tuple[int, str]]:
         """Process id and command line of everything alive on a host."""

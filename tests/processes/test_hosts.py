@@ -12,15 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hosts as namespaces
 import pytest
 from controllers import probe
-from hosts import Hosts
+from hosts import Hosts, unavailable
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.hosts,
-    pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable())),
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
 ]
 
 STEPS = 40
@@ -108,13 +107,13 @@ def test_groups_of_hosts_are_those_of_ranks(flags, hosts, text, tmp_path) -> Non
 def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one_host(
     launcher, relauncher, hosts, text, weights_of_one_host, tmp_path
 ) -> None:
-    """Over a slow link, where links can be slowed, before and after."""
+    """Over a slow link, before and after."""
     if launcher != "gloo" and not (answer := probe("mpi")).works:
         pytest.skip(f"MPI does not work here: {answer.reason}")
     run = tmp_path / "run"
     program, *options = command(launcher, "a:1,b:1", text, run, "--stall-timeout", "15")
     alive = [word for pair in ALIVE.items() for word in ("-mca", *pair)] if program == "mpirun" else []
-    slow_down(hosts)
+    hosts.slow("b", milliseconds=1)
     job = hosts.start("a", [program, *alive, *options], environment=ENVIRONMENT)
     first = run / "snapshots" / "step-00000008"
     wait_for(lambda: first.exists() or job.poll() is not None, "the first snapshot", 240)
@@ -129,15 +128,10 @@ def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one
     assert re.search(NAMED[launcher], errors), output + errors
 
     hosts.mend("b")
-    slow_down(hosts)
+    hosts.slow("b", milliseconds=1)
     again = ["-H", "a:1,b:1", "hvd-ckpt", "train", "--resume", str(run)]
     end(hosts, [*LAUNCHERS[relauncher].split(), *again])
     assert final_weights(run) == weights_of_one_host
-
-
-def slow_down(hosts: Hosts) -> None:
-    if namespaces.slowed_by() is not None:
-        hosts.slow("b", milliseconds=1)
 
 
 def ranks(hosts: Hosts) -> list[str]:

@@ -45,7 +45,7 @@ class RecordJob(RankJob):
         model: arguments of :func:`hvd_ckpt.app.models.gpt.gpt`.
         batch: samples of a rank, of the model's length.
         every: steps between two averages of local SGD.
-        steps: that are timed without a recorder.
+        steps: that are recorded, and then as many that are timed without a recorder; of local SGD, periods.
     """
 
     worker = "hvd_ckpt.bench.scale.record:measure"
@@ -62,7 +62,7 @@ class Recorded:
     """What one rank saw.
 
     Attributes:
-        trace: of a step; with local SGD of all steps up to an average.
+        trace: of the step with the median computation; with local SGD of all steps up to an average.
         start: collectives from the making of the optimizer to the first step.
         seconds: of each timed step.
     """
@@ -252,11 +252,14 @@ def measure(job: RecordJob) -> Recorded:
     gc.collect()
     # What is there now is not looked through again: a collection during a step would count as computation.
     gc.freeze()
-    recorder = Recorder(Trace(title, **grid, steps=count))
-    hc.barrier()
-    with recorder.recording():
-        for _ in range(count):
-            step()
+    traces = []
+    for _ in range(job.steps):
+        recorder = Recorder(Trace(title, **grid, steps=count))
+        hc.barrier()
+        with recorder.recording():
+            for _ in range(count):
+                step()
+        traces.append(recorder.trace)
     seconds = []
     for _ in range(job.steps):
         hc.barrier()
@@ -264,7 +267,8 @@ def measure(job: RecordJob) -> Recorded:
         for _ in range(count):
             step()
         seconds.append((time.perf_counter() - begun) / count)
-    return Recorded(recorder.trace, start.trace, seconds)
+    usual = sorted(traces, key=lambda trace: trace.computing)[len(traces) // 2]
+    return Recorded(usual, start.trace, seconds)
 
 
 def _optimizer(job: RecordJob, model: nn.Module) -> Any:
