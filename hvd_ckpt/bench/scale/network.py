@@ -66,22 +66,12 @@ class Network:
         near = self.local_latency + nbytes / self.local_bandwidth
         return self.message + (max(near, self.latency + nbytes / self.bandwidth) if across else near)
 
-    def _use(self, connections: int) -> float:
-        """The share of a link's bandwidth that long messages in both directions use.
-
-        Over Gloo such messages pass a connection one way at a time. A direction of the link is idle while that of all connections
-        is the other one.
-        """
-        return 1.0 - 0.5**connections if self.controller == "gloo" and connections else 1.0
-
     def ring(self, nbytes: float, ranks: int, rounds: int = 1) -> Cost:
         """An all-gather or a reduce-scatter; with two rounds an allreduce: each rank hands parts to its neighbour."""
         if ranks == 1:
             return Cost(0.0)
         steps, part = rounds * (ranks - 1), nbytes / ranks
-        # Both neighbours of two ranks are one, so its connection is used both ways. Gloo divides the parts of an allreduce.
-        use = self._use(1) if ranks == 2 and rounds == 1 else 1.0
-        return Cost(steps * self._hop(part / use, ranks > self.local), steps * part, steps)
+        return Cost(steps * self._hop(part, ranks > self.local), steps * part, steps)
 
     def doubling(self, nbytes: float, ranks: int) -> Cost:
         """An allreduce of all bytes with the ranks at distance 1, 2, 4, ..., beyond a host with all its ranks at a time."""
@@ -104,10 +94,7 @@ class Network:
         row, far = nbytes / (peers + 1), peers - near
         local = min(self.local, ranks)
         # Rows to ranks of the same host and to other hosts travel at the same time: the slower ones count.
-        bandwidth = max(
-            near * row / self.local_bandwidth / self._use(near),
-            far * row * local / self.bandwidth / self._use(far * local),
-        )
+        bandwidth = max(near * row / self.local_bandwidth, far * row * local / self.bandwidth)
         latency = self.latency if ranks > self.local else self.local_latency
         return Cost(latency + (ranks - 1) * self.message + bandwidth, peers * row, ranks - 1)
 
