@@ -48,12 +48,13 @@ def run(hosts: Hosts, job: RecordJob, local: int) -> list[Recorded]:
 def predicted(trace: Trace, rate: float, delay: float, ranks: int, local: int) -> float:
     """Seconds of a step on links of so many Mbit/s and ms."""
     # So many ranks share a processor, those of the recording had one each. Between namespaces of one machine messages, too, cost
-    # what processors need for them.
+    # what processors need for them; across hosts that is what one TCP connection takes beside the time of a link.
     share = max(1.0, ranks / allowed_cpus())
+    byte = 0.65e-9 * max(1.0, ranks / local / allowed_cpus())
     events = [dataclasses.replace(event, seconds=share * event.seconds) for event in trace.events]
     network = Network(
         local,
-        bandwidth=PAYLOAD * rate * 1e6 / 8,
+        bandwidth=1.0 / (8 / (PAYLOAD * rate * 1e6) + byte),
         local_bandwidth=1e9 / share,
         latency=100e-6 * share + delay / 1e3,
         local_latency=50e-6 * share,
