@@ -30,9 +30,8 @@ def test_what_is_recorded_is_what_follows_from_sizes(tmp_path: Path) -> None:
     for mode in modes[:2]:
         recorded = load_json(Recorded, tmp_path / "report" / "jobs" / mode / "rank0.json")
         shapes = [list(trace.shapes()) for trace in (recorded.trace, sizes.trace(mode, Split(4)))]
-        if (
-            mode == "replicas"
-        ):  # a bucket's second message leaves once its first one is here, which may be at any time
+        if mode == "replicas":
+            # A bucket's second message leaves once its first one is here, which may be at any time.
             shapes = [sorted(found) for found in shapes]
         (kinds, nbytes), (same_kinds, same_nbytes) = (zip(*found) for found in shapes)
         assert kinds == same_kinds

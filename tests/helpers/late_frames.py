@@ -34,9 +34,9 @@ def wire(device: str) -> socket.socket:
 
 def main(milliseconds: str, *devices: str) -> None:
     """Hands on what arrives at either of two devices."""
-    os.sched_setscheduler(
-        0, os.SCHED_FIFO, os.sched_param(1)
-    )  # frames must not wait for the jobs that sent them
+    # Frames must not wait for the jobs that sent them. Some containers do not let a process go first.
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     first, second = map(wire, devices)
     other = {first: second, second: first}
     waiting: collections.deque[tuple[float, socket.socket, bytes]] = collections.deque()
