@@ -1,9 +1,9 @@
 """Links between all processes of a job with pipeline stages or parts, and the set-up of its grid before Horovod starts.
 
-- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator. - Over
-  Gloo, Horovod is initialized with a rendezvous server of the stage, as in Horovod's own Ray and Spark integrations. The links are
-  a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the launcher's
-  rendezvous server.
+- Over MPI, Horovod is initialized with the stage's communicator, and the links are a duplicate of the world communicator.
+- Over Gloo, Horovod is initialized with a rendezvous server of the stage, as in Horovod's own Ray and Spark integrations. The links
+  are a ``ProcessGroupGloo`` of PyTorch, and shared memory within a host (:mod:`.near`). Addresses are exchanged through the
+  launcher's rendezvous server.
 """
 
 from __future__ import annotations

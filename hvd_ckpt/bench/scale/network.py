@@ -94,9 +94,9 @@ class Network:
         row, far = nbytes / (peers + 1), peers - near
         local = min(self.local, ranks)
         # Rows to ranks of the same host and to other hosts travel at the same time: the slower ones count.
-        bandwidth = max(near * row / self.local_bandwidth, far * row * local / self.bandwidth)
+        sending = max(near * row / self.local_bandwidth, far * row * local / self.bandwidth)
         latency = self.latency if ranks > self.local else self.local_latency
-        return Cost(latency + (ranks - 1) * self.message + bandwidth, peers * row, ranks - 1)
+        return Cost(latency + (ranks - 1) * self.message + sending, peers * row, ranks - 1)
 
     def alltoall(self, nbytes: float, ranks: int) -> Cost:
         """Horovod's: the ranks tell each other the sizes of their rows, then send them."""
