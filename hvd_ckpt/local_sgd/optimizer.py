@@ -100,13 +100,16 @@ class LocalOptimizer(_Base):
         Collective.
 
         Each rank (group) has equal weight. The parameters are sent once more, unchanged (``traffic`` counts them); nothing is sent
-        if all ranks have the same. Afterwards each rank has its own values again, bit for bit; a copy is kept until then. Do not
-        call ``step()`` in this context.
+        if all ranks have the same. Afterwards each rank has its own values again, bit for bit; a copy is kept until then. In this
+        context ``step()``, ``load_state_dict()`` and the saving of a snapshot are errors.
         """
+        if self.before_change is not None:
+            self.before_change()
         kept = [] if self.averaging is None else self.averaging.take_means()
         self._share_pieces(bool(kept))
         try:
-            yield
+            with self.with_other_weights("LocalSGD.averaged()"):
+                yield
         finally:
             with torch.no_grad():
                 for tensor, before in kept:
@@ -125,6 +128,7 @@ class LocalOptimizer(_Base):
         Every rank must call it equally often. A rank that has run out of data calls it without gradients. Such a step changes
         nothing and has weight 0 in the average. Collective.
         """
+        self.check_own_weights("step()")
         self.worked = False
         found_inf = getattr(self, "found_inf", None)  # a GradScaler's, for an optimizer that skips by itself
         if self.averaging is not None:
@@ -137,6 +141,7 @@ class LocalOptimizer(_Base):
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
         """A context in which ``step()`` does not reduce. A step that was not taken counts as skipped."""
+        self.check_own_weights("step()")
         self._stepped = False
         with super().without_reduction():
             yield
@@ -167,6 +172,7 @@ class LocalOptimizer(_Base):
         if self.averaging is None:
             super().add_param_group(param_group)
             return
+        self.check_own_weights("add_param_group()")
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
         named = [given if isinstance(given, tuple) else ("", given) for given in whole]
@@ -204,6 +210,7 @@ class LocalOptimizer(_Base):
         Raises:
             ValueError: the state is of another rank, number of ranks or schedule; raised on every rank.
         """
+        self.check_own_weights("load_state_dict()")
         local = state_dict.get(STATE)
         if self.averaging is not None:
             with errors_on_all("load_state_dict() of LocalSGD", self.members):

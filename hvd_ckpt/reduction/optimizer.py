@@ -66,6 +66,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _notice = _noticed = False  # where there is no reducer
     backward_passes_per_step: int
     replicas: Any = None
+    _context = ""  # in which the model has other weights for a while
     can_join = True  # allreduces alone, in which ranks without data may be absent
     outlasts_ranks = True  # of an elastic job
 
@@ -189,6 +190,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Raises:
             RuntimeError: within :meth:`skip_synchronize`, a backward pass has added to gradients since ``synchronize()``.
         """
+        self.check_own_weights("step()")
         reducer = self.reducer
         if reducer is None:
             self._take_note()
@@ -296,6 +298,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
         Gradients do not change. Those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
         """
+        self.check_own_weights("load_state_dict()")
         result: Any = self.wrapped_class.load_state_dict(self, *args, **kwargs)
         self.note_state_loaded()
         return result
@@ -312,6 +315,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, whose parameters are reduced from the next step on. Call it on every rank."""
+        self.check_own_weights("add_param_group()")
         self.wrapped_class.add_param_group(self, param_group)
         group, named = len(self.param_groups) - 1, []
         for position, parameter in enumerate(self.param_groups[-1]["params"]):
@@ -367,6 +371,27 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
         """A copy of ``model.state_dict()`` in CPU memory, on rank 0 or on all ranks, and None on the others."""
         return copied_state(model) if all_ranks or self.process_set.rank() == 0 else None
+
+    @contextmanager
+    def with_other_weights(self, context: str) -> Iterator[None]:
+        """A context after which the model has the weights from before, so that what would change them in it is refused.
+
+        Args:
+            context: its name in messages.
+        """
+        before, self._context = self._context, context
+        try:
+            yield
+        finally:
+            self._context = before
+
+    def check_own_weights(self, call: str) -> None:
+        """Raises RuntimeError within :meth:`with_other_weights`, after which nothing would be left of what ``call`` does."""
+        if self._context:
+            raise RuntimeError(
+                f"{call} was called within {self._context}, where the model has other weights for a while, and what it does "
+                "would be lost or mixed with these; call it after that context"
+            )
 
     @property
     def reduction_stats(self) -> ReductionStats:

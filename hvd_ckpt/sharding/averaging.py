@@ -79,6 +79,7 @@ class AveragedWeights:
     def update_parameters(self) -> None:
         """Updates the average with the current weights. Call it after ``optimizer.step()``, on every rank. Communicates
         nothing."""
+        self._optimizer.check_own_weights("AveragedWeights.update_parameters()")
         self.before_change()
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for average, weight in self._follow():
@@ -100,8 +101,9 @@ class AveragedWeights:
     def applied(self) -> Iterator[None]:
         """A context in which the model has the averaged weights, on every rank, to evaluate or save them. Collective.
 
-        Afterwards the weights are restored bit for bit; a copy of this rank's weights is kept until then. Do not call
-        ``optimizer.step()`` in this context. Enter ``optimizer.gathered_parameters()`` inside of it, not around it.
+        Afterwards the weights are restored bit for bit; a copy of this rank's weights is kept until then. In this context
+        ``optimizer.step()`` and the saving of a snapshot are errors. Enter ``optimizer.gathered_parameters()`` inside of it, not
+        around it.
 
         Raises:
             RuntimeError: inside ``optimizer.gathered_parameters()``, or a forward or backward pass.
@@ -128,7 +130,8 @@ class AveragedWeights:
         if sharding is not None:
             sharding.shards_changed()
         try:
-            yield
+            with self._optimizer.with_other_weights("AveragedWeights.applied()"):
+                yield
         finally:
             with torch.no_grad():
                 for tensor, before in zip(changing, kept):

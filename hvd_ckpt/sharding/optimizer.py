@@ -277,6 +277,7 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             ValueError: a parameter is in a group already, or at stage 3 not in the model.
         """
+        self.check_own_weights("add_param_group()")
         sharding = self.sharding
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -343,6 +344,8 @@ class ShardedOptimizer(ReducedOptimizer):
         Raises:
             ValueError: the state is the part of another rank or layout, or does not fit; raised on every rank.
         """
+
+        self.check_own_weights("load_state_dict()")
 
         # Called inside load(), so that all ranks raise what one of them finds wrong.
         def own() -> dict[str, Any]:

@@ -176,6 +176,7 @@ class Snapshots:
             SnapshotError: all snapshots are damaged, or the newest is of another model, optimizer or run of
                 ``hvd-ckpt train``; raised on every rank.
         """
+        self._optimizer.check_own_weights("Snapshots.resume()")
         self._open()
         self._resumed = True
         with errors_on_all("Snapshots: find"):
@@ -369,6 +370,7 @@ class Snapshots:
 
     def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
         """:meth:`save` with the further state of :meth:`contents`."""
+        self._optimizer.check_own_weights("Snapshots.save()")
         self._open()
         assert self._writer is not None
         self._step = step

@@ -257,6 +257,44 @@ def test_within_averaged_a_model_is_the_mean_of_all_ranks() -> None:
     assert run.optimizer.traffic.sent == before  # all have the same
 
 
+@pytest.mark.parametrize("shard", [0, 2])
+def test_within_averaged_what_would_be_lost_is_refused(shard: int, folder: Path) -> None:
+    """Steps (also of a scaler that may skip), states, groups and snapshots; afterwards all is as if nothing had been tried."""
+    options = {"every": 3, "within": "host", "shard": shard} if shard else {"every": 3}
+    run, undisturbed = Run(SGD, **options).train(1), Run(SGD, **options).train(5)
+    state, scaler = run.optimizer.state_dict(), hc.GradScaler("cpu")
+    added = [nn.Parameter(torch.ones(2))]
+    with hc.Snapshots(folder, model=run.model, optimizer=run.optimizer) as snapshots:
+        snapshots.save(1)
+        refused: list[Callable[[], Any]] = [
+            run.optimizer.step,
+            lambda: scaler.step(run.optimizer),
+            lambda: run.optimizer.load_state_dict(state),
+            lambda: run.optimizer.add_param_group({"params": added}),
+            lambda: snapshots.save(1),
+            snapshots.resume,
+        ]
+        with run.optimizer.averaged():
+            for call in refused:
+                with pytest.raises(RuntimeError, match=r"LocalSGD\.averaged\(\)"):
+                    call()
+    run.train(4)
+    assert run.hash() == undisturbed.hash()
+
+
+@several
+def test_a_snapshot_that_was_begun_before_averaged_has_the_ranks_own_weights(folder: Path) -> None:
+    run = Run(every=3).train(4)
+    own = run.hash()
+    with hc.Snapshots(folder, model=run.model, optimizer=run.optimizer) as snapshots:
+        snapshots.save(4)
+        with run.optimizer.averaged():
+            pass
+    with hc.Snapshots(folder, model=run.model, optimizer=run.train(1).optimizer) as snapshots:
+        assert snapshots.resume() == 4
+    assert run.hash() == own
+
+
 @several
 def test_outer_learning_rate_of_a_resumed_run_is_that_of_its_options() -> None:
     run = Run(every=2, outer=hc.Nesterov(0.5, 0.9)).train(2)

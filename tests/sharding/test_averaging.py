@@ -175,3 +175,13 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
     with optimizer.gathered_parameters(), pytest.raises(RuntimeError, match="enter that inside it"):
         average.applied().__enter__()
     train(model, optimizer, range(2), average)
+    refused = (
+        optimizer.step,
+        average.update_parameters,
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda: optimizer.add_param_group({"params": [model[2].weight]}),
+    )
+    with average.applied():
+        for call in refused:
+            with pytest.raises(RuntimeError, match=r"AveragedWeights\.applied\(\)"):
+                call()
