@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import importlib
 import os
 import pprint
 import signal
@@ -22,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+# By kind, the modules with draw(seed, ranks, tensor) and check(program).
+KINDS = {"core": ("drawing", "checking")}
 HERE = Path(__file__).resolve().parent
 SHARED = [str(HERE.parent / "helpers"), str(HERE.parents[1])]
 sys.path[:0] = [str(HERE), *SHARED]
@@ -29,11 +32,13 @@ sys.path[:0] = [str(HERE), *SHARED]
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        work(Path(sys.argv[2]), sys.argv[3] == "shrink", int(sys.argv[4]), list(map(int, sys.argv[5:])))
+        log, kind, how, tensor, *seeds = sys.argv[2:]
+        work(Path(log), kind, how == "shrink", int(tensor), list(map(int, seeds)))
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--kind", choices=list(KINDS), default="core", help="what programs use")
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--np", type=int, default=2, help="ranks")
@@ -44,10 +49,9 @@ def main() -> int:
     parser.add_argument("--only", type=int, metavar="SEED", help="this program alone, printed")
     parser.add_argument("--shrink", action="store_true", help="print the smallest program that fails like it")
     options = parser.parse_args()
-    job = Job(options.np, options.tensor, options.controller, options.stall, options.shrink)
+    job = Job(options.kind, options.np, options.tensor, options.controller, options.stall, options.shrink)
     if options.only is not None:
-        from drawing import draw
-
+        draw, _ = functions_of(options.kind)
         pprint.pprint(draw(options.only, options.np // options.tensor, options.tensor), width=140)
         _, found = job.run(seeds=[options.only])
         report(found, options)
@@ -63,9 +67,8 @@ def main() -> int:
         checked += len({*done, *found})
         seeds = [seed for seed in seeds if seed not in done and seed not in found]
     print(
-        f"{checked} programs from seed {options.seed} on {options.np} ranks with {options.tensor} parts over {options.controller}: "
-        f"{len(failed)} failed "
-        f"{sorted(failed)} in {time.monotonic() - began:.0f} s"
+        f"{checked} {options.kind} programs from seed {options.seed} on {options.np} ranks with {options.tensor} parts over "
+        f"{options.controller}: {len(failed)} failed {sorted(failed)} in {time.monotonic() - began:.0f} s"
     )
     return 1 if failed else 0
 
@@ -73,8 +76,8 @@ def main() -> int:
 def report(found: dict[int, list[str]], options: argparse.Namespace) -> None:
     for seed, failures in found.items():
         print(
-            f"seed {seed} failed: python {sys.argv[0]} --np {options.np} --tensor {options.tensor} --controller "
-            f"{options.controller} --only {seed}"
+            f"seed {seed} failed: python {sys.argv[0]} --kind {options.kind} --np {options.np} --tensor {options.tensor} "
+            f"--controller {options.controller} --only {seed}"
         )
         for failure in failures:
             for line in failure.splitlines()[-24:]:
@@ -82,10 +85,13 @@ def report(found: dict[int, list[str]], options: argparse.Namespace) -> None:
 
 
 class Job:
-    """How programs are run: on how many ranks, in how many parts of a layer, over what, for how many seconds each at most, and
-    whether they are made smaller."""
+    """How programs are run: of which kind, on how many ranks, in how many parts of a layer, over what, for how many seconds each at
+    most, and whether they are made smaller."""
 
-    def __init__(self, ranks: int, tensor: int, controller: str, stall: float, shrink: bool) -> None:
+    def __init__(
+        self, kind: str, ranks: int, tensor: int, controller: str, stall: float, shrink: bool
+    ) -> None:
+        self.kind = kind
         self.ranks, self.tensor, self.controller = ranks, tensor, controller
         self.stall, self.shrink = stall, shrink
 
@@ -99,7 +105,7 @@ class Job:
             log = Path(folder, "log")
             log.touch()
             how = "shrink" if self.shrink else "check"
-            arguments = ("--worker", str(log), how, str(self.tensor), *map(str, seeds))
+            arguments = ("--worker", str(log), self.kind, how, str(self.tensor), *map(str, seeds))
             environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": os.pathsep.join(SHARED)}
             with open(Path(folder, "output"), "w+") as output:
                 process = start_ranks(
@@ -144,14 +150,18 @@ class Job:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def work(log: Path, shrinks: bool, tensor: int, seeds: list[int]) -> None:
+def functions_of(kind: str) -> tuple[Callable[..., Any], Callable[[Any], list[str]]]:
+    """How programs of a kind are drawn and checked."""
+    drawing, checking = (importlib.import_module(name) for name in KINDS[kind])
+    return drawing.draw, checking.check
+
+
+def work(log: Path, kind: str, shrinks: bool, tensor: int, seeds: list[int]) -> None:
     """One rank of a job: checks the programs of seeds, and adds lines to the log (rank 0)."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.simplefilter("ignore")
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     import torch
-    from checking import check
-    from drawing import draw
 
     import hvd_ckpt as hc
     from hvd_ckpt.processes.grid import current
@@ -161,6 +171,7 @@ def work(log: Path, shrinks: bool, tensor: int, seeds: list[int]) -> None:
             with open(log, "a") as file:
                 file.write(f"{line}\n")
 
+    draw, check = functions_of(kind)
     hc.init(tensor=tensor)
     torch.set_num_threads(1)
     gc.freeze()  # programs collect garbage often

@@ -18,4 +18,4 @@ def test_random_programs_in_parts(ranks: int, tensor: int, seed: int) -> None:
         [*run, "--np", str(ranks), "--tensor", str(tensor)], capture_output=True, text=True, timeout=400
     )
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "3 programs" in job.stdout
+    assert "3 core programs" in job.stdout

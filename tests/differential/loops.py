@@ -1,0 +1,408 @@
+"""Training loops as users of a trainer configure them, drawn at random, and the process that computes the ranks' batches in turn.
+
+:class:`Loop` is the description, :func:`draw_loop` its drawing, and :class:`Reference` what must come out: for each step the
+gradients of each rank with that rank's buffers, their mean, and the update. A trainer adds how it is configured from a loop, and
+overrides what its own loop does in another way (:meth:`Reference.divisor`, :meth:`Reference.validated`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from checking import FLOOR, MARGIN, distance
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DistributedSampler
+
+WIDTH = 4
+NORM, VALUE = 0.05, 0.01  # limits of clipping, which most gradients exceed
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over samples of :func:`samples_of`; ``batch`` is that of a rank.
+
+    Attributes:
+        precision: ``"32"``, ``"bf16"`` (autocast) or ``"fp16"`` (autocast and a scaler).
+        optimizers: the number of parts of the model that are stepped one after the other, each on a loss of its own.
+        toggles: whether the parts of the other optimizers are frozen meanwhile.
+        clip: ``""``, ``"norm"`` or ``"value"``.
+        schedule: ``""``, ``"step"`` (a factor for each step), ``"epoch"`` or ``"plateau"`` (of the validation).
+        sampler: the trainer's own (``"trainer"``), the user's DistributedSampler (``"own"``) or batch sampler (``"batches"``).
+        running: a layer has state that is neither parameter nor buffer, and that differs between ranks.
+        bad: samples whose loss is not finite, so that all ranks skip the step.
+        stop: steps after which a callback stops training; 0: none does.
+        save: steps after which a checkpoint is saved, from which a second run resumes; 0: none.
+        budget: whether activations are recomputed.
+    """
+
+    seed: int
+    ranks: int
+    stage: int = 0
+    precision: str = "32"
+    optimizer: str = "sgd"
+    optimizers: int = 1
+    toggles: bool = False
+    accumulate: int = 1
+    clip: str = ""
+    schedule: str = ""
+    sampler: str = "trainer"
+    shuffle: bool = True
+    epochs: int = 2
+    samples: int = 24
+    batch: int = 2
+    batch_norm: bool = False
+    running: bool = False
+    bad: tuple[int, ...] = ()
+    stop: int = 0
+    save: int = 0
+    budget: bool = False
+
+    @property
+    def passes(self) -> int:
+        """Batches of a rank in an epoch."""
+        return -(-self.samples // self.ranks // self.batch)
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return -(-self.passes // self.accumulate)
+
+
+def draw_loop(seed: int, ranks: int, **fixed: Any) -> Loop:
+    """The loop of a seed; ``fixed``: attributes that a trainer does not let users choose."""
+    dice = random.Random(f"loop {seed} {ranks}")
+    choose = dice.choice
+    batch = choose([2, 3, 4])
+    rest = choose([0, 0, 2])  # a last batch is smaller, but no batch norm sees one sample
+    samples = ranks * (batch * choose([3, 4, 5, 6]) + rest)
+    several = dice.random() < 0.25
+    loop = Loop(
+        seed=seed,
+        ranks=ranks,
+        stage=choose([0, 0, 0, 1] if several else [0, 0, 1, 2, 3]),
+        precision=choose(["32", "32", "32", "bf16", "fp16"]),
+        optimizer=choose(["sgd", "momentum", "adamw"]),
+        optimizers=choose([2, 3]) if several else 1,
+        toggles=several and choose([True, False]),
+        accumulate=1 if several else choose([1, 1, 2, 3]),
+        clip=choose(["", "", "norm", "value"]),
+        schedule=choose(["", "step", "epoch", "plateau"]),
+        sampler=choose(["trainer", "trainer", "own", "batches"]),
+        shuffle=choose([True, False]),
+        epochs=choose([1, 2, 3]),
+        samples=samples,
+        batch=batch,
+        batch_norm=choose([True, False, False]),
+        running=choose([True, False, False]),
+        bad=tuple(sorted(dice.sample(range(samples), choose([0, 0, 1, 2])))),
+        budget=dice.random() < 0.1,
+    )
+    loop = dataclasses.replace(loop, **fixed)
+    total = loop.epochs * loop.steps
+    return dataclasses.replace(
+        loop,
+        stop=fixed.get("stop", dice.randrange(1, total + 1) if dice.random() < 0.2 else 0),
+        save=fixed.get("save", dice.randrange(1, total) if total > 1 and dice.random() < 0.5 else 0),
+    )
+
+
+# ------------------------------------------------------------------------------------ data
+
+
+def samples_of(loop: Loop) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets, and the factor of each sample's loss."""
+    generator = torch.Generator().manual_seed(loop.seed)
+    inputs = torch.randn(loop.samples, WIDTH, generator=generator)
+    factors = torch.ones(loop.samples, 1)
+    factors[list(loop.bad)] = float("nan")
+    return inputs, inputs.sum(1, keepdim=True), factors
+
+
+def sampler_of(loop: Loop, rank: int, seed: int = 0) -> DistributedSampler[Any]:
+    """The sampler of a rank."""
+    return DistributedSampler(range(loop.samples), loop.ranks, rank, shuffle=loop.shuffle, seed=seed)  # type: ignore[arg-type]
+
+
+class Batches:
+    """A batch sampler of the user's over a distributed one: it gives the batches of an epoch backwards."""
+
+    def __init__(self, sampler: DistributedSampler[Any], batch_size: int) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        batches = [order[at : at + self.batch_size] for at in range(0, len(order), self.batch_size)]
+        return reversed(batches)
+
+
+def batches_of(loop: Loop, epoch: int, rank: int, seed: int = 0) -> list[list[int]]:
+    """The samples of each batch of a rank."""
+    sampler = sampler_of(loop, rank, seed)
+    sampler.set_epoch(epoch)
+    batches = list(Batches(sampler, loop.batch))
+    return batches if loop.sampler == "batches" else batches[::-1]
+
+
+# ------------------------------------------------------------------------------------ model
+
+
+class Running(nn.Module):
+    """Divides by a running peak, a number that only ``get_extra_state()`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"peak": self.peak}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.peak = state["peak"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.peak = 0.9 * self.peak + 0.1 * float(x.detach().abs().max())
+        return x / self.peak
+
+
+class Net(nn.Module):
+    """Some layers, in as many parts as there are optimizers, the same for each seed."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(loop.seed)
+            widths = [WIDTH] * (loop.optimizers + 1) + [1]
+            self.parts = nn.ModuleList()
+            for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+                layers: list[nn.Module] = [nn.Linear(inputs, outputs)]
+                if number == 0:
+                    layers += [nn.BatchNorm1d(outputs)] if loop.batch_norm else []
+                    layers += [Running()] if loop.running else []
+                if outputs > 1:
+                    layers.append(nn.Tanh())
+                self.parts.append(nn.Sequential(*layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def loss(self, x: Tensor, y: Tensor, factor: Tensor, optimizer: int = 0) -> Tensor:
+        """The loss of an optimizer."""
+        output = self(x)
+        loss = F.mse_loss(output, y, reduction="none") * factor + 0.1 * optimizer * output
+        return loss.mean()
+
+    def owned(self, optimizer: int, optimizers: int) -> list[nn.Parameter]:
+        """The parameters of an optimizer; the last one has the rest."""
+        parts = self.parts[optimizer : None if optimizer == optimizers - 1 else optimizer + 1]
+        return [parameter for part in parts for parameter in part.parameters()]
+
+
+def optimizer_of(loop: Loop, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the loop."""
+    if loop.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, 0.02)
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9 if loop.optimizer == "momentum" else 0.0)
+
+
+def schedule_of(loop: Loop, optimizer: torch.optim.Optimizer) -> Any:
+    """Its schedule, or None."""
+    if loop.schedule == "plateau":
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.2)
+    if loop.schedule:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + 0.3 * count))
+    return None
+
+
+# ------------------------------------------------------------------------------------ one process
+
+
+class Reference:
+    """The loop in one process.
+
+    Args:
+        noise: seed of a change of each gradient by up to one unit in the last place of its largest element; 0: none.
+
+    Attributes:
+        losses: for each rank, those of its batches.
+        rates: the learning rates of the first optimizer, after each step.
+    """
+
+    sampler_seed = 0  # of the trainer's sampler
+
+    def __init__(self, loop: Loop, noise: int = 0) -> None:
+        self.loop, self.net = loop, Net(loop)
+        self.data = samples_of(loop)
+        self.own = [own_state(self.net) for _ in range(loop.ranks)]
+        self.optimizers = [
+            optimizer_of(loop, self.net.owned(number, loop.optimizers)) for number in range(loop.optimizers)
+        ]
+        self.schedules = [schedule_of(loop, optimizer) for optimizer in self.optimizers]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=loop.precision == "fp16")
+        self.noise = torch.Generator().manual_seed(noise) if noise else None
+        self.losses: list[list[float]] = [[] for _ in range(loop.ranks)]
+        self.rates: list[float] = []
+
+    def run(self) -> Reference:
+        """Runs it to its end."""
+        loop = self.loop
+        seed = 0 if loop.sampler != "trainer" else self.sampler_seed
+        for epoch in range(loop.epochs):
+            batches = [batches_of(loop, epoch, rank, seed) for rank in range(loop.ranks)]
+            for at in range(0, len(batches[0]), loop.accumulate):
+                for number in range(loop.optimizers):
+                    self.step(number, [own[at : at + loop.accumulate] for own in batches])
+                self.rates.append(self.optimizers[0].param_groups[0]["lr"])
+                if loop.schedule == "step":
+                    self.advance()
+                if loop.stop == len(self.rates):
+                    return self
+            if loop.schedule == "epoch":
+                self.advance()
+            elif loop.schedule == "plateau":
+                self.advance(self.validated())
+        return self
+
+    def advance(self, *metric: float) -> None:
+        """A step of each schedule."""
+        for schedule in self.schedules:
+            schedule.step(*metric)
+
+    def divisor(self, passes: int) -> int:
+        """What the loss of each of a step's passes is divided by."""
+        return self.loop.accumulate
+
+    def validated(self) -> float:
+        """The metric of a schedule on a plateau: the mean of all ranks' losses over all samples, each with its own buffers."""
+        return sum(self.evaluated(rank, self.data) for rank in range(self.loop.ranks)) / self.loop.ranks
+
+    def evaluated(self, rank: int, data: tuple[Tensor, ...]) -> float:
+        """The loss of samples with a rank's buffers."""
+        x, y, factor = data
+        set_own_state(self.net, self.own[rank])
+        self.net.eval()
+        with torch.no_grad(), self.autocast():
+            loss = self.net.loss(x, y, factor.nan_to_num(1.0)).item()
+        self.net.train()
+        return loss
+
+    def autocast(self) -> torch.autocast:
+        dtype = torch.float16 if self.loop.precision == "fp16" else torch.bfloat16
+        return torch.autocast("cpu", dtype, enabled=self.loop.precision != "32", cache_enabled=False)
+
+    def step(self, number: int, batches: list[list[list[int]]]) -> None:
+        """A step of an optimizer: ``batches`` of each rank."""
+        optimizer, parameters = self.optimizers[number], self.net.owned(number, self.loop.optimizers)
+        sums: list[list[Tensor]] = []
+        for rank, own in enumerate(batches):
+            self.net.zero_grad()
+            set_own_state(self.net, self.own[rank])
+            for batch in own:
+                with self.autocast():
+                    loss = self.net.loss(*(values[batch] for values in self.data), number)
+                self.losses[rank].append(loss.item())
+                self.scaler.scale(loss / self.divisor(len(own))).backward()
+            self.own[rank] = own_state(self.net)
+            sums.append([parameter.grad.clone() for parameter in parameters])
+        for parameter, *gradients in zip(parameters, *sums):
+            parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)
+            self.disturb(parameter.grad)
+        self.update(optimizer, parameters)
+
+    def update(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Clips and steps, unless a gradient is not finite."""
+        if self.loop.precision == "fp16":
+            self.scaler.unscale_(optimizer)
+        elif not all(parameter.grad.isfinite().all() for parameter in parameters):
+            return
+        if self.loop.clip == "norm":
+            nn.utils.clip_grad_norm_(parameters, NORM)
+        elif self.loop.clip == "value":
+            nn.utils.clip_grad_value_(parameters, VALUE)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def disturb(self, gradient: Tensor) -> None:
+        """Adds the noise."""
+        if self.noise is not None:
+            size = gradient.abs().max() * torch.finfo(gradient.dtype).eps
+            gradient += size * (2 * torch.rand(gradient.shape, generator=self.noise) - 1)
+
+    def result(self, rank: int) -> dict[str, Tensor]:
+        """Weights, and a rank's buffers and other state."""
+        set_own_state(self.net, self.own[rank])
+        return state_of(self.net)
+
+
+def differences(
+    ours: tuple[Loop, int, dict[str, Tensor], list[float], list[float]],
+    reference: type[Reference] = Reference,
+) -> list[str]:
+    """What a rank's run has come to in another way than one process; tolerates what roundings of gradients do to this loop.
+
+    Args:
+        ours: loop, rank, final state (:func:`state_of`), losses of this rank's batches, and learning rates after each step.
+        reference: a trainer's.
+    """
+    loop, rank, result, losses, rates = ours
+    alone = reference(loop).run()
+    noisy = [reference(loop, noise).run() for noise in (1, 2)]
+    failures = []
+    if len(losses) != len(alone.losses[rank]):
+        failures.append(f"one process: {len(losses)} batches in place of {len(alone.losses[rank])}")
+    if rates != alone.rates:
+        failures.append(f"one process: rates {rates} in place of {alone.rates}")
+
+    def values(run: Reference) -> dict[str, Tensor]:
+        return run.result(rank) | {"losses": torch.tensor(run.losses[rank]).nan_to_num()}
+
+    expected, others = values(alone), [values(run) for run in noisy]
+    tolerance = FLOOR * max(1.0, *(value.double().abs().max().item() for value in expected.values()))
+    for name, value in expected.items():
+        tolerance = max(tolerance, *(MARGIN * distance(value, other[name]) for other in others))
+    found = result | {"losses": torch.tensor(losses).nan_to_num()}
+    for name, value in expected.items():
+        if found[name].shape == value.shape and distance(found[name], value) > tolerance:
+            apart = distance(found[name], value)
+            failures.append(f"one process: {name} differs by {apart:.3g} (at most {tolerance:.3g})")
+    return failures
+
+
+def own_state(net: nn.Module) -> dict[str, Any]:
+    """What each rank has of its own: buffers and extra state."""
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    return buffers | {
+        name: module.peak for name, module in net.named_modules() if isinstance(module, Running)
+    }
+
+
+def set_own_state(net: nn.Module, state: dict[str, Any]) -> None:
+    """Puts it back."""
+    with torch.no_grad():
+        for name, buffer in net.named_buffers():
+            buffer.copy_(state[name])
+    for name, module in net.named_modules():
+        if isinstance(module, Running):
+            module.peak = state[name]
+
+
+def state_of(net: nn.Module) -> dict[str, Tensor]:
+    """Weights, buffers and extra state as tensors."""
+    state = {name: value.detach().clone() for name, value in [*net.named_parameters(), *net.named_buffers()]}
+    peaks = {name: module.peak for name, module in net.named_modules() if isinstance(module, Running)}
+    return state | {name: torch.tensor(peak, dtype=torch.float64) for name, peak in peaks.items()}
