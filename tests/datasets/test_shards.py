@@ -114,13 +114,82 @@ def test_files_that_are_not_token_ids(folder: Path) -> None:
     numpy.save(folder / "none.npy", numpy.zeros(0, numpy.int32))
     (folder / "folder").mkdir()
     for name, said in {
-        "odd.bin": "size is odd", "text.npy": "cannot use the token ids in 'text.npy'", "float.npy": "float64 of shape (9,)",
+        "odd.bin": "multiple of 2", "text.npy": "cannot use the token ids in 'text.npy'", "float.npy": "float64 of shape (9,)",
         "rows.npy": "int32 of shape (3, 9)", "none.npy": "is empty", "missing.bin": "No such file", "folder": ".bin or .npy",
     }.items():  # fmt: skip
         assert said in failure(tokens=name, vocabulary=300)
     assert "give one of them" in failure(tokens="odd.bin", text="text.txt")
     assert "give tokens as well" in failure(vocabulary=300)
+    assert "give tokens as well" in failure(token_type="uint32")
+    assert "'uint32'" in failure(tokens="odd.bin", vocabulary=300, token_type="uint31")
     assert "leave it out" in failure(model="resnet-20", sequence_length=None, tokens="odd.bin")
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"),
+    [("<u4", 300), ("<u4", 50257), ("<u4", 65536), ("<u4", 128256), ("<i4", 300), ("<i8", 300), ("<i8", 128256), (">u4", 300)],
+)  # fmt: skip
+def test_bin_files_of_another_type_are_refused_until_it_is_given(
+    kind: str, vocabulary: int, folder: Path
+) -> None:
+    above = 200_000 if vocabulary > 60_000 else vocabulary
+    ids = numpy.random.default_rng(1).integers(0, above, 2000)
+    ids.astype(kind).tofile(folder / "ids.bin")
+    for _ in range(2):
+        assert "token_type" in failure(tokens="ids.bin", vocabulary=vocabulary)
+    if kind[0] == "<" and above == vocabulary:
+        given = {"u4": "uint32", "i4": "int32", "i8": "int64"}[kind[1:]]
+        config = hc.Config(
+            "gpt-tiny", tokens="ids.bin", vocabulary=vocabulary, token_type=given,
+            sequence_length=8, validation_split=0,
+        )  # fmt: skip
+        train = hc.assemble(config).train
+        batch = train.batch(range(len(train)), [0] * len(train))
+        assert batch.inputs[0].flatten().tolist() == ids[: len(train) * 8].tolist()
+
+
+def test_a_type_that_is_given_is_taken(folder: Path) -> None:
+    """Also one that content contradicts: every second id may be 0."""
+    ids = IDS.astype("<u2")
+    ids[1::2] = 0
+    ids.tofile(folder / "ids.bin")
+    assert "token_type" in failure(tokens="ids.bin", vocabulary=300)
+    array = Shards("ids.bin", vocabulary=300, token_type="uint16").array
+    assert numpy.asarray(array[:1000]).tolist() == ids.tolist()
+    IDS[:999].astype("<u2").tofile(folder / "ids.bin")
+    assert "multiple of 4" in failure(tokens="ids.bin", vocabulary=300, token_type="uint32")
+    large = IDS + 70_000
+    large.astype("<u2").tofile(folder / "large.bin")
+    assert "uint32" in failure(tokens="large.bin", vocabulary=100_000)
+    assert len(Shards("large.bin", vocabulary=100_000, token_type="uint16")) == 1000
+
+
+@pytest.mark.parametrize(("magic", "kind"), [(20240520, "<u2"), (20240801, "<u4")])
+def test_files_of_llm_c_state_their_type(magic: int, kind: str, folder: Path) -> None:
+    header = numpy.zeros(256, "<i4")
+    header[:3] = magic, 1, len(IDS)
+    content = header.tobytes() + IDS.astype(kind).tobytes()
+    (folder / "ids.bin").write_bytes(content)
+    for vocabulary in (300, 128256):
+        array = Shards("ids.bin", vocabulary=vocabulary).array
+        assert numpy.asarray(array[:2000]).tolist() == IDS.tolist()
+    assert "not int64" in failure(tokens="ids.bin", vocabulary=300, token_type="int64")
+    (folder / "cut.bin").write_bytes(content[:-40])
+    assert "1000 ids" in failure(tokens="cut.bin", vocabulary=300)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(1, "uint8"), (4, "int32"), (5, "int64"), (8, "uint16"), (7, "float32")]
+)
+def test_files_of_megatron_state_their_type_beside_them(code: int, kind: str, folder: Path) -> None:
+    ids = IDS % 200
+    ids.astype(kind).tofile(folder / "ids.bin")
+    (folder / "ids.idx").write_bytes(b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([code, 0, 0]))
+    if kind == "float32":
+        assert "number 7" in failure(tokens="ids.bin", vocabulary=300)
+    else:
+        array = Shards("ids.bin", vocabulary=300).array
+        assert numpy.asarray(array[:1000]).tolist() == ids.tolist()
 
 
 # -------------------------------------------------------------------------------------------- documents

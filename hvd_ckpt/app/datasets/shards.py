@@ -22,26 +22,32 @@ from hvd_ckpt.utils.text import one_line
 
 SUFFIXES = frozenset({".bin", ".npy"})
 STRETCH = 1 << 22  # number of ids that are checked at a time
+HEADER = 256  # 32-bit numbers before the ids in llm.c's files: the first is one of MAGIC, the third the number of ids
+MAGIC = {20240520: "uint16", 20240801: "uint32"}
+INDEX = b"MMIDIDX\x00\x00"  # Megatron's: begins the .idx file beside a .bin file, before a version of 8 bytes and the type
+OF_INDEX = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 
 
 class Shards(Tokens):
     """Token ids of files, concatenated to one text without separators.
 
-    A ``.npy`` file has an array (ids,) of integers. Any other file consists of little-endian uint16 numbers, as nanoGPT's
-    ``prepare.py`` writes them. Files are memory-mapped, and read once to find ids that are not in the vocabulary. A file in
-    ``cache`` avoids this check while the paths, sizes and modification times of the files are unchanged.
+    A ``.npy`` file has an array (ids,) of integers. Any other file consists of little-endian numbers, whose type is in the header
+    of llm.c's files and in the ``.idx`` file beside Megatron's. Else it is ``token_type``, or uint16, as nanoGPT's ``prepare.py``
+    writes them, unless the numbers are those of a wider type. Files are memory-mapped, and read once to find ids that are not in
+    the vocabulary. A file in ``cache`` avoids this check while the paths, sizes and modification times of the files are unchanged.
 
     Args:
         source: a file, or a folder whose ``.bin`` and ``.npy`` files at any depth are used, sorted by path.
         tokenizer: the JSON file of the ``tokenizers`` library with which the ids were made, for the vocabulary and special tokens.
         vocabulary: number of ids; by default that of the tokenizer.
+        token_type: the type of the numbers in files other than ``.npy``, one of :data:`hvd_ckpt.utils.text.TOKEN_TYPES`.
         cache: as in :class:`Tokens`.
 
     Attributes are those of :class:`Tokens`.
 
     Raises:
-        ValueError: the vocabulary is unknown, a file is missing, unreadable, empty or invalid, or an id is not in the vocabulary.
-            The message is one sentence.
+        ValueError: the vocabulary is unknown, a file is missing, unreadable, empty or invalid, an id is not in the vocabulary, or
+            the type of ids is unknown or another one. The message is one sentence.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class Shards(Tokens):
         tokenizer: str | os.PathLike[str] | None = None,
         vocabulary: int | None = None,
         cache: str | os.PathLike[str] | None = None,
+        token_type: str | None = None,
     ) -> None:
         known = None if tokenizer is None else read_tokenizer(Path(tokenizer))[0]
         if vocabulary is not None:
@@ -62,12 +69,14 @@ class Shards(Tokens):
             )
         self._number_special(known)
         files = find_text_files(source, SUFFIXES)
-        arrays = [_open(file) for file in files]
+        arrays, assumed = zip(*(_open(file, token_type, self.ordinary) for file in files))
         checked = (cache_folder() if cache is None else Path(cache)) / (
-            key_of(files, f"ids below {self.ordinary}") + ".checked"
+            key_of(files, f"{token_type} ids below {self.ordinary}") + ".checked"
         )
         if not checked.is_file():
-            for file, array in zip(files, arrays):
+            for file, array, is_assumed in zip(files, arrays, assumed):
+                if is_assumed:
+                    _check_width(file, array)
                 _check(file, array, self.ordinary)
             try:
                 checked.parent.mkdir(parents=True, exist_ok=True)
@@ -98,13 +107,27 @@ class _Joined:
         return values
 
 
-def _open(file: Path) -> NDArray[Any]:
+def _open(file: Path, token_type: str | None, vocabulary: int) -> tuple[NDArray[Any], bool]:
+    """The ids of a file, and whether their type is assumed, since nothing states it."""
+    assumed = False
     try:
         if file.suffix.lower() != ".npy":
-            if file.stat().st_size % 2:
-                raise ValueError("its size is odd, and an id takes two bytes")
-            return numpy.memmap(file, dtype="<u2", mode="r").view(numpy.ndarray)
-        array = numpy.load(file, mmap_mode="r", allow_pickle=False)
+            stated, start = _stated_type(file)
+            kind = numpy.dtype(token_type or stated or "uint16").newbyteorder("<")
+            assumed = token_type is None and stated is None
+            if stated is not None and numpy.dtype(stated).itemsize != kind.itemsize:
+                raise ValueError(f"its ids are {stated}, not {token_type}: leave token_type out")
+            if assumed and vocabulary > 1 << 16:
+                raise ValueError(
+                    f"a vocabulary of {vocabulary} has ids that uint16, the usual type, cannot hold: give token_type, say uint32"
+                )
+            if (file.stat().st_size - start) % kind.itemsize:
+                raise ValueError(
+                    f"its size is not a multiple of {kind.itemsize} bytes, which a {kind.name} id takes"
+                )
+            array = numpy.memmap(file, dtype=kind, mode="r", offset=start)
+        else:
+            array = numpy.load(file, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, numpy.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
             shape, kind = getattr(array, "shape", None), getattr(array, "dtype", "unknown type")
             raise ValueError(f"it holds {kind} of shape {shape}, give integers of one dimension")
@@ -113,7 +136,47 @@ def _open(file: Path) -> NDArray[Any]:
     except Exception as error:  # NumPy raises nearly anything for a damaged file
         reason = (error.strerror if isinstance(error, OSError) else None) or one_line(str(error))
         raise ValueError(f"cannot use the token ids in '{file}': {reason}") from None
-    return array.view(numpy.ndarray)
+    return array.view(numpy.ndarray), assumed
+
+
+def _stated_type(file: Path) -> tuple[str | None, int]:
+    """The type of ids that a file's header or index states, and the bytes before the ids."""
+    header = numpy.fromfile(file, "<i4", HEADER)
+    if len(header) == HEADER and int(header[0]) in MAGIC:
+        stated = MAGIC[int(header[0])]
+        there = (file.stat().st_size - header.nbytes) // numpy.dtype(stated).itemsize
+        if there != header[2]:
+            raise ValueError(f"its header states {header[2]} ids and it has {there}: write it again")
+        return stated, header.nbytes
+    index = file.with_suffix(".idx")
+    if index.is_file():
+        with index.open("rb") as stream:
+            start = stream.read(len(INDEX) + 9)
+        if start.startswith(INDEX):
+            code = start[-1] if len(start) == len(INDEX) + 9 else 0
+            if code not in OF_INDEX:
+                raise ValueError(f"'{index}' states a type of number {code}, which is not one of ids")
+            return OF_INDEX[code], 0
+    return None, 0
+
+
+def _check_width(file: Path, array: NDArray[Any]) -> None:
+    """Raises ValueError if ids that were read as uint16 seem to be halves of wider ones.
+
+    A half is zero in each id of a wider type below 65,536, whatever the order of bytes; and small in each id of a usual vocabulary.
+    """
+    highest = [0, 0]
+    for first in range(0, len(array) - 1, STRETCH):
+        some = array[first : first + STRETCH]
+        highest = [max(before, int(some[at::2].max(initial=0))) for at, before in enumerate(highest)]
+        if min(highest) > 255:
+            return
+    low, high = sorted(highest)
+    if len(array) > 1 and (low == 0 or (low < 256 <= high and len(array) >= 1024)):
+        raise ValueError(
+            f"cannot use the token ids in '{file}': read as uint16, every second one is {'0' if low == 0 else 'below 256'}, as in "
+            "files of uint32 or int64: give token_type, such as uint32, or uint16 if they are right"
+        )
 
 
 def _check(file: Path, array: NDArray[Any], vocabulary: int) -> None:

@@ -32,6 +32,7 @@ SETTINGS_OF_DATA = {
     "tokens": TEXTS,
     "documents": TEXTS,
     "vocabulary": TEXTS,
+    "token_type": TEXTS,
     "tokenizer": TEXTS,
     "sequence_length": TEXTS,
     "prompt": TEXTS,
@@ -134,7 +135,7 @@ def _open_text(
     tokens = (
         Tokens(config.text, tokenizer, documents=config.documents)
         if config.tokens is None
-        else Shards(config.tokens, tokenizer, config.vocabulary)
+        else Shards(config.tokens, tokenizer, config.vocabulary, token_type=config.token_type)
     )
     length = config.sequence_length or entry.data.get("length", 128)
     train, test = TEXTS[entry.kind](tokens, length, seed=config.seed).split(config.validation_split)

@@ -23,8 +23,9 @@ def check_combinations(config: Config) -> None:
         raise ValueError(f"text {config.text} and tokens {config.tokens}: give one of them")
     if config.documents is not None and config.text is None:
         raise ValueError(f"documents {config.documents}: they are lines of a text, give text as well")
-    if config.vocabulary is not None and config.tokens is None:
-        raise ValueError(f"vocabulary {config.vocabulary}: it is of token ids, give tokens as well")
+    for name in ("vocabulary", "token_type"):
+        if getattr(config, name) is not None and config.tokens is None:
+            raise ValueError(f"{name} {getattr(config, name)}: it is of token ids, give tokens as well")
     recomputing = [name for name in ("budget", "plan", "segments") if getattr(config, name) is not None]
     if len(recomputing) > 1:
         raise ValueError(f"{' and '.join(recomputing)}: give one of them, each sets what is recomputed")

@@ -38,6 +38,7 @@ from hvd_ckpt.utils.text import (
     PRECISIONS,
     SCHEDULES,
     STAGES,
+    TOKEN_TYPES,
     one_line,
     stage_of,
     unknown,
@@ -90,6 +91,9 @@ class Config(Strict):
     )
     vocabulary: int | None = Field(
         None, ge=1, le=MOST, description="Number of token ids.  [default: of the tokenizer of --tokens]"
+    )
+    token_type: Annotated[str | None, one_of("type of token ids", *TOKEN_TYPES)] = Field(
+        None, description=f"Type of the ids in .bin files: {', '.join(TOKEN_TYPES)}.  [default: uint16]"
     )
     tokenizer: Text | None = Field(None, description="JSON file of a tokenizer.  [default: bytes]")
     sequence_length: int | None = Field(
