@@ -90,6 +90,11 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         self.parameter_names = {parameter: name for name, parameter in named}
         self.known_names = known_names
 
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """The names under the name that Horovod's optimizer has them by, which scripts read."""
+        return self.parameter_names
+
     # -------------------------------------------------------------------------------- Horovod's public methods
 
     def synchronize(self) -> None:

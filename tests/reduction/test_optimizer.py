@@ -68,6 +68,7 @@ def test_is_an_instance_of_the_wrapped_class_and_keeps_its_state() -> None:
     assert isinstance(optimizer, torch.optim.SGD)
     assert type(optimizer).__module__ == "horovod.torch.optimizer"
     assert type(optimizer).__name__ == "SGD"
+    assert optimizer._parameter_names == {parameter: name for name, parameter in model.named_parameters()}
     assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
