@@ -7,6 +7,7 @@ parts exchange whole tensors, which sends as many bytes as a ring and waits once
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current, pretending
 
 _alone = False
-_positions_are_split = False
+_here = threading.local()  # autograd recomputes in threads of its own
 
 HALVES = (torch.float16, torch.bfloat16)  # more than two of which are added up in float32
 
@@ -41,15 +42,25 @@ def is_alone() -> bool:
     return _alone
 
 
-def note_split_positions() -> None:
-    """Says that a model of this process has sequence parallelism: what flows between its layers differs between parts."""
-    global _positions_are_split
-    _positions_are_split = True
+@contextlib.contextmanager
+def inside(kind: str) -> Iterator[None]:
+    """Inside, what flows between layers is equal on all parts and kept in shares (``"partition"``), or has this part's positions
+    alone (``"sequence"``).
 
-
-def are_positions_split() -> bool:
-    """Whether :func:`note_split_positions` was called."""
-    return _positions_are_split
+    Raises:
+        ValueError: it is both.
+    """
+    before = getattr(_here, "kind", None)
+    if before not in (None, kind):
+        raise ValueError(
+            "checkpoint(partition=True) cannot be used with tensor_parallel(sequence=True), by which each part has 1 / t of the "
+            "inputs already; leave partition out"
+        )
+    _here.kind = kind
+    try:
+        yield
+    finally:
+        _here.kind = before
 
 
 def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
@@ -79,6 +90,8 @@ def add(tensor: Tensor) -> Tensor:
         first, second = gather(tensor)
         own, other = (first, second) if current().part == 0 else (second, first)
         return torch.add(own, other, out=other)  # a + b has the bits of b + a
+    if not tensor.numel():  # such as of a batch without tokens
+        return tensor.detach().clone()
     flat = tensor.detach().reshape(-1)
     each = -(-flat.numel() // parts)
     # Part r adds up the r-th of as many equal slices, and all parts

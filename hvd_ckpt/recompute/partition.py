@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,18 +22,15 @@ class Share(NamedTuple):
     shape: torch.Size
 
 
-def partitioned() -> AbstractContextManager[Any]:
+@contextlib.contextmanager
+def partitioned() -> Iterator[None]:
     """Around a region: its inputs, all that autograd saves outside of its own hooks, are kept in shares.
 
     Raises:
-        ValueError: a model has sequence parallelism.
+        ValueError: the region is within a block with sequence parallelism, or runs one.
     """
-    if parts.are_positions_split():
-        raise ValueError(
-            "checkpoint(partition=True) cannot be used with tensor_parallel(sequence=True), by which each part has 1 / t of the "
-            "inputs already; leave partition out"
-        )
-    return saved_tensors_hooks(_pack, _unpack)
+    with parts.inside("partition"), saved_tensors_hooks(_pack, _unpack):
+        yield
 
 
 def _pack(tensor: Tensor) -> Tensor | Share:

@@ -47,16 +47,17 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 @torch.no_grad()
 def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -> None:
-    """Raises on all parts if a parameter that is whole on each part differs between them. Collective over the parts.
+    """Raises on all parts if a parameter that is whole on each part differs between them, or if one is frozen on some of them.
+    Collective over the parts.
 
     Args:
         named: parameters with their names, in the same order on all parts.
         turn: number of the comparison, which selects some of the parameters; None for all of them.
 
     Raises:
-        WeightsDiffer: it names the first parameter and the parts.
+        WeightsDiffer: it names the parts, and the first parameter that differs.
     """
-    grid = current()
+    grid, named = current(), list(named)
     # Of parameters that a stage has not, or that are split over the ranks between steps, there are no values.
     copies = [
         (name, tensor)
@@ -66,15 +67,23 @@ def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -
     if turn is not None and copies:
         turns = -(-len(copies) // AT_ONCE)
         copies = copies[turn % turns * AT_ONCE :][:AT_ONCE]
-    if not copies:
+    if not named:
         return
-    own = torch.stack([fingerprint(tensor.contiguous().view(-1)).cpu() for _, tensor in copies])
-    for part, row in enumerate(rows := parts.gather(own)):
+    flags = torch.tensor([tensor.requires_grad for _, tensor in named], dtype=torch.int64)
+    prints = [fingerprint(tensor.contiguous().view(-1)).cpu() for _, tensor in copies]
+    for part, row in enumerate(rows := parts.gather(torch.cat([flags, *(one.view(1) for one in prints)]))):
         # All parts have all rows, so that all of them find the same difference and raise together.
         different = (row != rows[0]).nonzero()
-        if len(different):
-            name = copies[int(different[0])][0]
+        if not len(different):
+            continue
+        first = int(different[0])
+        if first < len(named):
             raise WeightsDiffer(
-                f"parameter '{name}', which each part has whole, differs between parts 0 and {part} of replica {grid.replica}; "
-                f"clip gradients with hc.clip_grad_norm_, and give all parts of a replica the same batch and random state"
+                f"requires_grad of parameter '{named[first][0]}' differs between parts 0 and {part} of replica {grid.replica}; "
+                f"freeze it on all parts or on none"
             )
+        name = copies[first - len(named)][0]
+        raise WeightsDiffer(
+            f"parameter '{name}', which each part has whole, differs between parts 0 and {part} of replica {grid.replica}; "
+            f"clip gradients with hc.clip_grad_norm_, and give all parts of a replica the same batch and random state"
+        )

@@ -82,7 +82,8 @@ def gather_last(x: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def enter_positions(x: Tensor) -> Tensor:
     """All positions of those that each part has; in the backward pass this part's of the sum of the parts' gradients."""
-    return _apply(x, _gather_positions, _sum_own_positions)
+    with parts.inside("sequence"):
+        return _apply(x, _gather_positions, _sum_own_positions)
 
 
 def leave_positions(x: Tensor) -> Tensor:

@@ -25,10 +25,25 @@ class SplitVocabulary(NamedTuple):
         """The head's input, whose gradients are summed over the parts, once for all chunks."""
         return enter(hidden)
 
-    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of the targets within the slice, and whether they are there; elsewhere the place is 0."""
-        here = (targets >= self.start) & (targets < self.stop)
-        return (targets - self.start).masked_fill(~here, 0), here
+    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Places of tokens or targets within the slice, and whether they are there; elsewhere the place is 0.
+
+        Raises:
+            IndexError: a token is not in the whole vocabulary. On a GPU it is an assertion of the device, as with a whole layer.
+        """
+        if tokens.device.type == "cpu" and tokens.numel():
+            least, greatest = (int(bound) for bound in torch.aminmax(tokens))
+            if least < 0 or greatest >= self.size:
+                raise IndexError(
+                    f"token {least if least < 0 else greatest} is outside of the vocabulary of {self.size} tokens, which is split "
+                    f"over the parts; give tokens and targets from 0 to {self.size - 1}"
+                )
+        elif tokens.device.type == "cuda":
+            torch._assert_async(
+                ((tokens >= 0) & (tokens < self.size)).all(), "a token is outside of the vocabulary"
+            )
+        here = (tokens >= self.start) & (tokens < self.stop)
+        return (tokens - self.start).masked_fill(~here, 0), here
 
     def log_softmax(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logarithms of probabilities: the slice's (rows, slice), the targets' (rows, 1), and the mean of all tokens' (rows, 1).

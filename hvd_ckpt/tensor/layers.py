@@ -128,14 +128,13 @@ def _row(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 def _vocabulary(base: type[nn.Module]) -> dict[str, Any]:
     def embed(self: Any, tokens: Tensor) -> Tensor:
         """Each part looks up the tokens that it has, and the sum has all."""
-        start, stop, _ = vocabulary_of(self)
-        local = tokens - start
-        elsewhere = (local < 0) | (local >= stop - start)
-        padding = self.padding_idx
-        padding = padding - start if padding is not None and start <= padding < stop else None
+        vocabulary, padding = vocabulary_of(self), self.padding_idx
+        places, here = vocabulary.local(tokens)
+        if padding is not None:
+            padding = padding - vocabulary.start if vocabulary.start <= padding < vocabulary.stop else None
         # Row 0 stands for tokens of other parts, and is set to zero below, so that it gets no gradient from them.
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
-        return leave(rows.masked_fill(elsewhere[..., None], 0.0))
+        rows = functional.embedding(places, self.weight, padding)
+        return leave(rows.masked_fill(~here[..., None], 0.0))
 
     def score(self: Any, x: Tensor) -> Tensor:
         """The scores of all tokens, gathered. ``hc.chunked_cross_entropy`` of this head gathers none."""
@@ -189,7 +188,7 @@ def _block(base: Any) -> dict[str, Callable[..., Any]]:
                 parameter.register_hook(parts.add)
                 _summed[id(parameter)] = parameter
         edges = _edges(self)
-        with WholeDraws(positions=True):
+        with parts.inside("sequence"), WholeDraws(positions=True):
             result = base.forward(self, edges.enter(x), *args, **kwargs)
         if isinstance(result, tuple):
             return edges.leave(result[0]), *result[1:]

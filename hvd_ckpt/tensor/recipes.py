@@ -145,8 +145,6 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
         split(module, "column" if kind == "fused" else kind, cuts[name], edges)
         for attribute in options.split(",") if kind == "heads" and options else ():
             setattr(module, attribute, getattr(module, attribute) // grid.tensor)
-    if sequence:
-        parts.note_split_positions()
     watch_copies()
     return model
 
@@ -226,6 +224,7 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
             if value % parts:
                 raise ValueError(f"{where} has {attribute}={value}, which tensor={parts} does not divide")
         return {}
+    _check_computes_itself(where, module)
     if kind == "xlnet":
         heads = module.get_parameter("q").shape[1]
         _check_divides(where, "heads", heads, parts)
@@ -255,6 +254,25 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
     return cuts
 
 
+def _check_computes_itself(where: str, module: nn.Module) -> None:
+    """Raises ValueError for a layer whose ``forward`` or parameters a split one would replace."""
+    own = "forward" in module.__dict__ or (
+        isinstance(module, (nn.Linear, nn.Embedding))
+        and type(module).forward not in (nn.Linear.forward, nn.Embedding.forward)
+    )
+    if own:
+        raise ValueError(
+            f"{where} has a forward method of its own, which a split layer would drop; split a plain layer within it"
+        )
+    # A parametrization makes weight a property of the class, older functions and pruning make it an attribute.
+    for name in ("weight", "bias"):
+        if isinstance(getattr(module, name, None), Tensor) and name not in module._parameters:
+            raise ValueError(
+                f"{where} computes its {name} from other parameters (a parametrization, weight_norm, spectral_norm or pruning), "
+                f"which cannot be split; split the layer without it"
+            )
+
+
 def _check_ties(model: nn.Module, cuts: Mapping[nn.Module, Mapping[str, Cut]]) -> None:
     known: dict[Tensor, Cut | None] = {}
     for name, module in model.named_modules():
@@ -280,12 +298,12 @@ def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
     """Raises ValueError on all parts where one has a problem, or another recipe or model. Collective."""
     grid = current()
     digests = {name: _digest(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    everyone = grid.gather_objects((problem, dict(kinds), digests))
+    everyone = grid.gather_objects((problem, dict(kinds), digests, _trainable(model)))
     for number, (theirs, *_) in enumerate(everyone):
         if theirs:
             raise ValueError(theirs if problem else f"{theirs} (on part {number % grid.tensor})")
     own = everyone[grid.stage * grid.tensor : (grid.stage + 1) * grid.tensor]
-    for part, (_, recipe, weights) in enumerate(own):
+    for part, (_, recipe, weights, trainable) in enumerate(own):
         if recipe != own[0][1]:
             raise ValueError(f"tensor_parallel: parts 0 and {part} have different recipes; give all the same")
         names = [name for name in {**own[0][2], **weights} if own[0][2].get(name) != weights.get(name)]
@@ -294,8 +312,17 @@ def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
                 f"tensor_parallel: {names[0]!r} differs between parts 0 and {part}; give all the same model, such as by "
                 f"torch.manual_seed(seed) before it is made"
             )
+        if frozen := sorted(set(own[0][3]) ^ set(trainable)):
+            raise ValueError(
+                f"tensor_parallel: requires_grad of {frozen[0]!r} differs between parts 0 and {part}; freeze it on all parts or "
+                f"on none"
+            )
 
 
 def _digest(tensor: Tensor) -> tuple[tuple[int, ...], int]:
     content = torch.empty(0) if tensor.is_meta else tensor.detach().cpu().contiguous().reshape(-1)
     return tuple(tensor.shape), zlib.crc32(content.view(torch.uint8).numpy().data)
+
+
+def _trainable(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

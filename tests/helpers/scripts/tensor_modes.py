@@ -27,6 +27,7 @@ from tensor_models import (
 )
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
@@ -124,8 +125,12 @@ def positions() -> None:
         ValueError, match=f"shape .* have no number of positions that tensor={hc.tensor_size()} divides"
     ):
         model(tokens[:, :-1])
-    with pytest.raises(ValueError, match="partition=True. cannot be used with tensor_parallel.sequence=True"):
-        hc.checkpoint(model[1], torch.randn(1, 4, SIZES["width"]), partition=True)
+    x = torch.randn(1, 4, SIZES["width"])
+    for within in (model[1], model[1].perceptron):
+        with pytest.raises(
+            ValueError, match="partition=True. cannot be used with tensor_parallel.sequence=True"
+        ):
+            hc.checkpoint(within, x, partition=True)
     for wrong, recipe in ((MODELS["xlnet"](), None), (made(), {"head.1": "vocabulary"})):
         with pytest.raises(ValueError, match="the recipe has no blocks"):
             hc.tensor_parallel(wrong, recipe, sequence=True)
@@ -279,6 +284,41 @@ def parameters() -> None:
     )
 
 
+def vocabulary() -> None:
+    """Tokens and targets outside of the vocabulary raise on all parts, as with the whole model."""
+    table, scores = nn.Embedding(9, 4), nn.Linear(4, 9)
+    hc.tensor_parallel(nn.ModuleList([table, scores]), {"0": "vocabulary", "1": "vocabulary"})
+    hidden = torch.randn(3, 4)
+    for wrong in (9, -1, -5, 10**9):
+        with pytest.raises(IndexError, match=f"token {wrong} is outside of the vocabulary of 9 tokens"):
+            table(torch.tensor([1, wrong]))
+        with pytest.raises(IndexError, match=f"token {wrong} is outside"):
+            hc.chunked_cross_entropy(scores, hidden, torch.tensor([1, -100, wrong]), 2)
+    assert table(torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0, 4)
+    assert hc.chunked_cross_entropy(scores, hidden, torch.tensor([0, 8, -100]), 2).isfinite()
+
+
+def frozen_later() -> None:
+    """A parameter that one part alone freezes."""
+    model = split()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
+    optimizer.step()
+    model[1].perceptron[0].weight.requires_grad_(hc.tensor_rank() != 1)
+    with pytest.raises(
+        hc.WeightsDiffer, match=r"requires_grad of parameter 'layer0\.perceptron\.0\.weight' .* 0 and 1"
+    ):
+        optimizer.step()
+
+
+def without_positions() -> None:
+    """A model that is split with sequence=True leaves others their partitioned activations."""
+    hc.tensor_parallel(made(), sequence=True)
+    other = hc.tensor_parallel(made(dropout=0.0))
+    x = torch.randn(2, LENGTH, SIZES["width"], requires_grad=True)
+    hc.checkpoint(other[1], x, partition=True).sum().backward()
+
+
 def copies() -> None:
     model = split()
     check_copies(model.named_parameters())
@@ -311,6 +351,20 @@ def refused() -> None:
         ),
         (nn.Sequential(nn.Linear(4, 4)), {}, "no recipe for a Sequential"),
         (nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)), {"0": "vocabulary"}, "max_norm"),
+        (nn.Sequential(Doubled(4, 4)), {"0": "row"}, "'0', a Doubled, has a forward method of its own"),
+        (nn.Sequential(Scaled(4, 4)), {"0": "vocabulary"}, "'0', a Scaled, has a forward method of its own"),
+        (nn.Sequential(patched(nn.Linear(4, 4))), {"0": "column"}, "'0', a Linear, has a forward method"),
+        (
+            nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
+            {"0": "column"},
+            "'0', a Parametrized.* its weight from",
+        ),
+        (
+            nn.Sequential(parametrizations.orthogonal(nn.Embedding(4, 4))),
+            {"0": "vocabulary"},
+            "its weight from",
+        ),
+        (nn.Sequential(prune.random_unstructured(nn.Linear(4, 4), "bias", 1)), {"0": "row"}, "its bias from"),
     ]
     for model, recipe, words in wrong:
         with pytest.raises(ValueError, match=words):
@@ -322,6 +376,10 @@ def refused() -> None:
         )
     with pytest.raises(ValueError, match="no module 'x'"):
         hc.tensor_parallel(made(), {"x": "row"} if part else {"layer1.perceptron.0": "column"})
+    model = made()
+    model[2].perceptron[0].bias.requires_grad_(part == 0)
+    with pytest.raises(ValueError, match=r"requires_grad of 'layer1\.perceptron\.0\.bias' differs between"):
+        hc.tensor_parallel(model)
     with torch.no_grad():
         model = made()
         model[1].attention_norm.weight[0] += part
@@ -348,10 +406,26 @@ def refused() -> None:
     assert torch.equal(scores, model(tokens))
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 2 * super().forward(tokens)
+
+
+def patched(layer: nn.Module) -> nn.Module:
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
 CASES = {
     one.__name__: one
     for one in (
         repeated, recomputed, partitioned, planned, sharded, clipped, overflow, head, half, parameters, copies, refused,
+        vocabulary, frozen_later, without_positions,
     )
 }  # fmt: skip
 
