@@ -25,7 +25,7 @@ from torch import nn
 from torchmetrics import Metric
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.integrations.loading import ResumableLoader, local_replicas, take_own_batches
+from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader, local_replicas, take_own_batches
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 
 STATE = "hvd_ckpt"  # key of a checkpoint
@@ -241,11 +241,11 @@ class HorovodStrategy(ParallelStrategy):
             return dataloader
         if self._replicas is not None:
             take_own_batches(dataloader, self._replicas)
-        if isinstance(dataloader.dataset, torch.utils.data.IterableDataset) or hasattr(
-            dataloader, "state_dict"
-        ):
+        if hasattr(dataloader, "state_dict"):
             return dataloader
-        return ResumableLoader(dataloader, lambda: trainer.is_last_batch)
+        if isinstance(dataloader.dataset, torch.utils.data.IterableDataset):
+            return SeededLoader(dataloader, lambda: trainer.current_epoch)
+        return ResumableLoader(dataloader, lambda: trainer.current_epoch, lambda: trainer.is_last_batch)
 
     # -------------------------------------------------------------------------------- a step
 

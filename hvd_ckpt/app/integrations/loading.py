@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -10,24 +11,25 @@ import torch
 from torch.utils.data import DataLoader
 
 import hvd_ckpt as hc
+from hvd_ckpt.reduction.agreement import of_first_process
 
 
-class ResumableLoader:
-    """A loader of numbered samples that counts the batches of an epoch, and begins behind as many after a resume.
+class SeededLoader:
+    """A loader whose workers are seeded by seed, epoch and rank, whatever its sampler is.
 
-    Batches that are skipped are loaded, so that random augmentation continues as in an undisturbed run. Workers are seeded by
-    epoch and rank, not by the default generator, which so draws the same numbers after a resume.
+    The seed is that of the loader's generator or of the default one, on rank 0. Nothing is drawn from the default generator, which
+    so draws the same numbers after a resume. Persistent workers are seeded once, and so draw others after a resume. Collective.
 
     Args:
-        is_last: whether the batch that was given last is the last one of its epoch.
+        epoch: returns the number of the epoch that begins.
     """
 
-    def __init__(self, loader: DataLoader[Any], is_last: Callable[[], bool]) -> None:
-        self._loader, self._is_last = loader, is_last
-        self._batches = self._passed_over = 0
-        self._seeds = loader.generator is None
-        if self._seeds:
-            loader.generator = torch.Generator()
+    def __init__(self, loader: DataLoader[Any], epoch: Callable[[], int]) -> None:
+        self._loader, self._epoch = loader, epoch
+        self._order = loader.generator  # a sampler may draw from it, too
+        seed = torch.initial_seed() if self._order is None else self._order.initial_seed()
+        self._seed: int = of_first_process(seed, "hvd_ckpt.loader")
+        self._place, self._ended = (0, 0), False  # epoch, and the passes in it that have ended
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -36,28 +38,82 @@ class ResumableLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._seeds:
-            generator = self._loader.generator
-            generator.manual_seed(getattr(self.sampler, "epoch", 0) * 100_003 + hc.rank())
-        # Passed over once: the next epoch starts at its beginning.
-        self._batches, self._passed_over = self._passed_over, 0
-        batches = iter(self._loader)
-        for _ in range(self._batches):
-            next(batches)
-        return self._counted(batches)
+        epoch = self._epoch()
+        if epoch != self._place[0]:
+            self._place = (epoch, 0)
+        elif self._ended:  # a shorter loader beside others, which begins again
+            self._place = (epoch, self._place[1] + 1)
+        self._ended = False
+        if self._order is not None:
+            torch.empty((), dtype=torch.int64).random_(
+                generator=self._order
+            )  # as PyTorch does for its workers
+        key = f"{self._seed} {self._place} {hc.rank()}"
+        # Hashed, since PyTorch adds the number of a worker: ranks and epochs must not be neighbours.
+        digest = hashlib.sha256(key.encode()).digest()
+        self._loader.generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        try:
+            return self._counted(iter(self._loader))  # which draws the seed of its workers
+        finally:
+            self._loader.generator = self._order
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._batches += 1
+        yield from batches
+        self._ended = True
+
+
+class ResumableLoader(SeededLoader):
+    """A loader of numbered samples that counts the batches of an epoch, and begins behind as many after a resume.
+
+    Batches that are skipped are loaded, so that random augmentation continues as in an undisturbed run.
+
+    Args:
+        is_last: whether the batch that was given last is the last one of its epoch.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], epoch: Callable[[], int], is_last: Callable[[], bool]
+    ) -> None:
+        super().__init__(loader, epoch)
+        self._is_last = is_last
+        self._batches = self._passed_over = 0
+        self._drawn = self._order_state()
+
+    def _order_state(self) -> torch.Tensor | None:
+        return None if self._order is None else self._order.get_state()
+
+    def __iter__(self) -> Iterator[Any]:
+        # Passed over once: the next epoch starts at its beginning.
+        self._batches, self._passed_over = self._passed_over, 0
+        self._drawn = self._order_state()
+        batches = super().__iter__()
+        for _ in range(self._batches):
+            next(batches)
+        return batches
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        skipped = self._batches
+        for number, batch in enumerate(batches, start=1):
+            self._batches = max(number, skipped)
             yield batch
+        self._ended = True
 
-    def state_dict(self) -> dict[str, int]:
-        """Number of batches of the epoch that the loader has returned; batches of the next epoch are not counted."""
-        return {"batches": 0 if self._is_last() else self._batches}
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, and the number of batches of the epoch that the loader has returned; batches of the next epoch are not counted."""
+        is_last = self._is_last()
+        return {
+            "batches": 0 if is_last else self._batches,
+            "seed": self._seed,
+            "place": list(self._place),
+            "order": self._order_state() if is_last else self._drawn,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration begins behind as many."""
-        self._passed_over = state["batches"]
+        self._passed_over, self._seed = state["batches"], state["seed"]
+        self._place, self._ended = tuple(state["place"]), False
+        if self._order is not None and state["order"] is not None:
+            self._order.set_state(state["order"])
 
 
 def local_replicas(replicas: int, ranks: int) -> int:
