@@ -28,6 +28,7 @@ from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.results import changed_apart
 from hvd_ckpt.reduction.stats import ReductionStats
+from hvd_ckpt.reduction.whole import whole_model_state, whole_optimizer_state
 from hvd_ckpt.utils.unmaterialized import copied_state
 
 DEFAULT_BUCKET_CAP_MB = 25.0
@@ -369,13 +370,23 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """Does nothing: the model's parameters are whole already."""
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
-        """``state_dict()`` on rank 0 or on all ranks, and None on the others, as for a sharded optimizer."""
-        state: dict[str, Any] = self.state_dict()
-        return state if all_ranks or self.process_set.rank() == 0 else None
+        """``state_dict()`` on rank 0 or on all ranks, and None on the others, as for a sharded optimizer.
+
+        That of a model in parts (:func:`hvd_ckpt.tensor_parallel`) is whole, on part 0 or on all, and the call is collective.
+        """
+        if not (all_ranks or self.process_set.rank() == 0):
+            return None
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return whole_optimizer_state(self.state_dict(), parameters, all_ranks)
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
-        """A copy of ``model.state_dict()`` in CPU memory, on rank 0 or on all ranks, and None on the others."""
-        return copied_state(model) if all_ranks or self.process_set.rank() == 0 else None
+        """A copy of ``model.state_dict()`` in CPU memory, on rank 0 or on all ranks, and None on the others.
+
+        That of a model in parts (:func:`hvd_ckpt.tensor_parallel`) is whole, on part 0 or on all, and the call is collective.
+        """
+        if not (all_ranks or self.process_set.rank() == 0):
+            return None
+        return whole_model_state(copied_state(model), model, all_ranks)
 
     @contextmanager
     def with_other_weights(self, context: str) -> Iterator[None]:

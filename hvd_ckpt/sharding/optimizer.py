@@ -20,6 +20,7 @@ from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.process_sets import release
+from hvd_ckpt.reduction.whole import whole_model_state, whole_optimizer_state
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.host_memory import OffloadError
@@ -82,14 +83,16 @@ class ShardedOptimizer(ReducedOptimizer):
 
         Args:
             model: the model that is sharded, or a module that contains it.
-            all_ranks: whether every rank gets the result, or only rank 0 and the others None.
+            all_ranks: whether every rank gets the result, or only rank 0 and the others None. Of a model in parts
+                (:func:`hvd_ckpt.tensor_parallel`) it is whole, on rank 0 of part 0.
 
         Raises:
             RuntimeError: at stage 3, inside a forward or backward pass.
         """
         here = all_ranks or self.process_set.rank() == 0
         with self.sharding.store.collected(here) as copies:
-            return copied_state(model, {copy.data_ptr() for copy in copies}) if here else None
+            state = copied_state(model, {copy.data_ptr() for copy in copies}) if here else None
+            return None if state is None else whole_model_state(state, model, all_ranks)
 
     def unshard(self) -> None:
         """Gives the model whole parameters on every rank. Afterwards another optimizer can be created for it. Collective.
@@ -386,7 +389,8 @@ class ShardedOptimizer(ReducedOptimizer):
         if not parts:
             return None
         whole = state.Sources(parts, []).states(state.whole_ranges(self))
-        return {"state": whole, "param_groups": state.numbered(own["param_groups"], sharding.groups)}
+        result = {"state": whole, "param_groups": state.numbered(own["param_groups"], sharding.groups)}
+        return whole_optimizer_state(result, itertools.chain.from_iterable(sharding.groups), all_ranks)
 
     def weight_pieces(self) -> list[tuple[str, int, int, torch.Tensor]]:
         """This rank's exact weights. Each item has the name, the first element and the last element + 1 in the parameter's memory
