@@ -4,6 +4,7 @@ functions     Megatron's two autograd functions, and the gathering of logits
 random_state  random numbers of a split layer, equal to those of the whole layer
 head          cross entropy over a split vocabulary
 layers        column, row and vocabulary parallel layers, and split attention
+verification  comparison of the split model with the whole one, in its first call
 copies        verification of copies: parameters that are whole on every part
 recipes       splitting of a model's layers, and recipes for known models
 """

@@ -20,6 +20,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.consistency import WeightsDiffer
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.weights import verifies_weights
+from hvd_ckpt.tensor.verification import forget
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.unmaterialized import is_absent
@@ -40,6 +41,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     # A copy of an optimizer, with which a step is tried out, knows no names.
     names = getattr(optimizer, "parameter_names", {})
+    forget(names)
     if names:
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
         check_copies([(name, parameter) for parameter, name in names.items()], _steps[optimizer])

@@ -28,6 +28,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.tensor.copies import watch_copies
 from hvd_ckpt.tensor.functions import join_positions, split_positions, unchanged
 from hvd_ckpt.tensor.layers import POSITIONS, WHOLE, Edges, cuts_in, is_transposed, split
+from hvd_ckpt.tensor.verification import verification_of
 from hvd_ckpt.utils.cuts import Cut
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -83,7 +84,9 @@ _XLNET_CUTS = {  # the dimension of heads in each parameter of its attention
 _KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|block|heads(:\w+(,\w+)*)?")
 
 
-def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: bool = False) -> Model:
+def tensor_parallel(
+    model: Model, recipe: Recipe | None = None, *, sequence: bool = False, verify: bool = True
+) -> Model:
     """Splits layers of a model over the parts of ``hc.init(tensor=...)``, in place: each part keeps its slices of their weights.
 
     Every part passes the same whole model, so the initial model is the same for any number of parts. With one part nothing
@@ -96,13 +99,16 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
         sequence: whether each part also has only 1 / t of the positions between split layers (sequence parallelism, Korthikanti et
             al., 2022). This applies to consecutive modules that the recipe calls blocks, with values of shape (batch, positions,
             width). Not for XLNet.
+        verify: whether the first call of the split model compares it with the whole one, whose weights are kept until then: values
+            and gradients of one forward and backward pass, of copies. See :mod:`hvd_ckpt.tensor.verification`.
 
     Returns:
         The model.
 
     Raises:
         ValueError: the recipe names a module that is not in the model, or a module cannot be split in the given way. Or a size is
-            not a multiple of the number of parts, or weights or recipes differ between parts. Raised on every process.
+            not a multiple of the number of parts, or weights or recipes differ between parts. Raised on every process. The first
+            call of the model raises it if it computes other values or gradients than the whole model.
     """
     grid = current()
     problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
@@ -130,8 +136,25 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
         raise ValueError(problem)
     if grid.tensor == 1:
         return model
-    around = [f"{name}." for name, (_, kind) in chosen.items() if kind.startswith("heads")]
-    for name, (module, kind) in chosen.items():
+    kinds = {name: kind for name, (_, kind) in chosen.items()}
+    verification = None
+    if verify and not parts.is_alone() and not any(one.is_meta for one in model.parameters()):
+        verification = verification_of(model, lambda twin: _split(twin, kinds, cuts))
+    _split(model, kinds, cuts)
+    if verification is not None:
+        # A stage calls its blocks, not the model. Modules whose results may be those of a part are not verified alone.
+        around = {name: one for name, one in model.named_modules() if name not in kinds and is_split(one)}
+        verification.watch({"": model} if sequence else {"": model, **around})
+    watch_copies()
+    return model
+
+
+def _split(model: nn.Module, kinds: Mapping[str, str], cuts: Mapping[str, Mapping[str, Cut]]) -> None:
+    """Splits the modules of these names, in their order."""
+    count, modules = current().tensor, dict(model.named_modules())
+    blocks = [name for name, kind in kinds.items() if kind == "block"]
+    around = [f"{name}." for name, kind in kinds.items() if kind.startswith("heads")]
+    for name, kind in kinds.items():
         kind, _, options = kind.partition(":")
         # Positions are split where the first block begins and joined where the last one ends. In between a block
         # hands its own on, and the layers inside gather all positions and scatter their sums. Layers in
@@ -142,11 +165,10 @@ def tensor_parallel(model: Model, recipe: Recipe | None = None, *, sequence: boo
             edges = Edges(split_positions if name == blocks[0] else unchanged, leave)
         elif name.startswith(tuple(around)):
             edges = edges._replace(enter=unchanged)
-        split(module, "column" if kind == "fused" else kind, cuts[name], edges)
+        module = modules[name]
+        split(module, "column" if kind == "fused" else kind, dict(cuts[name]), edges)
         for attribute in options.split(",") if kind == "heads" and options else ():
-            setattr(module, attribute, getattr(module, attribute) // grid.tensor)
-    watch_copies()
-    return model
+            setattr(module, attribute, getattr(module, attribute) // count)
 
 
 def is_split(model: nn.Module) -> bool:

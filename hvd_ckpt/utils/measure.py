@@ -27,6 +27,17 @@ def is_undisturbed() -> bool:
     return bool(getattr(_thread, "undisturbed", False))
 
 
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """A context in which modules of this thread do not communicate with other ranks, see :func:`is_undisturbed`."""
+    before = is_undisturbed()
+    _thread.undisturbed = True
+    try:
+        yield
+    finally:
+        _thread.undisturbed = before
+
+
 def now(device: torch.device) -> float:
     """The time in seconds, after the device has completed its work."""
     if device.type == "cuda":
@@ -60,8 +71,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     twins: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     devices = [device] if device.type == "cuda" else []
-    inside = is_undisturbed()
-    with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=devices):
+    with contextlib.ExitStack() as restored, silent(), torch.random.fork_rng(devices=devices):
         restored.callback(random.setstate, random.getstate())
         restored.callback(np.random.set_state, np.random.get_state())
         for module in model.modules():
@@ -69,7 +79,6 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
             for name in _written.get(module, ()):
                 restored.callback(_restoring_contents(module._parameters[name]))
         try:
-            _thread.undisturbed = True
             for module in model.modules():
                 for name, parameter in list(module._parameters.items()):
                     if parameter is None:
@@ -92,7 +101,6 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                     )  # a recurrent module keeps a list of them, too
             yield
         finally:
-            _thread.undisturbed = inside
             for module, name, parameter in originals:
                 setattr(module, name, parameter)
 

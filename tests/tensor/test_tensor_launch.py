@@ -14,6 +14,7 @@ from torch import equal, load
 from hvd_ckpt.snapshots.export import export
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+HOSTILE = Path(__file__).with_name("hostile.py")
 COMMAND = Path(sys.executable).with_name("hvd-ckpt")
 
 pytestmark = pytest.mark.launch
@@ -52,6 +53,12 @@ def test_models_train_like_the_whole_model(
 )
 def test_together_with_all_else(controller: str, processes: int, arguments: tuple[str, ...]) -> None:
     run(controller, processes, "tensor_modes", *arguments)
+
+
+def test_drawn_models_train_like_the_whole_model_or_are_refused() -> None:
+    status, output = run_ranks(2, HOSTILE, "--programs", "25", "--seed", "3", controller="gloo")
+    assert status == 0, output
+    assert output.count("equal") == 2, output
 
 
 def test_the_example_learns_in_parts() -> None:

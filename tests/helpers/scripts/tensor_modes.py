@@ -177,6 +177,30 @@ def sharded() -> None:
             assert_same(model, expected, f"shard={shard!r}")
 
 
+def whole_states() -> None:
+    """full_model_state_dict() and full_state_dict() are those of the whole model, on one process or on all."""
+    whole: Any = made()
+    alone = torch.optim.Adam(whole.parameters())
+    for shard in ("none", "optimizer", "gradients", "parameters"):
+        model = split()
+        optimizer: Any = torch.optim.Adam(model.parameters())
+        optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), model=model, shard=shard)
+        tokens, _, targets = batch_of("gpt", 0)
+        functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        first = hc.rank() == hc.tensor_rank() == 0
+        assert (optimizer.full_model_state_dict(model) is not None) == first
+        assert (optimizer.full_state_dict() is not None) == first
+        state = optimizer.full_model_state_dict(model, all_ranks=True)
+        whole.load_state_dict(state)
+        assert state["head.1.weight"] is state["embedding.tokens.weight"]
+        alone.load_state_dict(optimizer.full_state_dict(all_ranks=True))
+        for parameter in whole.parameters():
+            assert alone.state[parameter]["exp_avg"].shape == parameter.shape
+        with optimizer.gathered_parameters():
+            assert_like_whole(model, whole, f"shard={shard!r}")
+
+
 def clipped() -> None:
     for norm in (0.05, 0.5):
         for shard in ("none", "gradients", "parameters"):
@@ -296,6 +320,60 @@ def vocabulary() -> None:
             hc.chunked_cross_entropy(scores, hidden, torch.tensor([1, -100, wrong]), 2)
     assert table(torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0, 4)
     assert hc.chunked_cross_entropy(scores, hidden, torch.tensor([0, 8, -100]), 2).isfinite()
+
+
+class Between(nn.Module):
+    """A column and a row layer, and what is drawn between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.between(self, self.up(self.norm(x))))
+        return result
+
+
+def verified() -> None:
+    """The first call of a split model refuses what the whole one computes otherwise, on all parts, and changes nothing."""
+    recipe, x = {"up": "column", "down": "row"}, torch.randn(3, 4)
+    wrong: list[tuple[Callable[[Any, Tensor], Tensor], dict[str, str], str]] = [
+        (lambda model, h: h.softmax(-1), recipe, "the result of 'down' differs"),
+        (lambda model, h: h / h.norm(dim=-1, keepdim=True), recipe, "the result of 'down' differs"),
+        (lambda model, h: h.flip(-1), recipe, "the result of 'down' differs"),
+        (lambda model, h: nn.functional.dropout(h, 0.5), recipe, "random numbers|differs"),
+        (lambda model, h: h, {"up": "column"}, "raises RuntimeError"),
+        (
+            lambda model, h: nn.functional.linear(h, model.down.weight) @ model.down.weight,
+            recipe,
+            "raises|differs",
+        ),
+        (lambda model, h: h, {"up": "column", "down": "column"}, "raises RuntimeError|instead of"),
+    ]
+    for between, kinds, words in wrong:
+        model = hc.tensor_parallel(Between(between), kinds)
+        with pytest.raises(ValueError, match=words):
+            model(x)
+        with pytest.raises(ValueError, match=words):  # still not verified
+            model(x)
+    model = hc.tensor_parallel(Between(lambda model, h: h.softmax(-1)), recipe, verify=False)
+    assert model(x).shape == x.shape
+    whole = Between(lambda model, h: h.tanh())
+    model = hc.tensor_parallel(copy.deepcopy(whole), recipe)
+    before = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
+    model.eval()(x), whole.eval()(x)
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(torch.equal(one, before[0][name]) for name, one in model.named_buffers())
+    assert_close(model.train()(x).detach(), whole.train()(x).detach(), "values after a verification")
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), whole.buffers()))
+    assert all(one.grad is None for one in model.parameters())
+    model = hc.tensor_parallel(Between(lambda model, h: h.tanh()), recipe)
+    with pytest.raises(ValueError, match="parts of a replica called the model with different arguments"):
+        model(x + hc.tensor_rank())
+    model.up.weight.requires_grad_(hc.tensor_rank() == 0)
+    with pytest.raises(ValueError, match="requires_grad of parameter 'up.weight' differs"):
+        model(x)
 
 
 def frozen_later() -> None:
@@ -425,7 +503,7 @@ CASES = {
     one.__name__: one
     for one in (
         repeated, recomputed, partitioned, planned, sharded, clipped, overflow, head, half, parameters, copies, refused,
-        vocabulary, frozen_later, without_positions,
+        vocabulary, verified, frozen_later, without_positions, whole_states,
     )
 }  # fmt: skip
 
