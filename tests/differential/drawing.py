@@ -27,10 +27,10 @@ from programs import (
 
 def draw(seed: int, ranks: int, tensor: int = 1) -> Program:
     """The program of a seed."""
-    return _Draw(seed, ranks, tensor).program()
+    return Draw(seed, ranks, tensor).program()
 
 
-class _Draw:
+class Draw:
     """The choices that later ones depend on, in the order in which they are made."""
 
     def __init__(self, seed: int, ranks: int, tensor: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
+from hand import Hand
 from hidden import as_tensor, buffers_of, hidden_of, random_state, seed_all, set_hidden
 from models import Caught, build
 from optimizers import make_optimizer
@@ -32,8 +33,10 @@ class Run:
         alone: this process does the work of all ranks, with PyTorch's own optimizer and without recomputation.
         recompute: as the program says, or not at all.
         noise: seed of a random change of every reduced gradient, by a unit in the last place of its largest element; 0: none.
+        refused: acts that raised an error on some rank, which are left out here.
 
     Attributes:
+        hand: performs the program's acts.
         seen: the losses of each step.
         late: gradients that came after their bucket had left, or were reduced in more than one round.
     """
@@ -45,10 +48,12 @@ class Run:
         alone: bool = False,
         recompute: bool = True,
         noise: int = 0,
+        refused: Container[tuple[int, ...]] = (),
     ) -> None:
         self.program, self.alone = program, alone
         self.stage = program.stage
         self.ranks = list(range(program.ranks)) if alone else [hc.rank()]
+        self.rank = self.ranks[0]
         self.model = build(program, recompute and not alone, alone)
         self.parameters = list(self.model.parameters())
         self.seen: list[Any] = []
@@ -56,7 +61,7 @@ class Run:
         owned = self._owned()
         if program.shared:
             owned[1] = list(owned[0])
-        self._groups = {number: [own] for number, own in owned.items() if number >= 0}
+        self.groups = {number: [own] for number, own in owned.items() if number >= 0}
         self._added = owned.get(-1, [])
         self._old: list[Any] = []
         self._pending: set[int] = set()  # optimizers that have not stepped since their gradients came
@@ -67,8 +72,11 @@ class Run:
                 torch.amp.GradScaler("cpu", **options) if alone else hc.GradScaler("cpu", **options)
             )
         self._others = Ranks(self.model, program, noise) if alone else None
+        self.hand = Hand(self, refused)
+        self.hand.add_hooks(before=True)
         with self._default_dtype():
             self.optimizers = self._make_optimizers()
+        self.hand.add_hooks(before=False)
         self._saved = self.state()
 
     @contextlib.contextmanager
@@ -96,8 +104,8 @@ class Run:
 
     def _make_optimizers(self) -> list[Any]:
         return [
-            make_optimizer(self.program, self.model, self._groups[number], self.alone)
-            for number in sorted(self._groups)
+            make_optimizer(self.program, self.model, self.groups[number], self.alone)
+            for number in sorted(self.groups)
         ]
 
     def _rewrap(self, keep: bool) -> None:
@@ -109,7 +117,7 @@ class Run:
         gc.collect()  # on every rank alike
         if self.stage and self._others is not None:  # the model begins as rank 0's
             self._others.broadcast_buffers(0)
-            self._clear_gradients(self.parameters, "none")  # as unshard() does
+            self.clear_gradients(self.parameters, "none")  # as unshard() does
         self.optimizers = self._make_optimizers()
 
     # ---------------------------------------------------------------------------------- what happens in a step
@@ -119,10 +127,12 @@ class Run:
         if name == "freeze":
             for parameter in self.model.segments[values[0]].parameters():
                 parameter.requires_grad_(values[1])
+            if self._others is not None:
+                self._others.note_flags()
         elif name == "group":
             rate = self.optimizers[0].param_groups[0]["lr"]
-            self._groups[0].append(self._added)
-            self._clear_gradients(self._added, "none")
+            self.groups[0].append(self._added)
+            self.clear_gradients(self._added, "none")
             self.optimizers[0].add_param_group({"params": list(self._added), "lr": rate / 2})
         elif name == "rewrap":
             self._rewrap(*values)
@@ -193,12 +203,15 @@ class Run:
                 assert result is returned[0], f"step() returned {result}, its closure {returned}"
         else:
             self._clear(step.clear)
+            self.hand.act(number, "cleared")
             losses.append(self._backward(number))
-            self._clear_gradients(
+            self.hand.act(number, "backward")
+            self.clear_gradients(
                 [p for segment in step.drop for p in self.model.segments[segment].parameters()], "none"
             )
             for optimizer in step.optimizers:
-                self._finish(optimizer, step.how)
+                self._finish(number, optimizer, step.how)
+            self.hand.act(number, "step")
             self._pending = set(range(len(self.optimizers))) - set(step.optimizers)
             if self._scaler is not None:
                 self._scaler.update()
@@ -207,23 +220,23 @@ class Run:
     def _clear(self, how: str) -> None:
         owned = set()
         for number, optimizer in enumerate(self.optimizers):
-            own = {p for group in self._groups[number] for p in group}
+            own = {p for group in self.groups[number] for p in group}
             owned |= own
             if how == "never" or how.startswith("model") or number in self._pending:
                 continue
             if self.alone:
-                self._clear_gradients(list(own), how)
+                self.clear_gradients(list(own), how)
             elif how == "plain":
                 optimizer.zero_grad()
             else:
                 optimizer.zero_grad(set_to_none=how == "none")
         if how.startswith("model") and self.alone:
-            self._clear_gradients(self.parameters, how)
+            self.clear_gradients(self.parameters, how)
         elif how.startswith("model"):
             self.model.zero_grad(set_to_none=how == "model")
-        self._clear_gradients([p for p in self.parameters if p not in owned], "none")
+        self.clear_gradients([p for p in self.parameters if p not in owned], "none")
 
-    def _clear_gradients(self, parameters: list[Tensor], how: str) -> None:
+    def clear_gradients(self, parameters: list[Tensor], how: str) -> None:
         if self._others is not None:
             self._others.clear(parameters, zero=how in ("zero", "model_zero"))
             return
@@ -237,13 +250,27 @@ class Run:
         if self._others is None:
             for part, one in enumerate(passes[self.ranks[0]]):
                 total += self._pass(number, self.ranks[0], part, one)
+                self.hand.act(number, "pass", part)
             return total
         self._others.begin()
-        for rank in self.program.present(number):
-            with self._others.as_rank(rank):
-                for part, one in enumerate(passes[rank]):
-                    total += self._pass(number, rank, part, one)
+        for part in range(max(map(len, passes))):
+            self._others.begin_pass()
+            for rank in self.program.present(number):
+                if part < len(passes[rank]):
+                    with self.as_rank(rank):
+                        total += self._pass(number, rank, part, passes[rank][part])
+            self.hand.act(number, "pass", part)
         return total / len(self.ranks)
+
+    @contextlib.contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Within it the process is a rank."""
+        self.rank = rank
+        if self._others is None:
+            yield
+        else:
+            with self._others.as_rank(rank):
+                yield
 
     def _pass(self, number: int, rank: int, part: int, one: Pass) -> Tensor:
         drawn = torch.Generator().manual_seed(100_000 * part + 100 * number + rank)
@@ -297,16 +324,20 @@ class Run:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _finish(self, number: int, how: str) -> None:
-        """Reduces the gradients, and steps."""
-        optimizer, scaler = self.optimizers[number], self._scaler
+    def _finish(self, number: int, at: int, how: str) -> None:
+        """Reduces the gradients of an optimizer, and steps."""
+        optimizer, scaler = self.optimizers[at], self._scaler
         if self.alone:
-            self._reduce(number)
-        if scaler is not None and how in ("clip", "skip"):
+            self._reduce(at)
+        if scaler is not None and how in ("clip", "skip", "synchronize"):
             scaler.unscale_(optimizer)
+        elif how in ("synchronize", "twice") and not self.alone:
+            optimizer.synchronize()
+        if how == "synchronize":
+            self.hand.act(number, "synchronized")
         if how == "clip":
             if self.alone:
-                parameters = [p for group in self._groups[number] for p in group]
+                parameters = [p for group in self.groups[at] for p in group]
                 torch.nn.utils.clip_grad_norm_(parameters, CLIP)
             else:
                 hc.clip_grad_norm_(optimizer, CLIP)
@@ -316,25 +347,24 @@ class Run:
         elif scaler is not None:
             scaler.step(optimizer)
         elif how in ("synchronize", "twice") and not self.alone:
-            optimizer.synchronize()
             if how == "twice":
                 optimizer.synchronize()
             with optimizer.skip_synchronize():
                 optimizer.step()
         else:
             optimizer.step()
-        self._stepped(number)
+        self._stepped(at)
         if how == "repeat":
             optimizer.step()
-            self._stepped(number)
+            self._stepped(at)
 
     def _reduce(self, number: int) -> None:
         assert self._others is not None
-        self._others.reduce({p for group in self._groups[number] for p in group})
+        self._others.reduce({p for group in self.groups[number] for p in group})
 
     def _stepped(self, number: int) -> None:
         if self._others is not None:
-            self._others.stepped({p for group in self._groups[number] for p in group})
+            self._others.stepped({p for group in self.groups[number] for p in group})
 
     def _check_launches(self) -> None:
         for optimizer in self.optimizers:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from acts import Act
+
 REENTRANT = ("hc_reentrant", "torch_reentrant", "sequential_reentrant", "module_reentrant")
 RECOMPUTE = (
     *("keep", "hc", "nested", "function", "torch", "sequential", "module", "plan", "plan_segment", "planned"),
@@ -83,11 +85,12 @@ class Step:
         clear: how gradients are cleared: ``"none"``, ``"zero"``, ``"plain"`` (without arguments), ``"never"``; ``"model"``,
             ``"model_zero"``: by the model, whose optimizers do not see it.
         optimizers: numbers of those that step.
-        how: ``"step"``, ``"synchronize"`` (by hand, before it), ``"twice"`` (two times by hand), ``"clip"``, ``"closure"``,
-            ``"repeat"`` (two steps), ``"skip"`` (synchronized, or unscaled, and no step).
+        how: ``"step"``, ``"synchronize"`` (by hand, before it; with a scaler unscaled), ``"twice"`` (two times by hand),
+            ``"clip"``, ``"closure"``, ``"repeat"`` (two steps), ``"skip"`` (synchronized, or unscaled, and no step).
         returns: what a closure returns: ``"loss"``, ``"float"``, ``"none"``, ``"dict"``, ``"tuple"``.
         by_hand: gradients are computed by ``torch.autograd.grad`` and set.
         drop: segments whose gradients every rank sets to None after its backward passes.
+        acts: what users do in it by hand, in this order at each place.
     """
 
     passes: tuple[tuple[Pass, ...], ...]
@@ -98,6 +101,7 @@ class Step:
     returns: str = "loss"
     by_hand: bool = False
     drop: tuple[int, ...] = ()
+    acts: tuple[Act, ...] = ()
 
 
 RESTORING = ("load_model", "load_optimizer", "broadcast_model", "broadcast_optimizer")
@@ -118,6 +122,8 @@ class Program:
         math_kernel: attention may use this kernel alone, in forward passes.
         tensor: parts of a layer, which also split the embedding; ranks are replicas then.
         join: how many steps each rank takes before it calls ``join()``; empty: all, and no ``join()``.
+        hooks: of users, on parameters: ``("pre_mul" | "post_mul" | "post_replace" | "post_read", number of the parameter, whether
+            it is there before the optimizer)``.
     """
 
     seed: int
@@ -136,6 +142,7 @@ class Program:
     math_kernel: bool = False
     join: tuple[int, ...] = ()
     tensor: int = 1
+    hooks: tuple[tuple[str, int, bool], ...] = ()
 
     @property
     def blocks(self) -> list[Block]:

@@ -46,6 +46,13 @@ class Ranks:
         self._reduced: set[Tensor] = set()
         self._present: set[int] = set()  # ranks that have not joined
         self._written: list[Tensor] = []
+        self._flags: dict[int, list[bool]] = {}
+        self.note_flags()
+
+    def note_flags(self) -> None:
+        """Every rank has the flags ``requires_grad`` that the model has now."""
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        self._flags = {rank: list(flags) for rank in self.buffers}
 
     def seed(self, number: int) -> None:
         """Seeds the generators of each rank for a step."""
@@ -60,6 +67,9 @@ class Ranks:
     def begin(self) -> None:
         """Begins the backward passes of a step."""
         self._reduced.clear()
+
+    def begin_pass(self) -> None:
+        """Begins a backward pass of each rank."""
         self._written = [parameter.detach().clone() for parameter in self._model.written]
 
     @contextlib.contextmanager
@@ -70,13 +80,15 @@ class Ranks:
         set_hidden(self._model, self.hidden[rank])
         for parameter, value in zip(self._model.written, self._written):
             parameter.data.copy_(value)  # each rank's forward passes write the same
-        for parameter, gradient in zip(self._parameters, self._gradients[rank]):
+        for parameter, gradient, flag in zip(self._parameters, self._gradients[rank], self._flags[rank]):
             parameter.grad = gradient
+            parameter.requires_grad_(flag)
         yield
         self.random[rank] = random_state()
         self.buffers[rank] = buffers_of(self._model)
         self.hidden[rank] = hidden_of(self._model)
         self._gradients[rank] = [parameter.grad for parameter in self._parameters]
+        self._flags[rank] = [parameter.requires_grad for parameter in self._parameters]
 
     def clear(self, parameters: list[Tensor], zero: bool) -> None:
         """For each rank: zeros where there is a gradient, or a step has used one up, or None."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 # By kind, the modules with draw(seed, ranks, tensor) and check(program).
-KINDS = {"core": ("drawing", "checking")}
+KINDS = {"core": ("drawing", "checking"), "acts": ("drawing_acts", "checking_acts")}
 HERE = Path(__file__).resolve().parent
 SHARED = [str(HERE.parent / "helpers"), str(HERE.parents[1])]
 sys.path[:0] = [str(HERE), *SHARED]

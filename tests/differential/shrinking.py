@@ -52,11 +52,22 @@ def _smaller(program: Program) -> Iterator[Program]:
                 yield from _replaced(program, "steps", number, step, {"events": _without(step.events, at)})
         for name, plain in (("how", "step"), ("clear", "none"), ("by_hand", False), ("drop", ())):
             yield from _replaced(program, "steps", number, step, {name: plain})
+        for at, act in enumerate(step.acts):
+            yield from _replaced(program, "steps", number, step, {"acts": _without(step.acts, at)})
+            for simple in (
+                {"targets": act.targets[:1]},
+                {"through": "module"},
+                {"within": False},
+                {"pause": 0.0},
+            ):
+                acts = (*step.acts[:at], dataclasses.replace(act, **simple), *step.acts[at + 1 :])
+                yield from _replaced(program, "steps", number, step, {"acts": acts})
         yield from _fewer_passes(program, number, step)
 
 
 _PLAIN: dict[str, Any] = {
     "resume": 0, "default_dtype": "float32", "math_kernel": False, "optimizer": "sgd", "embedding": "", "join": (),
+    "hooks": (), "scaler": False,
 }  # fmt: skip
 
 
