@@ -45,7 +45,7 @@ class LocalOptimizer(_Base):
             added_sets: ranks of the process sets that :meth:`close` releases.
         """
         self.averaging, self.added_sets = averaging, added_sets
-        # By a hook, which sees the gradients: when a sharded optimizer's step returns, its pieces have none any more.
+        # By a hook, which sees the gradients: when a sharded optimizer's step returns, there are none any more.
         self.register_step_post_hook(_note_work)
 
     # -------------------------------------------------------------------------------- what can be asked
@@ -105,6 +105,8 @@ class LocalOptimizer(_Base):
         """
         if self.before_change is not None:
             self.before_change()
+        if self.shard_stage:
+            self.sharding.follow_model()  # type: ignore[attr-defined]
         kept = [] if self.averaging is None else self.averaging.take_means()
         self._share_pieces(bool(kept))
         try:

@@ -68,6 +68,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     backward_passes_per_step: int
     replicas: Any = None
     _context = ""  # in which the model has other weights for a while
+    keep_groups: Callable[[torch.optim.Optimizer], None]
     can_join = True  # allreduces alone, in which ranks without data may be absent
     outlasts_ranks = True  # of an elastic job
 
@@ -110,7 +111,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def _reduce(self) -> bool:
         """Reduces, unless no rank has anything new since the last time; returns whether it did."""
         reducer = self.reducer if self._op != Adasum else None
-        if reducer is not None and not self.shard_stage:
+        if reducer is not None:
             self._look_for_replaced(reducer)
         reacquired = reducer is not None and reducer.reacquire()
         reduces = reducer is not None and (
@@ -302,12 +303,21 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a state of this optimizer, of the wrapped optimizer, or of stock Horovod's optimizer around it.
 
-        Gradients do not change. Those of a step that has begun may be dropped by ``zero_grad()`` afterwards.
+        Gradients do not change. Those of a step that has begun may be dropped by ``zero_grad()`` afterwards. ``param_groups``
+        stay the list of the wrapped optimizer, with the same dicts, so that schedules made for either reach this one.
         """
         self.check_own_weights("load_state_dict()")
         result: Any = self.wrapped_class.load_state_dict(self, *args, **kwargs)
+        self.keep_groups(self)  # some classes load without the hooks of torch.optim.Optimizer
         self.note_state_loaded()
         return result
+
+    def share_state(self, wrapped: torch.optim.Optimizer, loaded: bool) -> None:
+        """Gives this optimizer and the wrapped one the same ``state``: that of the wrapped one, if it has ``loaded`` it."""
+        if loaded:
+            self.state = wrapped.state
+        else:
+            wrapped.state = self.state
 
     def note_state_loaded(self) -> None:
         if not self._phase.is_reduced:

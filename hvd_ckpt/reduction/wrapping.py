@@ -38,9 +38,36 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
     new.wrapped_class = wrapped
     new._step_supports_amp_scaling = supports_scaling
     new.reducer = None
+    new.keep_groups = _keep_groups(weakref.ref(optimizer), weakref.ref(new), optimizer.param_groups)
+    new.register_load_state_dict_post_hook(
+        new.keep_groups, prepend=True
+    )  # a hook of both: they have one table of hooks
     if "step" in vars(optimizer):
         new.register_step_post_hook(_tell_schedulers(weakref.ref(optimizer)))
     return new
+
+
+def _keep_groups(
+    bare: weakref.ref[torch.optim.Optimizer], new: weakref.ref[ReducedOptimizer], groups: list[dict[str, Any]]
+) -> Callable[[torch.optim.Optimizer], None]:
+    """A function that is called after either optimizer has loaded a state.
+
+    Loading makes new groups. Schedules hold the old ones, or the other optimizer: both keep the same list of the same groups.
+    """
+
+    def loaded(loader: torch.optim.Optimizer) -> None:
+        wrapped, distributed = bare(), new()
+        if distributed is None or loader not in (wrapped, distributed):
+            return
+        for group, fresh in zip(groups, loader.param_groups):
+            if group is not fresh:
+                group.clear()
+                group.update(fresh)
+        loader.param_groups = groups
+        if wrapped is not None:
+            distributed.share_state(wrapped, loader is wrapped)
+
+    return loaded
 
 
 def _tell_schedulers(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[..., None]:

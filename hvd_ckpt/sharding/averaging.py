@@ -7,6 +7,7 @@ Wider Optima and Better Generalization" (2018). The functions that average are t
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.formats import sum_dtype
 from hvd_ckpt.sharding.state import Sources, ranges_of
+from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.utils.torch_private import foreach_copy_
 
 
@@ -113,8 +115,7 @@ class AveragedWeights:
         changing: list[torch.Tensor] = []
         if sharding is not None:
             sharding.store.check_apart("AveragedWeights.applied()")
-            sharding.store.sync_from_model()
-            sharding.masters.follow(sharding.store.shards)
+            sharding.follow_model()
             changing += [piece.weights for piece in sharding.pieces]
             # Whole parameters as well: put back from copies they need no gather, and have their
             # bits whatever a lossy wire makes of shards.
@@ -172,7 +173,7 @@ class AveragedWeights:
 
     def _follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each average, and the weight that it is of; those of parameters that were added later begin now."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = list(itertools.chain.from_iterable(stepped_parameters(self._optimizer)))
         for parameter in parameters:
             if parameter not in self._averages:
                 self._averages[parameter] = parameter.detach().to(sum_dtype(parameter.dtype), copy=True)

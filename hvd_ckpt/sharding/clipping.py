@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -103,8 +102,6 @@ def _check_finite(total: torch.Tensor, norm_type: float, error_if_nonfinite: boo
 
 
 def _parameters(given: Any) -> list[torch.Tensor]:
-    if isinstance(given, ShardedOptimizer):
-        return list(itertools.chain.from_iterable(given.sharding.groups))
     if isinstance(given, torch.optim.Optimizer):
         return [parameter for group in given.param_groups for parameter in group["params"]]
     return [given] if isinstance(given, torch.Tensor) else list(given)

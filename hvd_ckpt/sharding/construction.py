@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from horovod.torch.mpi_ops import rank
@@ -26,7 +26,7 @@ from hvd_ckpt.sharding.formats import FP32, INT4, INT8, WireFormat, wire_formats
 from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import Offload, raised_everywhere
-from hvd_ckpt.sharding.optimizer import ShardedOptimizer
+from hvd_ckpt.sharding.optimizer import ShardedOptimizer, on_pieces
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
@@ -165,7 +165,7 @@ def shard_optimizer(
         device = named[0][1].device if named else torch.device("cpu")
         offload = Offload(options.offload_folder, device, options.offload == "parameters")
     masters = Masters(options.master_weights, offload)
-    whole = [group["params"] for group in optimizer.param_groups]
+    whole_state = optimizer.state
     try:
         with raised_everywhere(exchange, offload):
             layout, store = _stored(named, options, exchange, offload)
@@ -181,9 +181,12 @@ def shard_optimizer(
                 added_sets=added,
             )
             for group in optimizer.param_groups:
-                group["params"] = sharding.add_param_group(group["params"])
+                sharding.add_param_group(group["params"])
+            # The keys of the other one are whole parameters. State for the pieces is loaded in its place.
+            optimizer.state = cast(Any, sharding.surface.state)
             if offload is not None:
-                offload.reserve(optimizer)
+                with sharding.surface.pieces_in(optimizer):
+                    offload.reserve(optimizer)
             if options.stage > 1:
                 how = HowReduced(
                     options.gradients, options.op, options.prescale, optimizer.backward_passes_per_step
@@ -191,8 +194,7 @@ def shard_optimizer(
                 split = store if isinstance(store, ShardedParameters) else None
                 optimizer.reducer = ShardReducer(layout, exchange, how, _memory_of_shards(offload), split)
     except Exception as error:  # the model is as it was
-        for group, parameters in zip(optimizer.param_groups, whole):
-            group["params"] = parameters
+        optimizer.state = whole_state
         if offload is not None and isinstance(error, (OffloadError, ValueError)):  # raised on all ranks
             release(added)
         raise
@@ -202,8 +204,14 @@ def shard_optimizer(
         store.split()
     if any(options.parameters.changes(group.dtype) for group in layout.groups):
         store.shards_changed(layout.groups)  # what no step changes is what a resumed run will gather, too
-    # Its keys are whole parameters, which are not stepped any more. State for the pieces is loaded in its place.
-    optimizer.state.clear()
+    optimizer.keep_groups(optimizer)
+    for name in (
+        "train",
+        "eval",
+    ):  # of optimizers that change weights between steps, as schedule-free ones do
+        method = getattr(optimizer.wrapped_class, name, None)
+        if callable(method):
+            setattr(type(optimizer), name, on_pieces(method))
     if before["state"]:
         state.load_parts(optimizer, [before])
     if options.stage > 1:

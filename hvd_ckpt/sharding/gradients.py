@@ -24,8 +24,8 @@ IN_SHARDS = (
     "optimizer.synchronize(), use the gradients of optimizer.pieces, and step within optimizer.skip_synchronize()"
 )
 IN_PIECES = (
-    "is not in optimizer.param_groups, which have parts of the parameters: clip with hc.clip_grad_norm_(model.parameters(), "
-    "max_norm); at stages 2 and 3, they have their parts of gradients between optimizer.synchronize() and optimizer.step()"
+    "is not in optimizer.pieces now: clip with hc.clip_grad_norm_(model.parameters(), max_norm); at stages 2 and 3, pieces have "
+    "their parts of gradients between optimizer.synchronize() and optimizer.step()"
 )
 
 

@@ -9,7 +9,7 @@ and the shards that the optimizer updates.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +21,6 @@ from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.sharding.elementwise import class_of
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.host_memory import MappedFiles, OffloadError, PinnedMemory
-
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @contextmanager
@@ -127,8 +125,7 @@ class Offload:
 
         Args:
             optimizer: its parameters are 1-D, with their gradients.
-            local_step: steps the optimizer over what is in its ``param_groups``; no closure. The optimizer's own step hooks
-                run once, around all of it.
+            local_step: steps the optimizer over what is in its ``param_groups``; no closure, and no step hooks.
 
         Raises:
             OffloadError, ValueError: as :meth:`reserve`; nothing has changed, and the step can be taken again.
@@ -140,16 +137,15 @@ class Offload:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        with _hooks_once(optimizer):
-            if self._device.type == "cuda":
-                self._step_on_device(optimizer, local_step, stepped)
-                return
-            for (group, parameter), following in zip(stepped, [*stepped[1:], None]):
-                for buffer in () if following is None else self._buffers[following[1]].values():
-                    self._memory.advise(buffer, soon=True)
-                with _alone(optimizer, group, parameter):
-                    local_step()
-                self._store(optimizer, parameter, non_blocking=False)
+        if self._device.type == "cuda":
+            self._step_on_device(optimizer, local_step, stepped)
+            return
+        for (group, parameter), following in zip(stepped, [*stepped[1:], None]):
+            for buffer in () if following is None else self._buffers[following[1]].values():
+                self._memory.advise(buffer, soon=True)
+            with _alone(optimizer, group, parameter):
+                local_step()
+            self._store(optimizer, parameter, non_blocking=False)
 
     def _store(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, non_blocking: bool
@@ -204,11 +200,7 @@ class Offload:
         group = {"params": [small], **options}
         state: dict[str, Any] = {}
         try:
-            with (
-                _hooks_once(optimizer, run=False),
-                _alone(optimizer, group, small),
-                torch.random.fork_rng(devices=[]),
-            ):
+            with _alone(optimizer, group, small), torch.random.fork_rng(devices=[]):
                 class_of(optimizer).step(optimizer)
         except KeyError:  # a class such as Adagrad makes its state in the constructor
             pass
@@ -302,20 +294,3 @@ def _alone(
         yield
     finally:
         optimizer.param_groups, group["params"] = groups, params
-
-
-@contextmanager
-def _hooks_once(optimizer: torch.optim.Optimizer, run: bool = True) -> Iterator[None]:
-    """Runs the optimizer's own step hooks around it (or not at all), and not within."""
-    before, after = (getattr(optimizer, name) for name in _HOOKS)
-    for hook in list(before.values()) if run else ():
-        hook(optimizer, (optimizer,), {})
-    try:
-        for name in _HOOKS:
-            setattr(optimizer, name, OrderedDict())
-        yield
-    finally:
-        for name, hooks in zip(_HOOKS, (before, after)):
-            setattr(optimizer, name, hooks)
-    for hook in list(after.values()) if run else ():
-        hook(optimizer, (optimizer,), {})

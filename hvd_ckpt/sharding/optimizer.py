@@ -1,15 +1,17 @@
 """The sharded ``DistributedOptimizer``: each rank updates its pieces of the parameters, and the ranks gather the result.
 
-These are stages 1 to 3 of Rajbhandari et al. (2020). The wrapped optimizer's ``param_groups`` hold this rank's pieces
-(:mod:`.layout`), so its ``step``, schedules and scalers work unchanged. Gradients come from the reducer of stage 0 (stage 1:
-whole, on every rank) or from :class:`.reducer.ShardReducer` (stages 2 and 3). Weights are in a store (:mod:`.flat`,
-:mod:`.parameters`).
+These are stages 1 to 3 of Rajbhandari et al. (2020). The wrapped class finds this rank's pieces (:mod:`.layout`) in
+``param_groups``, so its ``step`` works unchanged; everybody else finds the model's parameters (:mod:`.surface`). Gradients come
+from the reducer of stage 0 (stage 1: whole, on every rank) or from :class:`.reducer.ShardReducer` (stages 2 and 3). Weights are
+in a store (:mod:`.flat`, :mod:`.parameters`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -28,6 +30,7 @@ from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.offload import raised_everywhere
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
+from hvd_ckpt.sharding.surface import run_hooks
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.unmaterialized import copied_state
 
@@ -36,7 +39,11 @@ class ShardedOptimizer(ReducedOptimizer):
     """Methods of ``DistributedOptimizer(..., shard=...)``, copied like those of :class:`ReducedOptimizer`; for ``isinstance``
     only.
 
-    Its ``param_groups`` hold this rank's :attr:`pieces`.
+    ``param_groups`` hold the model's parameters, the same on every rank. ``state[parameter]`` has this rank's part of the state,
+    in which each element can be changed by itself (``value.zero_()``); a value that is set there may be whole. The wrapped
+    class's ``step``, ``state_dict`` and ``load_state_dict`` find :attr:`pieces` in their place; step hooks run around that, with
+    updated weights after it. Weights may be written between steps, the same values on every rank: at stage 3 within
+    :meth:`gathered_parameters`.
     """
 
     _mark = "_sharded_by_hvd_ckpt"
@@ -57,7 +64,10 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @property
     def pieces(self) -> list[Piece]:
-        """The parts of the parameters that this rank holds and updates, in the order of ``param_groups``."""
+        """The parts of the parameters that this rank holds and updates, in the order of ``param_groups``.
+
+        ``state[piece.parameter]`` is the state of one, as the wrapped class keeps it.
+        """
         return self.sharding.pieces
 
     @property
@@ -110,12 +120,11 @@ class ShardedOptimizer(ReducedOptimizer):
         if reducer is not None:
             reducer.abandon()
         self.reducer = None
-        self.state.clear()
-        for group, whole in zip(self.param_groups, sharding.groups):
-            group["params"] = whole
-            for parameter in whole:
-                parameter.grad = None
+        for parameter in itertools.chain.from_iterable(sharding.groups):
+            parameter.grad = None
+        self.state = defaultdict(dict)
         self.sharding = cast(Any, Released())
+        self.keep_groups(self)
 
     # -------------------------------------------------------------------------------- gradients
 
@@ -136,8 +145,6 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def drop_gradients(self) -> None:
         ReducedOptimizer.drop_gradients(self)
-        for parameter in itertools.chain.from_iterable(self.sharding.groups):
-            parameter.grad = None
         if isinstance(self.reducer, ShardReducer):
             self.reducer.forget_consumed()
         self.sharding.drop_gradients()
@@ -153,7 +160,7 @@ class ShardedOptimizer(ReducedOptimizer):
         self._consume()
         reducer = self.reducer
         clearing = reducer.clearing() if isinstance(reducer, ShardReducer) else contextlib.nullcontext()
-        with clearing, self._whole_groups():
+        with clearing:
             ReducedOptimizer._clear(self, *args, **kwargs)
 
     def _has_gradient(self, parameter: torch.Tensor) -> bool:
@@ -193,25 +200,13 @@ class ShardedOptimizer(ReducedOptimizer):
 
     @contextlib.contextmanager
     def unscaling(self) -> Iterator[None]:
-        """A context in which ``param_groups`` hold the parameters whose gradients a scaler divides: at stage 1 the whole ones."""
+        """A context in which ``param_groups`` hold what has the gradients that a scaler divides: at stages 2 and 3 the pieces."""
         if self.sharding.stage > 1:
-            yield
-        else:
-            with self._whole_groups():
+            with self.sharding.surface.pieces_in(self):
                 yield
-        self.note_changes()
-
-    @contextlib.contextmanager
-    def _whole_groups(self) -> Iterator[None]:
-        """A context in which ``param_groups`` hold the whole parameters."""
-        pieces = [group["params"] for group in self.param_groups]
-        try:
-            for group, whole in zip(self.param_groups, self.sharding.groups):
-                group["params"] = whole
+        else:
             yield
-        finally:
-            for group, own in zip(self.param_groups, pieces):
-                group["params"] = own
+        self.note_changes()
 
     @property
     def finds_overflow_alone(self) -> bool:
@@ -224,35 +219,43 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding, offload = self.sharding, self.sharding.offload
         if offload is not None:
             try:
-                with self._room():  # before any rank has changed a weight
+                with self._room(), sharding.surface.pieces_in(self):  # before any rank has changed a weight
                     offload.reserve(self)
             except OffloadError:
                 self._phase = Phase.SYNCHRONIZED  # the gradients are reduced: the step can be taken again
                 raise
-        # In this order: weights that were written from outside, masters that follow them, then gradients in the pieces' dtypes.
-        sharding.store.sync_from_model()
-        sharding.masters.follow(sharding.store.shards)
-        sharding.take_gradients()
         if closure is not None:
             closure = self._then_take(closure)
+        given: tuple[Any, ...] = (self, closure, *args) if closure is not None or args or kwargs else (self,)
+        given, kwargs = run_hooks(self, True, given, kwargs)
+        sharding.follow_model()
+        sharding.take_gradients()
         try:
-            if offload is None:
-                result = ReducedOptimizer._local_step(self, closure, *args, **kwargs)
-            else:  # every gradient must be there before the first parameter is stepped
-                with torch.enable_grad():
-                    result = None if closure is None else closure()
-                offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *args, **kwargs))
-        except BaseException:  # of a hook, say, which may come after the update
+            with sharding.surface.pieces_in(self):
+                result = self._step_pieces(*given[1:], **kwargs)
+        except BaseException:
             # At stage 3 this only makes what was gathered stale. At stages 1 and 2 it would
             # gather, which an error of one rank must not.
             if sharding.stage == 3:
                 sharding.shards_changed()
             raise
         sharding.shards_changed(self._used())
+        run_hooks(self, False, given, kwargs)
         self._consume()
         if offload is not None and offload.parameters:
             for shard in sharding.store.shards:
                 offload.release(shard)
+        return result
+
+    def _step_pieces(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped class's step, for which the pieces have their gradients."""
+        if self.sharding.offload is None:
+            return self.wrapped_class.step(self, *args, **kwargs)
+        # Every gradient must be there before the first parameter is stepped.
+        closure, *others = args or (None,)
+        with torch.enable_grad():
+            result = None if closure is None else closure()
+        self.sharding.offload.step(self, lambda: ReducedOptimizer._local_step(self, None, *others, **kwargs))
         return result
 
     def _room(self) -> contextlib.AbstractContextManager[None]:
@@ -261,7 +264,9 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def taken() -> Any:
-            loss = closure()
+            with self.sharding.surface.whole_in(self):
+                loss = closure()
+                self.sharding.follow_model()
             self.sharding.take_gradients()
             return loss
 
@@ -284,6 +289,7 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding = self.sharding
         given = param_group["params"]
         whole = [given] if isinstance(given, torch.Tensor) else list(given)
+        param_group["params"] = whole  # what was given may be a generator
         names = [pair[0] if isinstance(pair, tuple) else None for pair in whole]
         whole = [pair[1] if isinstance(pair, tuple) else pair for pair in whole]
         number = len(self.param_groups)
@@ -309,7 +315,7 @@ class ShardedOptimizer(ReducedOptimizer):
             sharding.store.shards_changed(fresh)  # of each shard its owner's: the same weights everywhere
             with self._room():
                 sharding.masters.add(fresh, sharding.store.shards)
-        self.param_groups[-1]["params"] = sharding.add_param_group(whole)
+        sharding.add_param_group(whole)
         if sharding.stage > 1:
             self.reducer.add_groups()
         elif self.reducer is not None:
@@ -322,12 +328,10 @@ class ShardedOptimizer(ReducedOptimizer):
         part loads into the same rank of a job of the same size and stage. :func:`hvd_ckpt.sharding.state.load_parts` loads the
         parts of any job.
         """
-        own = {id(piece.parameter) for piece in self.pieces}
-        for parameter in [key for key, values in self.state.items() if not values and id(key) not in own]:
-            del self.state[parameter]  # somebody has asked for the state of a parameter of the model
         # A forward pass, say, may have written weights since the last step.
         self.sharding.masters.follow(self.sharding.store.shards)
-        part: dict[str, Any] = self.wrapped_class.state_dict(self)
+        with self.sharding.surface.pieces_in(self):
+            part: dict[str, Any] = self.wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)
         part["stage"] = self.shard_stage
         part["ranks"] = self.sharding.exchange.ranks
@@ -365,6 +369,16 @@ class ShardedOptimizer(ReducedOptimizer):
         else:
             state.load_parts(self, [state_dict])
         self.note_state_loaded()
+
+    def share_state(self, wrapped: torch.optim.Optimizer, loaded: bool) -> None:
+        """Takes this rank's parts of a state of whole parameters that the wrapped optimizer has loaded."""
+        if not self.shard_stage:
+            ReducedOptimizer.share_state(self, wrapped, loaded)
+            return
+        view = self.sharding.surface.state
+        if loaded:
+            view.replace(wrapped.state)
+        wrapped.state = cast(Any, view)
 
     def full_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
         """The whole state in CPU memory, in the form of the wrapped optimizer. Collective.
@@ -442,3 +456,17 @@ def _ranges(pieces: Iterable[Piece]) -> list[list[str | int]]:
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().clone()
+
+
+def on_pieces(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the wrapped class that may write weights, as one that all ranks call together. Afterwards they gather."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sharding.follow_model()
+        with self.sharding.surface.pieces_in(self):
+            result = method(self, *args, **kwargs)
+        self.sharding.shards_changed()
+        return result
+
+    return called

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.replicas import ShardReplicaReducer
+from hvd_ckpt.sharding.surface import Surface, same_lists
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -76,8 +78,11 @@ class Sharding:
         offload: where the optimizer's state is, if not beside the weights.
         masters: float32 copies of half-precision weights.
         bucket_bytes: largest group of parameters that are added later.
-        groups: the whole parameters of each of the optimizer's parameter groups.
-        pieces: the parts of the parameters that this rank holds and updates.
+        groups: the parameters of each of the optimizer's parameter groups.
+        pieces: the parts of the parameters that this rank holds and updates, in their order.
+        stepped: the same by group: what the wrapped class finds in the groups.
+        state: its state, by piece.
+        surface: what others find there.
         added_sets: ranks of the process sets that were added for ``within``.
     """
 
@@ -90,13 +95,54 @@ class Sharding:
     bucket_bytes: float
     groups: list[list[torch.Tensor]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    stepped: list[list[torch.nn.Parameter]] = field(default_factory=list)
+    state: Any = field(default_factory=lambda: defaultdict(dict))
     added_sets: list[tuple[int, ...]] = field(default_factory=list)
-    # By piece: the gradient that this class has given it. Another one is the user's.
+    # By index of the parameter; None where this rank has nothing of one that is in a group.
+    _pieces: dict[int, Piece | None] = field(default_factory=dict)
+    _index_of: dict[int, int] = field(default_factory=dict)  # of a piece, by its identity
+    # By index: the gradient that this class has given a piece. Another one is the user's.
     _given: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
-    def add_param_group(self, parameters: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
-        """Another parameter group of the optimizer; returns what it steps: this rank's pieces of its parameters."""
-        self.groups.append(list(parameters))
+    def __post_init__(self) -> None:
+        self.surface = Surface(self)
+
+    def piece_of(self, parameter: torch.Tensor) -> Piece | None:
+        """This rank's piece of a parameter of the model; None if it has no elements of it."""
+        index = self.layout.index(parameter)
+        return None if index is None else self._pieces.get(index)
+
+    def is_piece(self, parameter: torch.Tensor) -> bool:
+        """Whether this is what the wrapped class steps for one of the parameters."""
+        return id(parameter) in self._index_of
+
+    def whole_of(self, key: Any) -> Any:
+        """The parameter that a piece is of; any other key of the state as it is."""
+        index = self._index_of.get(id(key))
+        return key if index is None else self.layout.parameters[index]
+
+    def regroup(self, groups: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Follows what somebody has done to the lists of parameters in the groups, the same on every rank.
+
+        Raises:
+            RuntimeError: a parameter is there that was not given to the optimizer.
+        """
+        if same_lists(groups, self.groups):
+            return
+        for number, group in enumerate(groups):
+            for place, parameter in enumerate(group):
+                if self.layout.index(parameter) not in self._pieces:
+                    raise RuntimeError(
+                        f"param_groups[{number}]['params'][{place}] (shape {tuple(parameter.shape)}) was put there after "
+                        "DistributedOptimizer() was called, so this optimizer does not step it; add it by add_param_group()"
+                    )
+        self.groups = [list(group) for group in groups]
+        own = [[piece for parameter in group if (piece := self.piece_of(parameter))] for group in groups]
+        self.pieces = [piece for group in own for piece in group]
+        self.stepped = [[piece.parameter for piece in group] for group in own]
+
+    def add_param_group(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Another parameter group of the optimizer, of which this rank steps its pieces."""
         spans = {
             span.parameter: (group.position, span)
             for group in self.layout.groups
@@ -106,6 +152,7 @@ class Sharding:
         for parameter in parameters:
             index = self.layout.index(parameter)
             assert index is not None
+            self._pieces.setdefault(index, None)
             # Nothing of this parameter lies in this rank's shard: other ranks step it.
             if index not in spans:
                 continue
@@ -127,29 +174,44 @@ class Sharding:
                 span=span,
             )
             added.append(piece)
-        self.pieces += added
+            self._pieces[index] = piece
+            self._index_of[id(stepped)] = index
+        self.regroup([*self.groups, parameters])
         self.drop_gradients(added)
-        return [piece.parameter for piece in added]
+
+    def follow_model(self) -> None:
+        """What was done to the model's parameters since the last step reaches what is stepped: values, and whether they are frozen.
+
+        Raises:
+            RuntimeError: a parameter has another dtype, device or shape than when it was split.
+        """
+        # In this order: weights that were written from outside, then masters that follow them.
+        self.store.sync_from_model()
+        self.masters.follow(self.store.shards)
+        for piece in self.pieces:
+            trained = self.layout.parameters[piece.index].requires_grad
+            if piece.parameter.requires_grad != trained:
+                piece.parameter.requires_grad_(trained)
 
     def take_gradients(self) -> None:
         """The pieces' gradients are parts of the parameters' own, where those are whole or None. One that somebody has given to a
         piece stays, if the parameter has none."""
-        for number, piece in enumerate(self.pieces):
+        for piece in self.pieces:
             gradient, own = self.layout.parameters[piece.index].grad, piece.parameter.grad
             # Three may stand in a piece's ``grad``: a placeholder, what was given here in an earlier step, or the user's own.
-            by_hand = has_values(own) and own is not self._given.get(number)
+            by_hand = has_values(own) and own is not self._given.get(piece.index)
             if isinstance(gradient, ShardedGradient) or (gradient is None and by_hand):
                 continue
             if gradient is not None:
                 gradient = piece.spec.flatten(gradient)[piece.start : piece.stop].to(piece.parameter.dtype)
-            piece.parameter.grad = self._given[number] = gradient
+            piece.parameter.grad = self._given[piece.index] = gradient
 
     def take_gradient_shards(self, reducer: ShardReducer | ShardReplicaReducer) -> None:
         """Stages 2 and 3: the pieces' gradients are parts of what the reducer holds."""
-        for number, piece in enumerate(self.pieces):
+        for piece in self.pieces:
             shard = reducer.shard(self.layout.group_of[piece.index]) if reducer.used[piece.index] else None
             gradient = None if shard is None else piece.span.of(shard).to(piece.parameter.dtype)
-            piece.parameter.grad = self._given[number] = gradient
+            piece.parameter.grad = self._given[piece.index] = gradient
 
     def drop_gradients(self, pieces: Sequence[Piece] | None = None) -> None:
         """These pieces, or all, have no gradients; using them is an error that says where gradients are."""

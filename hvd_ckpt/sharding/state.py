@@ -11,12 +11,10 @@ import torch
 from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.sharding import Sharding
+from hvd_ckpt.sharding.surface import COUNTERS, stepped_parameters
 
 if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer
-
-# state of torch.optim's classes that is not of a parameter's elements
-COUNTERS = ("step", "eta", "mu", "mu_product")
 
 
 def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -43,14 +41,14 @@ def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> 
     targets = ranges_of(optimizer)
     sources = Sources(parts, whole_ranges(optimizer))
     groups = parts[0]["param_groups"]
-    own_groups = optimizer.param_groups
+    own_groups = stepped_parameters(optimizer)
     if len(groups) != len(own_groups):
         raise ValueError(
             f"the state has {len(groups)} parameter groups and this optimizer {len(own_groups)}; build the same optimizer"
         )
     merged: dict[str, Any] = {
         "state": sources.states(targets),
-        "param_groups": numbered(groups, [own["params"] for own in own_groups]),
+        "param_groups": numbered(groups, own_groups),
     }
     masters = sources.masters(targets)
     if masters:
@@ -70,14 +68,12 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
     """Loads the state of this rank's pieces that ``make`` returns, or raises on all ranks, where one cannot."""
     sharding: Sharding = optimizer.sharding
     extra = ("pieces", "stage", "ranks", "rank", "master_weights")
-    groups = optimizer.param_groups
     with errors_on_all("load_state_dict() of a sharded optimizer", optimizer.process_set):
         state = make()
         bare = {name: value for name, value in state.items() if name not in extra}
-        optimizer.wrapped_class.load_state_dict(optimizer, bare)
-    for group, loaded in zip(groups, optimizer.param_groups):  # a schedule may hold these very groups
-        group.update(loaded)
-    optimizer.param_groups = groups
+        with sharding.surface.pieces_in(optimizer):
+            optimizer.wrapped_class.load_state_dict(optimizer, bare)
+            optimizer.keep_groups(optimizer)
     with torch.no_grad():
         for number, master in state.get("master_weights", {}).items():
             piece = sharding.pieces[number]
@@ -87,7 +83,8 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
                 piece.parameter.copy_(master)
                 piece.weights.copy_(master)
     if sharding.offload is not None:
-        sharding.offload.move_state(optimizer)
+        with sharding.surface.pieces_in(optimizer):
+            sharding.offload.move_state(optimizer)
     if sharding.masters.by_group:  # on every rank alike: one may have no piece of a small group
         sharding.store.shards_changed(sharding.layout.groups)
 
@@ -111,20 +108,12 @@ def ranges_of(optimizer: Any) -> list[ShardRange]:
 
 def whole_ranges(optimizer: Any) -> list[ShardRange]:
     """The whole parameters of an optimizer, sharded or not, in the order of its groups."""
-    if hasattr(optimizer, "sharding"):
-        layout, groups = optimizer.sharding.layout, optimizer.sharding.groups
-        whole = [
-            (parameter, layout.specs[layout.index(parameter)])
-            for parameter in itertools.chain.from_iterable(groups)
-        ]
-    else:
-        whole = [
-            (parameter, TensorSpec.of(parameter))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-    names = optimizer.parameter_names
-    return [ShardRange(names[parameter], 0, spec.numel, spec, True) for parameter, spec in whole]
+    layout = optimizer.sharding.layout if hasattr(optimizer, "sharding") else None
+    ranges = []
+    for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        spec = TensorSpec.of(parameter) if layout is None else layout.specs[layout.index(parameter)]
+        ranges.append(ShardRange(optimizer.parameter_names[parameter], 0, spec.numel, spec, True))
+    return ranges
 
 
 class Sources:

@@ -19,7 +19,8 @@ from hvd_ckpt.local_sgd.optimizer import STATE, LocalOptimizer
 from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.sharding.state import COUNTERS, ShardRange, ranges_of
+from hvd_ckpt.sharding.state import ShardRange, ranges_of
+from hvd_ckpt.sharding.surface import COUNTERS
 from hvd_ckpt.snapshots.barrier import RankManifest, not_shared
 from hvd_ckpt.snapshots.folder import Warn, discard, name_of, put_in_place, reason_of, sync_folder
 from hvd_ckpt.snapshots.schema import (

@@ -155,16 +155,14 @@ def load_optimizer(
     options: bool = False,
 ) -> None:
     """Loads the optimizer's state, ``whole`` or from ``parts``, with the options of its groups or without them. Collective."""
-    groups = optimizer.param_groups
-    before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    before = [dict(group) for group in optimizer.param_groups]
     if parts is None:
         optimizer.load_state_dict(whole)
     else:
         load_parts(optimizer, parts)
-    loaded = optimizer.param_groups
-    for group, new, kept in zip(groups, loaded, before):
-        group.update(new if options else kept)
-    optimizer.param_groups = groups  # a learning rate schedule may hold these very groups
+    for group, kept in zip(optimizer.param_groups, () if options else before):
+        group.clear()
+        group.update(kept)
 
 
 def _restore_types(snapshot: Snapshot, optimizer: Any) -> None:

@@ -20,9 +20,10 @@ Names = Sequence[Sequence[str]]
 
 def parameter_names(optimizer: Any) -> list[list[str]]:
     """The names of the parameters of each group of a ``DistributedOptimizer``."""
-    sharding = getattr(optimizer, "sharding", None)
-    groups = [group["params"] for group in optimizer.param_groups] if sharding is None else sharding.groups
-    return [[optimizer.parameter_names[parameter] for parameter in group] for group in groups]
+    return [
+        [optimizer.parameter_names[parameter] for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
 
 
 def reordered(state: Mapping[str, Any], names: Names, optimizer: Any) -> dict[str, Any]:

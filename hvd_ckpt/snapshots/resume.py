@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange, ranges_of
+from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.files import naming
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import (
@@ -152,7 +153,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
     twin.state = defaultdict(dict)
     kind = getattr(optimizer, "wrapped_class", type(optimizer))
     parameters = []
-    for group in optimizer.param_groups:
+    for group, stepped in zip(optimizer.param_groups, stepped_parameters(optimizer)):
         options = {name: value for name, value in group.items() if name != "params"}
         # Steps of one tensor at a time, which also run on the meta device.
         options.update({name: False for name in ("fused", "foreach", "capturable") if name in options})
@@ -162,7 +163,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, flat: bool = False) -> list[
             torch.empty(
                 FLAT if flat else parameter.shape, dtype=parameter.dtype, device="meta"
             ).requires_grad_()
-            for parameter in group["params"]
+            for parameter in stepped
         ]
         for parameter in alike:
             parameter.grad = torch.empty_like(parameter)

@@ -25,8 +25,9 @@ __all__ = [
     "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "StopRecomputationError", "TorchDispatchMode",
     "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dual_level", "execution_engine", "foreach_copy_",
     "foreach_mul_", "foreach_norm", "foreach_zero_",
-    "function_mode_stack", "get_autocast_kwargs", "in_dispatch_mode", "in_functorch", "infer_device_type", "profiler_enabled",
-    "pytree", "sequence_number", "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
+    "function_mode_stack", "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "infer_device_type",
+    "profiler_enabled", "pytree", "sequence_number", "top_saved_tensors_default_hooks", "tracing",
+    "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
 OLDEST = (2, 6)  # setup.cfg asks for the same
@@ -108,6 +109,10 @@ try:
         _LazyNormBase as LazyNormBase,
         _NormBase as NormBase,
     )
+    from torch.optim.optimizer import (
+        _global_optimizer_post_hooks,
+        _global_optimizer_pre_hooks,
+    )
     from torch.overrides import _get_current_function_mode_stack as function_mode_stack
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import (
@@ -120,6 +125,10 @@ try:
         _StopRecomputationError as StopRecomputationError,
     )
 
+    global_step_hooks: tuple[dict[int, Any], dict[int, Any]] = (
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )  # of all optimizers, before and after their steps
     tracing: Any = _TracingContext.try_get  # None unless torch.compile is tracing
     execution_engine: Any = torch.autograd.Variable._execution_engine
     top_saved_tensors_default_hooks = _top_hooks()
