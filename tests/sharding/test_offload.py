@@ -120,19 +120,6 @@ def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert_same(half_way, whole)
 
 
-def test_step_hooks_run_once_and_see_everything(tmp_path: Path) -> None:
-    own = parameters()
-    optimizer = adam(own)
-    seen: list[tuple[str, int]] = []
-    optimizer.register_step_pre_hook(lambda o, *_: seen.append(("before", len(o.param_groups[0]["params"]))))
-    optimizer.register_step_post_hook(lambda o, *_: seen.append(("after", len(o.param_groups[0]["params"]))))
-    offload = Offload(tmp_path, CPU)
-    for step in range(2):
-        set_gradients(optimizer, step)
-        offload.step(optimizer, optimizer.step)
-    assert seen == [("before", len(own)), ("after", len(own))] * 2
-
-
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_an_optimizer_that_counts_in_its_groups_is_refused(lr: Any, tmp_path: Path) -> None:
     class Counting(torch.optim.SGD):

@@ -95,7 +95,7 @@ READERS: dict[str, Callable[[Model, Any], Any]] = {
     "a file": lambda model, _: torch.save(model.last.weight.grad, io.BytesIO()),
     "a collective": lambda model, _: hc.allreduce(model.last.weight.grad, name="gradient"),
     "clipping of pieces": lambda _, optimizer: nn.utils.clip_grad_norm_(
-        optimizer.param_groups[0]["params"], 1.0
+        [piece.parameter for piece in optimizer.pieces], 1.0
     ),
     "torch's scaler": lambda _, optimizer: unscale(optimizer),
 }
@@ -249,15 +249,15 @@ def test_metadata_of_gradients_is_as_without_shards(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, *STAGES])
-def test_the_parts_in_param_groups_do_not_pass_for_parameters_without_gradients(stage: int) -> None:
+def test_pieces_do_not_pass_for_parameters_without_gradients(stage: int) -> None:
     model, optimizer = build(stage)
     backward(model, 0)
     for clip in (nn.utils.clip_grad_norm_, hc.clip_grad_norm_):
         if any(piece.name.startswith("last") for piece in optimizer.pieces):
             with pytest.raises(
-                RuntimeError, match=r"optimizer\.param_groups.*hc\.clip_grad_norm_\(model\.parameters\(\)"
+                RuntimeError, match=r"optimizer\.pieces.*hc\.clip_grad_norm_\(model\.parameters\(\)"
             ):
-                clip(optimizer.param_groups[0]["params"], 1.0)
+                clip([piece.parameter for piece in optimizer.pieces], 1.0)
     optimizer.step()
 
 

@@ -69,8 +69,6 @@ class HorovodStrategy(ParallelStrategy):
         rank_zero_only.rank = utilities_rank_zero_only.rank = hc.rank()
         self._budget, self._replicas = budget, replicas
         self._options = {"shard": shard, "replicas": replicas, **options}
-        self._bare: list[torch.optim.Optimizer] = []  # which schedulers have
-        self._whole: list[list[torch.Tensor]] = []  # their parameters, also where the groups have shards
         self._step: Iterator[Any] | None = None  # replicas of the present step
         self._replica: Any = None
         self._random: Any = None  # random state to resume with
@@ -152,8 +150,8 @@ class HorovodStrategy(ParallelStrategy):
             plugin.scaler = hc.GradScaler(plugin.device, enabled=scaler.is_enabled())
             plugin.scaler.load_state_dict(scaler.state_dict())
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_norm, self._clip_value
-        for wrapper, optimizer, whole in zip(self._lightning_optimizers, self.optimizers, self._whole):
-            wrapper.zero_grad = partial(zero_grad, optimizer, whole)
+        for wrapper, optimizer in zip(self._lightning_optimizers, self.optimizers):
+            wrapper.zero_grad = partial(zero_grad, optimizer)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -219,18 +217,16 @@ class HorovodStrategy(ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        # Schedulers are configured for the optimizers as they were, so both are kept.
-        self._bare = self.optimizers
-        shard = self._options["shard"]
-        if len(self._bare) > 1 and shard in ("gradients", "parameters", 2, 3):
+        bare_optimizers, shard = self.optimizers, self._options["shard"]
+        if len(bare_optimizers) > 1 and shard in ("gradients", "parameters", 2, 3):
             raise ValueError(
-                f"HorovodStrategy(shard={shard!r}) needs one optimizer, and configure_optimizers gives {len(self._bare)}; use "
+                f"HorovodStrategy(shard={shard!r}) needs one optimizer, and configure_optimizers gives {len(bare_optimizers)}; use "
                 f"shard='optimizer'"
             )
-        self._whole = [parameters_of(bare) for bare in self._bare]
         named = list(self.model.named_parameters())
         self.optimizers = [
-            hc.DistributedOptimizer(bare, named, model=self.model, **self._options) for bare in self._bare
+            hc.DistributedOptimizer(bare, named, model=self.model, **self._options)
+            for bare in bare_optimizers
         ]
         if self.optimizers[0].shard_stage == 3:  # which gathers parameters that the training step then uses
             trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
@@ -289,10 +285,9 @@ class HorovodStrategy(ParallelStrategy):
     def _clip_value(self, optimizer: Any, clip_val: float) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         hc.clip_grad_norm_(optimizer, float("inf"))  # reduces, unless that is done
-        whole = self._whole[self.optimizers.index(optimizer)]
-        torch.nn.utils.clip_grad_value_(
-            parameters_of(optimizer) if optimizer.shard_stage > 1 else whole, clip_val
-        )
+        in_shards = optimizer.shard_stage > 1
+        clipped = [piece.parameter for piece in optimizer.pieces] if in_shards else parameters_of(optimizer)
+        torch.nn.utils.clip_grad_value_(clipped, clip_val)
 
     def on_validation_start(self) -> None:
         for optimizer in self.optimizers:
@@ -339,9 +334,6 @@ class HorovodStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        for bare, optimizer in zip(self._bare, self.optimizers):
-            # Schedulers write the learning rate into the groups of the optimizer that they were made with.
-            bare.param_groups = optimizer.param_groups
         state = checkpoint.get(STATE, {"ranks": [], "replicas": []})
         for optimizer, replicas in zip(self.optimizers, state["replicas"]):
             if replicas is not None and optimizer.replicas is not None:
@@ -410,14 +402,14 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def zero_grad(optimizer: Any, parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Clears gradients, also those that another loss's backward pass has left, as in a GAN whose optimizers are not toggled."""
     try:
         optimizer.zero_grad(*args, **kwargs)
     except AssertionError:
         if optimizer.shard_stage > 1:
             raise
-        for parameter in parameters:
+        for parameter in parameters_of(optimizer):
             parameter.grad = None
 
 
