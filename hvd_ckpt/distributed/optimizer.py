@@ -65,7 +65,7 @@ def DistributedOptimizer(
     last. Create an optimizer before the backward pass: gradients that an older optimizer of the same parameters has not reduced
     yet are dropped.
 
-    With ``shard`` the states of the model are split over the ranks (ZeRO, Rajbhandari et al. 2020), and ``param_groups`` hold this
+    With ``shard`` the states of the model are split over the ranks (ZeRO, Rajbhandari et al. 2020), and ``step()`` updates this
     rank's pieces of the parameters. All ranks start with the weights of rank 0; if the whole model is known, this includes its
     buffers.
 

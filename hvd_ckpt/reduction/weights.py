@@ -144,6 +144,7 @@ class _Prepared(NamedTuple):
 
     turn: int
     step: int
+    value: torch.Tensor
     flags: torch.Tensor
 
 
@@ -157,6 +158,8 @@ class WeightVerification:
 
     Attributes:
         turn: the part that is compared next.
+        written: parameters that this rank has written outside of steps since the last synchronization, which compares them in
+            any case, where an optimizer says so.
         alone: this rank has stepped by itself, and is not compared any more.
     """
 
@@ -172,6 +175,7 @@ class WeightVerification:
         self._compared: list[int] = []
         self._parts: list[list[_Range]] = []
         self.turn, self.alone = 0, False
+        self.written: list[torch.Tensor] = []
         self._prepared: _Prepared | None = None
         self._sent: _Prepared | None = None
         self._steps = 0  # synchronizations so far
@@ -201,7 +205,14 @@ class WeightVerification:
         # A state was loaded, say, so that it is another part's turn: the other ranks would compare this one with theirs.
         if self._sent is not None and (self._sent.turn != self.turn or not self._takes_part):
             self._sent = None
-        return self._flags.encode(None) if self._sent is None else self._sent.flags
+        written, self.written = set(map(id, self.written)), []
+        if self._sent is None:
+            return self._flags.encode(None)
+        value = self._sent.value
+        for index in self._compared if written else ():
+            if id(self._parameters[index]) in written and not self._ignores(index):
+                value = value * _FOLD + fingerprint(self._parameters[index]).to(value.device) + index
+        return self._sent.flags if value is self._sent.value else self._flags.encode(value)
 
     def prepare(self, exact: bool = True) -> None:
         """Takes the fingerprint that the next synchronization sends, once this one has sent its own.
@@ -213,7 +224,8 @@ class WeightVerification:
         most = MAX_RANKS if exact else ROUNDED_RANKS
         if self._takes_part and self._parts and 1 < self._process_set.size() <= most:
             turn = (self.turn + 1) % len(self._parts)
-            self._prepared = _Prepared(turn, self._steps, self._flags.encode(self._of_part(turn)))
+            value = self._of_part(turn)
+            self._prepared = _Prepared(turn, self._steps, value, self._flags.encode(value))
 
     @property
     def _takes_part(self) -> bool:

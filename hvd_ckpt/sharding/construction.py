@@ -30,6 +30,7 @@ from hvd_ckpt.sharding.optimizer import ShardedOptimizer, on_pieces
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
+from hvd_ckpt.sharding.surface import Surface
 from hvd_ckpt.sharding.units import UnitModules
 from hvd_ckpt.sharding.unshard import Gathering
 from hvd_ckpt.utils.text import stage_of
@@ -180,12 +181,13 @@ def shard_optimizer(
                 bucket_bytes=options.bucket_bytes,
                 added_sets=added,
             )
+            surface = Surface(sharding)
             for group in optimizer.param_groups:
                 sharding.add_param_group(group["params"])
             # The keys of the other one are whole parameters. State for the pieces is loaded in its place.
-            optimizer.state = cast(Any, sharding.surface.state)
+            optimizer.state = cast(Any, surface.state)
             if offload is not None:
-                with sharding.surface.pieces_in(optimizer):
+                with surface.pieces_in(optimizer):
                     offload.reserve(optimizer)
             if options.stage > 1:
                 how = HowReduced(
@@ -198,7 +200,7 @@ def shard_optimizer(
         if offload is not None and isinstance(error, (OffloadError, ValueError)):  # raised on all ranks
             release(added)
         raise
-    optimizer.sharding = sharding
+    optimizer.sharding, optimizer.surface = sharding, surface
     # Only now: until all ranks had found room, the model was whole, so that an error left it as it was.
     if offload is not None and isinstance(store, ShardedParameters):
         store.split()

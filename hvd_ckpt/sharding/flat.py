@@ -36,6 +36,7 @@ class FlatParameters:
         self._layout, self._exchange, self._format = layout, exchange, format
         self._flats: list[torch.Tensor] = []
         self._views: dict[int, torch.Tensor] = {}  # of each parameter
+        self._versions: dict[int, int] = {}  # of each parameter, when it was last looked at
         self.shards: list[torch.Tensor] = []
         self.add_groups(layout.groups)
 
@@ -70,6 +71,19 @@ class FlatParameters:
             work.wait(WEIGHTS)
         # Gathers write past version counters. A graph that has saved the old weights must notice and refuse to go backward.
         torch.autograd.graph.increment_version(self._layout.parameters_of(wanted))
+        for group in wanted:
+            for index in group.indices:
+                self._versions[index] += 1
+
+    def changed_since(self) -> list[torch.Tensor]:
+        """The parameters that somebody has written since the last call; writes by way of ``data`` leave no trace."""
+        found = []
+        for index, parameter in enumerate(self._layout.parameters):
+            version = parameter._version
+            if version != self._versions[index] or parameter.data_ptr() != self._views[index].data_ptr():
+                self._versions[index] = version
+                found.append(parameter)
+        return found
 
     def sync_from_model(self) -> None:
         """Reads what was written to the parameters from outside: values, or other tensors in place of theirs.
@@ -122,3 +136,4 @@ class FlatParameters:
         with torch.no_grad():
             view.copy_(parameter)
             parameter.data = view
+        self._versions.setdefault(index, parameter._version)

@@ -28,9 +28,10 @@ from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.offload import raised_everywhere
+from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.sharding import Released, Sharding
-from hvd_ckpt.sharding.surface import run_hooks
+from hvd_ckpt.sharding.surface import Surface, run_hooks
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.unmaterialized import copied_state
 
@@ -49,6 +50,7 @@ class ShardedOptimizer(ReducedOptimizer):
     _mark = "_sharded_by_hvd_ckpt"
     _sharded_by_hvd_ckpt = True
     sharding: Sharding
+    surface: Surface
     reducer: Any  # a Reducer or ReplicaReducer at stage 1, else a ShardReducer or ShardReplicaReducer
 
     # -------------------------------------------------------------------------------- what it is
@@ -123,7 +125,7 @@ class ShardedOptimizer(ReducedOptimizer):
         for parameter in itertools.chain.from_iterable(sharding.groups):
             parameter.grad = None
         self.state = defaultdict(dict)
-        self.sharding = cast(Any, Released())
+        self.sharding = self.surface = cast(Any, Released())
         self.keep_groups(self)
 
     # -------------------------------------------------------------------------------- gradients
@@ -133,6 +135,8 @@ class ShardedOptimizer(ReducedOptimizer):
 
         Collective.
         """
+        if self.reducer is not None:
+            self.reducer.weights.written += self.sharding.store.changed_since()
         if self._reduce() and self.sharding.stage > 1:
             self.sharding.take_gradient_shards(self.reducer)
             self.sharding.store.reshard()
@@ -202,7 +206,7 @@ class ShardedOptimizer(ReducedOptimizer):
     def unscaling(self) -> Iterator[None]:
         """A context in which ``param_groups`` hold what has the gradients that a scaler divides: at stages 2 and 3 the pieces."""
         if self.sharding.stage > 1:
-            with self.sharding.surface.pieces_in(self):
+            with self.surface.pieces_in(self):
                 yield
         else:
             yield
@@ -219,7 +223,7 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding, offload = self.sharding, self.sharding.offload
         if offload is not None:
             try:
-                with self._room(), sharding.surface.pieces_in(self):  # before any rank has changed a weight
+                with self._room(), self.surface.pieces_in(self):  # before any rank has changed a weight
                     offload.reserve(self)
             except OffloadError:
                 self._phase = Phase.SYNCHRONIZED  # the gradients are reduced: the step can be taken again
@@ -231,7 +235,7 @@ class ShardedOptimizer(ReducedOptimizer):
         sharding.follow_model()
         sharding.take_gradients()
         try:
-            with sharding.surface.pieces_in(self):
+            with self.surface.pieces_in(self):
                 result = self._step_pieces(*given[1:], **kwargs)
         except BaseException:
             # At stage 3 this only makes what was gathered stale. At stages 1 and 2 it would
@@ -264,7 +268,7 @@ class ShardedOptimizer(ReducedOptimizer):
 
     def _then_take(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def taken() -> Any:
-            with self.sharding.surface.whole_in(self):
+            with self.surface.whole_in(self):
                 loss = closure()
                 self.sharding.follow_model()
             self.sharding.take_gradients()
@@ -329,8 +333,11 @@ class ShardedOptimizer(ReducedOptimizer):
         parts of any job.
         """
         # A forward pass, say, may have written weights since the last step.
-        self.sharding.masters.follow(self.sharding.store.shards)
-        with self.sharding.surface.pieces_in(self):
+        store = self.sharding.store
+        if isinstance(store, ShardedParameters) and store.is_gathered:
+            store.sync_from_model()
+        self.sharding.masters.follow(store.shards)
+        with self.surface.pieces_in(self):
             part: dict[str, Any] = self.wrapped_class.state_dict(self)
         part["pieces"] = _ranges(self.pieces)
         part["stage"] = self.shard_stage
@@ -375,7 +382,7 @@ class ShardedOptimizer(ReducedOptimizer):
         if not self.shard_stage:
             ReducedOptimizer.share_state(self, wrapped, loaded)
             return
-        view = self.sharding.surface.state
+        view = self.surface.state
         if loaded:
             view.replace(wrapped.state)
         wrapped.state = cast(Any, view)
@@ -464,7 +471,7 @@ def on_pieces(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.sharding.follow_model()
-        with self.sharding.surface.pieces_in(self):
+        with self.surface.pieces_in(self):
             result = method(self, *args, **kwargs)
         self.sharding.shards_changed()
         return result

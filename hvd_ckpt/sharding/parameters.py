@@ -116,6 +116,10 @@ class ShardedParameters:
         for unit in self._passes.units:
             unit.parameters.check()
 
+    def changed_since(self) -> list[torch.Tensor]:
+        """Nothing: see :meth:`check_written`."""
+        return []
+
     def check_written(self) -> None:
         """Compares what the ranks have written to weights since the last time, where they have not written the same. Collective.
 
@@ -140,6 +144,11 @@ class ShardedParameters:
                 else "a forward or backward pass"
             )
             raise RuntimeError(f"{what} does not work inside {where}")
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this is within :meth:`gathered`."""
+        return self._passes.summoned > 0
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

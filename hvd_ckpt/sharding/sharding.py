@@ -17,7 +17,7 @@ from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
 from hvd_ckpt.sharding.replicas import ShardReplicaReducer
-from hvd_ckpt.sharding.surface import Surface, same_lists
+from hvd_ckpt.sharding.surface import same_lists
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -82,7 +82,6 @@ class Sharding:
         pieces: the parts of the parameters that this rank holds and updates, in their order.
         stepped: the same by group: what the wrapped class finds in the groups.
         state: its state, by piece.
-        surface: what others find there.
         added_sets: ranks of the process sets that were added for ``within``.
     """
 
@@ -103,9 +102,6 @@ class Sharding:
     _index_of: dict[int, int] = field(default_factory=dict)  # of a piece, by its identity
     # By index: the gradient that this class has given a piece. Another one is the user's.
     _given: dict[int, torch.Tensor | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.surface = Surface(self)
 
     def piece_of(self, parameter: torch.Tensor) -> Piece | None:
         """This rank's piece of a parameter of the model; None if it has no elements of it."""

@@ -71,7 +71,7 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
     with errors_on_all("load_state_dict() of a sharded optimizer", optimizer.process_set):
         state = make()
         bare = {name: value for name, value in state.items() if name not in extra}
-        with sharding.surface.pieces_in(optimizer):
+        with optimizer.surface.pieces_in(optimizer):
             optimizer.wrapped_class.load_state_dict(optimizer, bare)
             optimizer.keep_groups(optimizer)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def load(optimizer: Any, make: Callable[[], Mapping[str, Any]]) -> None:
                 piece.parameter.copy_(master)
                 piece.weights.copy_(master)
     if sharding.offload is not None:
-        with sharding.surface.pieces_in(optimizer):
+        with optimizer.surface.pieces_in(optimizer):
             sharding.offload.move_state(optimizer)
     if sharding.masters.by_group:  # on every rank alike: one may have no piece of a small group
         sharding.store.shards_changed(sharding.layout.groups)

@@ -15,8 +15,9 @@ import hvd_ckpt as hc
 pl = pytest.importorskip(
     "lightning.pytorch", reason="lightning is not installed: pip install -r install/requirements-tests.txt"
 )
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.tuner import Tuner  # noqa: E402
 
 from hvd_ckpt.app.integrations.lightning import HorovodStrategy  # noqa: E402
 
@@ -202,6 +203,66 @@ def test_a_gan_with_two_optimizers(shard: str) -> None:
     trainer().fit(other, data())
     for value, expected in zip(module.parameters(), other.parameters()):
         torch.testing.assert_close(value, expected)
+
+
+class Toggled(Gan):
+    """Gradients that a toggled optimizer's loss must not leave in the other network, which nothing clears."""
+
+    def __init__(self) -> None:
+        super().__init__(toggled=True)
+
+    def training_step(self, batch):
+        real, _ = batch
+        noise = torch.ones(len(real), 4)
+        losses = (lambda: -self.judge(self.generator(noise)).mean(), lambda: self.judge(real).mean())
+        for optimizer, loss in zip(self.optimizers(), losses):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+def test_toggled_optimizers_freeze_the_parameters_of_others() -> None:
+    modules = [Toggled() for _ in range(2)]
+    for module, shard in zip(modules, ("optimizer", "none")):
+        trainer(strategy=HorovodStrategy(shard=shard)).fit(module, data(shuffle=False))
+    for value, expected in zip(modules[0].parameters(), modules[1].parameters()):
+        torch.testing.assert_close(value, expected)
+
+
+class FineTuned(Regression):
+    """Its first layer joins the optimizer later."""
+
+    def __init__(self) -> None:
+        super().__init__(rate=0.0)
+        self.backbone, self.learning_rate = self.first, 0.01
+
+    def configure_optimizers(self):
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=self.learning_rate)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+def test_fine_tuning_unfreezes_the_backbone_and_a_rate_is_found(shard: str, folder) -> None:
+    found = []
+    for stage in (shard, "none"):
+        module = FineTuned()
+        run = trainer(
+            folder, HorovodStrategy(shard=stage), [BackboneFinetuning(1, verbose=False)], max_epochs=3
+        )
+        run.fit(module, data(shuffle=False))
+        assert [len(group["params"]) for group in run.optimizers[0].param_groups] == [
+            len(list(module.parameters())) - 2,
+            2,
+        ]
+        hc.check_equal_weights(module)
+        other = Sgd()
+        run = trainer(folder, HorovodStrategy(shard=stage), max_epochs=1)
+        rate = Tuner(run).lr_find(other, data(shuffle=False), num_training=8, update_attr=False)
+        run.fit(other, data(shuffle=False))
+        found.append((weights(module), rate.results["lr"], rate.results["loss"], weights(other)))
+    torch.testing.assert_close(found[0], found[1])
 
 
 class Manual(Regression):

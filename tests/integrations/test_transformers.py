@@ -115,6 +115,21 @@ def test_fine_tuning_bert_with_evaluation(folder) -> None:
 
 
 @pytest.mark.ranks(gloo=(1, 2))
+def test_the_schedule_that_was_given_is_that_of_the_steps(folder) -> None:
+    class See(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.rates: list[float] = []
+
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **others) -> None:
+            self.rates.append(optimizer.param_groups[0]["lr"])
+
+    model, seen = bert(), See()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trained(folder, model, Rows(), extra={"optimizers": (optimizer, schedule), "callbacks": [seen]})
+    assert seen.rates == [0.1, 0.05, 0.025, 0.0125, 0.00625]
+
+
 def test_a_causal_model_weighs_tokens_of_all_ranks(folder) -> None:
     """Rows have different numbers of tokens: one step is that of one process on all rows."""
     data, model = Rows(4 * hc.size(), causal=True), causal()

@@ -492,6 +492,20 @@ def test_fragments_are_averaged_in_turn_and_gathered_after_half_of_the_delay() -
     assert run.train(1).optimizer.traffic.sent["all_gather"] > 0
 
 
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("loads", ["wrapper", "wrapped"])
+def test_a_schedule_of_the_wrapped_optimizer_goes_on_after_a_state_is_loaded(loads: str, shard: str) -> None:
+    model = nn.Linear(3, 2)
+    bare = torch.optim.AdamW(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(bare, 0.5)
+    within = {} if shard == "none" else {"within": [list(range(hc.size()))], "shard": shard}
+    optimizer: Any = hc.LocalSGD(bare, model.named_parameters(), every=2, model=model, **within)
+    state = bare.state_dict() if loads == "wrapped" else optimizer.state_dict()
+    (bare if loads == "wrapped" else optimizer).load_state_dict(state)
+    schedule.step()
+    assert bare.param_groups is optimizer.param_groups and optimizer.param_groups[0]["lr"] == 0.25
+
+
 def test_groups_are_added_and_frozen_in_mid_run_and_embeddings_are_sparse() -> None:
     model = nn.ModuleDict(
         {"words": nn.Embedding(5, 4, sparse=True), "one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}
