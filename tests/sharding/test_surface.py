@@ -12,6 +12,7 @@ import pytest
 import torch
 from same import whole_weights
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import hvd_ckpt as hc
 
@@ -100,12 +101,8 @@ def test_groups_hold_the_parameters_of_the_model_and_pieces_for_the_wrapped_step
     handles = [
         optimizer.register_step_pre_hook(lambda optimizer, *_: look("before", optimizer)),
         optimizer.register_step_post_hook(lambda optimizer, *_: look("after", optimizer)),
-        torch.optim.optimizer.register_optimizer_step_pre_hook(
-            lambda optimizer, *_: look("global before", optimizer)
-        ),
-        torch.optim.optimizer.register_optimizer_step_post_hook(
-            lambda optimizer, *_: look("global after", optimizer)
-        ),
+        register_optimizer_step_pre_hook(lambda optimizer, *_: look("global before", optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: look("global after", optimizer)),
     ]
     look("made", optimizer)
     step(model, optimizer, 0)

@@ -10,6 +10,7 @@ import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader, loc
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
 
 STATE = "hvd_ckpt"  # key of a checkpoint
+TRIALS = (
+    ".lr_find_",
+    ".scale_batch_size_",
+)  # names of checkpoints that Lightning's tuner writes before it trains on trial
 OPERATIONS = {"mean": hc.Average, "avg": hc.Average, "sum": hc.Sum, "max": hc.Max, "min": hc.Min}
 
 
@@ -307,6 +312,11 @@ class HorovodStrategy(ParallelStrategy):
         return getattr(optimizer, "optimizer", optimizer).full_state_dict() or {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if Path(filepath).name.startswith(TRIALS) and any(each.shard_stage == 3 for each in self.optimizers):
+            raise ValueError(
+                "HorovodStrategy(shard='parameters') cannot be used with Tuner.lr_find() or scale_batch_size(), which train on "
+                "trial within fit() and load the model again: call them with shard='gradients', whose steps are the same"
+            )
         if "optimizer_states" in checkpoint:
             # Lightning calls this on every rank, and its own method writes on rank 0 alone: the place to gather what each rank has.
             own = {
