@@ -11,6 +11,9 @@ from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
+from hvd_ckpt.snapshots.tensors import map_tensors
+from hvd_ckpt.utils.own_state import extra_states
+from hvd_ckpt.utils.schema import Wrong
 
 
 def check_arguments(
@@ -37,22 +40,24 @@ def check_arguments(
             )
     if keep < 1:
         raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")
-    _check_extra_states(model, in_parts=optimizer.shard_stage > 0 or current().model_parallel_size > 1)
+    _check_extra_states(model)
     if isinstance(optimizer, LocalOptimizer):
         _check_local(optimizer, average)
 
 
-def _check_extra_states(model: nn.Module, in_parts: bool) -> None:
-    """Raises TypeError for a module's extra state, unless it is a tensor and loaded with the whole ``state_dict()``."""
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is nn.Module.get_extra_state:
-            continue
-        extra = module.get_extra_state()
-        if in_parts or not isinstance(extra, torch.Tensor):
+def _check_extra_states(model: nn.Module) -> None:
+    """Raises TypeError for a module's extra state that files do not hold, or that is in one of several stages or parts."""
+    for name, state in extra_states(model).items():
+        in_parts = current().model_parallel_size > 1
+        reason = "with pipeline stages or parts, a snapshot holds" if in_parts else ""
+        try:
+            map_tensors(state, f"the state of module '{name}'", lambda tensor, _: tensor)
+        except Wrong as error:
+            reason = f"{error}; a snapshot holds plain values, tensors and"
+        if reason:
             raise TypeError(
-                f"Snapshots: the module '{name}' ({type(module).__name__}) has a get_extra_state(), which returns a "
-                f"{type(extra).__name__}; a snapshot holds tensors, and of a sharded model, stages or parts only parameters and "
-                "buffers: keep that state in buffers"
+                f"Snapshots: the module '{name}' has a get_extra_state(), which returns a {type(state).__name__}; {reason} "
+                "parameters and buffers: keep that state in buffers"
             )
 
 

@@ -113,7 +113,8 @@ class RunShards:
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights that rank 0 writes: ``model.state_dict()``, or only what no rank has in its shards."""
         if not self.splits_each and not self._is_spread:
-            return model.state_dict()
+            # Extra state of modules is each rank's; a tensor is here as well, for those who load the weights alone.
+            return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {name: buffers[name] for name in self._buffers}
 

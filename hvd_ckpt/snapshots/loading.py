@@ -24,6 +24,7 @@ from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import read_shards, read_weights
 from hvd_ckpt.snapshots.schema import libraries
 from hvd_ckpt.snapshots.slices import cuts_of
+from hvd_ckpt.utils.own_state import set_extra_states
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def load_weights(snapshot: Snapshot, model: nn.Module, optimizer: Any, shards: R
         else:
             weights = snapshot.weights
     if not shards.sharded:
-        model.load_state_dict(weights)
+        # Their names were compared. Extra state of modules is not among them.
+        model.load_state_dict(weights, strict=False)
         return
     if shards.splits_each:
         optimizer.load_weight_pieces(pieces)
@@ -136,6 +138,7 @@ def load_state(
     with errors_on_all("Snapshots: resume"):
         if scaler is not None and snapshot.replicated["scaler"] is not None:
             scaler.load_state_dict(snapshot.replicated["scaler"])
+        set_extra_states(model, snapshot.replicated.get("extra", {}))
         same_ranks = snapshot.replicas == hvd.size() and bool(snapshot.per_stage)
         if current().number == 0 and (same_ranks or optimizer.replicas is not None):
             _warn_of_changes(snapshot, next(model.parameters()).device.type)
@@ -206,6 +209,7 @@ def _load_rank_state(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> No
             for name, value in state["buffers"].items():
                 if name in buffers:
                     buffers[name].copy_(value)
+            set_extra_states(model, state.get("extra", {}))
     stage, grid = 0 if snapshot.sharding is None else snapshot.sharding.stage, current()
     if getattr(optimizer, "shard_stage", 0) == stage and (snapshot.pipeline_stages, snapshot.tensor) == (
         grid.stages,

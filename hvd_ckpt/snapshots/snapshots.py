@@ -59,6 +59,7 @@ from hvd_ckpt.snapshots.state import (
 )
 from hvd_ckpt.snapshots.stopping import StopRequest, forget_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.utils.own_state import extra_states
 from hvd_ckpt.utils.schema import Wrong
 
 
@@ -401,6 +402,7 @@ class Snapshots:
         replicas = optimizer.replicas
         if replicas is not None:
             replicas.average_buffers()  # for the weights
+        extra = copy.deepcopy(extra_states(self._model))
         return {
             "weights": self._shards.weights(self._model),
             "replicated": {
@@ -412,6 +414,7 @@ class Snapshots:
                 "threads": torch.get_num_threads(),
                 "device": next(self._model.parameters()).device.type,
                 "replicas": None if replicas is None else replicas.state_dict(),
+                "extra": extra,
                 "mid_period": isinstance(optimizer, LocalOptimizer) and not optimizer.settled,
                 **replicated,
             },
@@ -419,6 +422,7 @@ class Snapshots:
                 "random": random_state(),
                 "reduction": optimizer.reduction_state_dict(),
                 "buffers": dict(self._model.named_buffers()),
+                "extra": extra,
                 "local": local_state(optimizer, self._model, self._scaler, self._shards),
                 **per_rank,
             },

@@ -91,6 +91,7 @@ class ReplicatedState(State):
     threads: Positive
     device: str
     replicas: ReplicasState | None
+    extra: dict[str, Any] = Field(default_factory=dict)  # rank 0's
     mid_period: bool
 
 
@@ -100,6 +101,7 @@ class PerRankState(State):
     random: dict[str, Any]
     reduction: dict[str, Any]
     buffers: dict[str, Tensor]
+    extra: dict[str, Any] = Field(default_factory=dict)  # of modules, from get_extra_state()
     local: Local | None
 
 
@@ -208,7 +210,10 @@ def check_fits(
         specs: specs of the optimizer's parameters, by name.
     """
     stage = getattr(optimizer, "shard_stage", 0)
-    known = named_tensors(model) if stage == 3 else model.state_dict()
+    # Extra state of modules is not among the weights, unless it is a tensor.
+    whole = {} if stage == 3 else model.state_dict()
+    known = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
+    known = known or named_tensors(model)
     buffers = dict(model.named_buffers())
     pipeline = isinstance(model, Pipeline)
 

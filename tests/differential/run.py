@@ -24,7 +24,11 @@ from pathlib import Path
 from typing import Any
 
 # By kind, the modules with draw(seed, ranks, tensor) and check(program).
-KINDS = {"core": ("drawing", "checking"), "acts": ("drawing_acts", "checking_acts")}
+KINDS = {
+    "core": ("drawing", "checking"),
+    "acts": ("drawing_acts", "checking_acts"),
+    "lightning": ("lightning_loops", "lightning_loops"),
+}
 HERE = Path(__file__).resolve().parent
 SHARED = [str(HERE.parent / "helpers"), str(HERE.parents[1])]
 sys.path[:0] = [str(HERE), *SHARED]

@@ -1,4 +1,4 @@
-"""Some random programs in parts of a layer."""
+"""Some random programs in parts of a layer, and loops of trainers."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def test_random_programs_in_parts(ranks: int, tensor: int, seed: int) -> None:
     )
     assert job.returncode == 0, job.stdout + job.stderr
     assert "3 core programs" in job.stdout
+
+
+def test_random_loops_of_lightning() -> None:
+    pytest.importorskip(
+        "lightning", reason="lightning is not installed: pip install -r install/requirements-tests.txt"
+    )
+    run = [sys.executable, str(Path(__file__).with_name("run.py")), "--kind", "lightning"]
+    job = subprocess.run(
+        [*run, "--programs", "8", "--seed", "24"], capture_output=True, text=True, timeout=400
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "8 lightning programs" in job.stdout

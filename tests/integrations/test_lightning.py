@@ -379,6 +379,90 @@ def test_gradients_are_clipped(algorithm: str, shard: str) -> None:
     assert moved.item() == pytest.approx(1e-3, rel=1e-3)
 
 
+class Skips(pl.LightningModule):
+    """Skips a step by its gradients, as users do where a batch may be bad: the second one of the last rank is."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization, self.net, self.seen = not manual, nn.Linear(WIDTH, 1), []
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.5)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self.net(x), y)
+        if batch_idx == 1 and hc.rank() == hc.size() - 1:
+            loss = loss * float("nan")
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if self.net.weight.grad.isfinite().all():
+            optimizer.step()
+        return None
+
+    def on_after_backward(self):
+        gradient = self.net.weight.grad
+        self.seen.append(gradient.clone())
+        is_last = not self.trainer.fit_loop._should_accumulate()
+        if self.automatic_optimization and is_last and not gradient.isfinite().all():
+            self.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def one_process(accumulate: int) -> nn.Linear:
+    """The training of :class:`Skips` in one process."""
+    module = Skips()
+    optimizer = torch.optim.SGD(module.net.parameters(), lr=0.1, momentum=0.9)
+    parts = [
+        list(DataLoader(data().dataset, 4, sampler=range(rank, SAMPLES, hc.size())))
+        for rank in range(hc.size())
+    ]
+    for at in range(0, len(parts[0]), accumulate):
+        optimizer.zero_grad()
+        for batches in parts:
+            for x, y in batches[at : at + accumulate]:
+                (F.mse_loss(module.net(x), y) / accumulate / hc.size()).backward()
+        if not at <= 1 < at + accumulate:
+            optimizer.step()
+    return module.net
+
+
+@pytest.mark.parametrize(
+    "shard, accumulate, manual",
+    [("none", 1, False), ("none", 2, False), ("optimizer", 1, False), ("none", 1, True)],
+)
+def test_ranks_skip_a_step_together(shard: str, accumulate: int, manual: bool) -> None:
+    """``on_after_backward`` and the code behind ``manual_backward()`` see the mean over the ranks, as under ddp."""
+    module = Skips(manual)
+    sampler = torch.utils.data.DistributedSampler(data().dataset, hc.size(), hc.rank(), shuffle=False)
+    run = trainer(
+        strategy=HorovodStrategy(shard=shard), accumulate_grad_batches=accumulate, max_epochs=1,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    run.fit(module, DataLoader(data().dataset, 4, sampler=sampler))
+    seen = hc.allgather_object(module.seen)
+    for number, (first, last) in enumerate(zip(seen[0], seen[-1], strict=True)):
+        if (number + 1) % accumulate == 0:
+            assert torch.equal(first.nan_to_num(), last.nan_to_num()), number
+        else:  # nothing is reduced yet
+            assert not torch.equal(first, last), number
+    expected = one_process(accumulate)
+    torch.testing.assert_close(module.net.weight, expected.weight)
+    torch.testing.assert_close(module.net.bias, expected.bias)
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_reading_gradients_in_shards_names_the_way_out(shard: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"net.weight' is split over the ranks: clip with hc.clip_grad_norm_"
+    ):
+        trainer(strategy=HorovodStrategy(shard=shard), max_epochs=1).fit(Skips(), data())
+
+
 class Saves(ModelCheckpoint):
     def __init__(self, folder, **when: Any) -> None:
         super().__init__(folder, filename="{step}", save_top_k=-1, **when)
@@ -403,6 +487,54 @@ def test_a_resume_in_the_same_bits(folder, shard: str, when: dict[str, int]) -> 
     same_bits(resumed, whole)
     for (name, value), expected in zip(resumed.named_buffers(), whole.buffers(), strict=True):
         assert torch.equal(value, expected), name
+
+
+class Peak(nn.Module):
+    """Divides by a running peak, which only its extra state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 1.0
+
+    def get_extra_state(self):
+        return {"peak": self.peak}
+
+    def set_extra_state(self, state) -> None:
+        self.peak = state["peak"]
+
+    def forward(self, x):
+        self.peak = 0.9 * self.peak + 0.1 * float(x.detach().abs().max())
+        return x / self.peak
+
+
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_a_resume_with_each_ranks_extra_state_and_metrics(folder, shard: str) -> None:
+    from torchmetrics import MeanMetric
+
+    class Scaled(Regression):
+        def __init__(self) -> None:
+            super().__init__(rate=0.0)
+            self.blocks.append(Peak())
+            self.mean, self.epochs = MeanMetric(), []
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.mean.update(loss.detach())
+            return loss
+
+        def on_train_epoch_end(self):
+            self.epochs.append(self.mean.compute().item())
+            self.mean.reset()
+
+    whole, resumed = Scaled(), Scaled()
+    strategy = HorovodStrategy(shard=shard)
+    fitted(whole, strategy=strategy, callbacks=[Saves(folder, every_n_train_steps=3)])
+    strategy = HorovodStrategy(shard=shard)
+    fitted(resumed, strategy=strategy, ckpt_path=folder / "step=3.ckpt")
+    same_bits(resumed, whole)
+    assert resumed.blocks[-1].peak == whole.blocks[-1].peak
+    assert len(set(hc.allgather_object(whole.blocks[-1].peak))) == hc.size()
+    assert resumed.epochs == whole.epochs
 
 
 def test_a_checkpoint_loads_without_this_library(folder) -> None:

@@ -89,24 +89,25 @@ class Counting(nn.Linear):
         self.extra = state
 
 
-@pytest.mark.parametrize(("extra", "shard"), [({"passes": 3}, 0), (torch.tensor(3), 1), (torch.tensor(3), 3)])
-def test_extra_state_that_would_be_lost_is_refused(folder: Path, extra: Any, shard: int) -> None:
+@pytest.mark.parametrize("shard", [0, 1, 3])
+@pytest.mark.parametrize("kind", [torch.tensor, lambda number: {"passes": number, "peaks": [0.5, number]}])
+def test_each_ranks_extra_state_is_saved(folder: Path, kind: Any, shard: int) -> None:
+    for now in (hc.rank() + 3, -1):
+        model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
+        model[1].extra = kind(now)
+        optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=shard)
+        (saved if now > 0 else resume)(folder, model, optimizer)
+    assert model[1].extra == kind(hc.rank() + 3)
+
+
+def test_extra_state_that_files_do_not_hold_is_refused(folder: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
-    model[1].extra = extra
-    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=shard)
+    model[1].extra = {"pattern": nn.Tanh()}
+    optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
     says = (
-        r"the module '1' \(Counting\) has a get_extra_state\(\), which returns a .*keep that state in buffers"
+        r"the module '1' has a get_extra_state\(\), which returns a dict; .*Tanh.*keep that state in buffers"
     )
     on_all(TypeError, says, lambda: saved(folder, model, optimizer))
-
-
-def test_a_tensor_of_extra_state_is_saved(folder: Path) -> None:
-    for extra in (torch.tensor(3), torch.tensor(4)):
-        model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
-        model[1].extra = extra
-        optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        (saved if extra == 3 else resume)(folder, model, optimizer)
-    assert model[1].extra == 3
 
 
 def test_another_scheduler_is_refused(folder: Path) -> None:

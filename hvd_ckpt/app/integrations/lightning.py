@@ -7,27 +7,31 @@ distributed optimizers, reduces gradients before hooks and clipping, and adds ea
 from __future__ import annotations
 
 import inspect
-import io
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
 from torchmetrics import Metric
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.integrations.lightning_ending import Ending
+from hvd_ckpt.app.integrations.lightning_optimizer import hand_on
+from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader, local_replicas, take_own_batches
-from hvd_ckpt.snapshots.random_state import random_state, set_random_state
+from hvd_ckpt.snapshots.random_state import set_random_state
 
 STATE = "hvd_ckpt"  # key of a checkpoint
 TRIALS = (
@@ -60,6 +64,7 @@ class HorovodStrategy(ParallelStrategy):
     is_distributed = True  # samplers are distributed, and sync_dist=True is heard
     num_nodes = 1  # as the Trainer sets it
     optimizers: list[Any]
+    _launcher: Ending
 
     def __init__(
         self,
@@ -70,12 +75,16 @@ class HorovodStrategy(ParallelStrategy):
     ) -> None:
         hc.init()
         super().__init__(cluster_environment=LightningEnvironment())  # asked for nothing
+        self._launcher = Ending()
         # Lightning decorates functions with either of the two, and each has a rank of its own.
         rank_zero_only.rank = utilities_rank_zero_only.rank = hc.rank()
         self._budget, self._replicas = budget, replicas
         self._options = {"shard": shard, "replicas": replicas, **options}
         self._step: Iterator[Any] | None = None  # replicas of the present step
         self._replica: Any = None
+        self._accumulates = False  # more backward passes follow before the step
+        self._asks = True  # code of the user's runs between a backward pass and the step
+        self._weights_only: bool | None = None  # of the checkpoint that was loaded
         self._random: Any = None  # random state to resume with
 
     # -------------------------------------------------------------------------------- processes and messages
@@ -104,6 +113,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A tensor's mean (or sum, max, min) over the ranks; anything else as it is. Collective."""
+        self._launcher.check("reduce()")
         check_group(group)
         name = str(reduce_op).rpartition(".")[2].lower()
         if name not in OPERATIONS:
@@ -115,14 +125,17 @@ class HorovodStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Returns when all ranks have come here."""
+        self._launcher.check("barrier()")
         hc.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of one rank, on every rank. Collective."""
+        self._launcher.check("broadcast()")
         return hc.broadcast_object(obj, src)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """All ranks' tensors, of one shape, in a new first dimension. Collective."""
+        self._launcher.check("all_gather()")
         check_group(group)
         own = (tensor if sync_grads else tensor.detach())[None]
         gathered: torch.Tensor = hc.allgather(own)
@@ -155,8 +168,15 @@ class HorovodStrategy(ParallelStrategy):
             plugin.scaler = hc.GradScaler(plugin.device, enabled=scaler.is_enabled())
             plugin.scaler.load_state_dict(scaler.state_dict())
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = self._clip_norm, self._clip_value
-        for wrapper, optimizer in zip(self._lightning_optimizers, self.optimizers):
-            wrapper.zero_grad = partial(zero_grad, optimizer)
+        module = self.lightning_module
+        self._asks = not module.automatic_optimization or any(
+            is_overridden(name, hooked)
+            for hooked in (module, *trainer.callbacks)
+            for name in ("on_after_backward", "optimizer_step")
+            if hasattr(hooked, name)
+        )
+        for wrapper in self._lightning_optimizers:
+            hand_on(wrapper)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -240,6 +260,8 @@ class HorovodStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training or not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
+        # A resumed epoch begins in its middle, before Lightning tells samplers its number.
+        _set_sampler_epoch(dataloader, trainer.current_epoch)
         if self._replicas is not None:
             take_own_batches(dataloader, self._replicas)
         if hasattr(dataloader, "state_dict"):
@@ -258,27 +280,49 @@ class HorovodStrategy(ParallelStrategy):
             self._replica.__enter__()
         return super().training_step(*args, **kwargs)
 
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._replicas is None:
-            return super().backward(closure_loss, *args, **kwargs)
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A backward pass, after whose last one before a step hooks and the user's code see the gradients of all ranks."""
+        module, plugin = self.lightning_module, self.precision_plugin
         # Lightning has divided by the number of this rank's replicas, a power of two.
-        local = local_replicas(self._replicas, hc.size())
-        loss = super().backward(closure_loss * local, *args, **kwargs)
-        self._replica.__exit__(None, None, None)
-        return loss / local
+        local = 1 if self._replicas is None else local_replicas(self._replicas, hc.size())
+        loss = plugin.pre_backward(closure_loss * local if local > 1 else closure_loss, module)
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if self._replica is not None:
+            self._replica.__exit__(None, None, None)
+            self._replica = None
+        if not self._accumulates:
+            self._reduce()
+        loss = plugin.post_backward(loss, module)
+        return loss / local if local > 1 else loss
+
+    def _reduce(self) -> None:
+        if self._step is not None:
+            # Runs what the generator does behind its last replica.
+            next(self._step, None)
+            self._step = None
+        for optimizer in self.optimizers:
+            # While one is toggled, the parameters of the others are frozen.
+            if any(parameter.requires_grad for parameter in parameters_of(optimizer)):
+                optimizer.synchronize()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """A context in which backward passes accumulate gradients of this rank's own."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: LightningModule | None = None, **kwargs: Any
     ) -> Any:
-        """Reduces after each run of the closure, so that hooks, clipping and the update see the gradients of all ranks."""
+        """Takes a step with gradients that :meth:`backward` has reduced; what has changed since is reduced again."""
 
         def reduced() -> Any:
             result = closure()
-            if self._step is not None:
-                # Runs what the generator does behind its last replica.
-                next(self._step, None)
-                self._step = None
-            optimizer.synchronize()
+            # The user's code may have changed gradients, on this rank alone even. Finding that out takes a small message.
+            optimizer.synchronize() if self._asks else optimizer.reduce_for_caller()
             return result
 
         with optimizer.without_reduction():
@@ -292,7 +336,9 @@ class HorovodStrategy(ParallelStrategy):
         hc.clip_grad_norm_(optimizer, float("inf"))  # reduces, unless that is done
         in_shards = optimizer.shard_stage > 1
         clipped = [piece.parameter for piece in optimizer.pieces] if in_shards else parameters_of(optimizer)
-        torch.nn.utils.clip_grad_value_(clipped, clip_val)
+        # A rank may have no part of what has gradients, and PyTorch refuses none.
+        if clipped := [parameter for parameter in clipped if parameter.grad is not None]:
+            torch.nn.utils.clip_grad_value_(clipped, clip_val)
 
     def on_validation_start(self) -> None:
         for optimizer in self.optimizers:
@@ -302,6 +348,7 @@ class HorovodStrategy(ParallelStrategy):
     # -------------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._launcher.check("A checkpoint")
         self.on_validation_start()
         for optimizer in self.optimizers:
             if optimizer.shard_stage == 3:
@@ -319,20 +366,13 @@ class HorovodStrategy(ParallelStrategy):
             )
         if "optimizer_states" in checkpoint:
             # Lightning calls this on every rank, and its own method writes on rank 0 alone: the place to gather what each rank has.
-            own = {
-                "random": random_state(),
-                "buffers": dict(self.lightning_module.named_buffers()),
-                "reduction": [optimizer.reduction_state_dict() for optimizer in self.optimizers],
-            }
-            replicas = [
-                optimizer.replicas and optimizer.replicas.state_dict() for optimizer in self.optimizers
-            ]
-            checkpoint[STATE] = {"ranks": hc.allgather_object(_stored(own)), "replicas": replicas}
+            checkpoint[STATE] = states_of_ranks(self.lightning_module, self.optimizers)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint, with the number of replicas' batches that this rank would have had in as many steps."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        self._weights_only = weights_only
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         if self._replicas is not None and STATE in checkpoint and "loops" in checkpoint:
             before = local_replicas(self._replicas, len(checkpoint[STATE]["ranks"]))
             now = local_replicas(self._replicas, hc.size())
@@ -344,25 +384,18 @@ class HorovodStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        state = checkpoint.get(STATE, {"ranks": [], "replicas": []})
-        for optimizer, replicas in zip(self.optimizers, state["replicas"]):
-            if replicas is not None and optimizer.replicas is not None:
-                optimizer.replicas.load_state_dict(replicas)
-        if len(state["ranks"]) != hc.size():
-            return  # of other ranks: each draws new random numbers
-        own = torch.load(io.BytesIO(state["ranks"][hc.rank()].numpy().tobytes()), weights_only=True)
-        for optimizer, reduction in zip(self.optimizers, own["reduction"]):
-            optimizer.load_reduction_state_dict(reduction)
-        with torch.no_grad():
-            for name, buffer in self.lightning_module.named_buffers():
-                buffer.copy_(own["buffers"][name])
-        self._random = own["random"]
+        state, objects = checkpoint.get(STATE), self._weights_only is False
+        self._random = load_states(state, self.lightning_module, self.optimizers, objects)
 
     def on_train_start(self) -> None:
         if self._random is not None:
             # As late as this: until here, Lightning may draw numbers for its loaders and checks.
             set_random_state(self._random)
             self._random = None
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._launcher.restore()
 
     def on_train_end(self) -> None:
         if self._replicas is not None:
@@ -386,13 +419,6 @@ class TrainingStep(nn.Module):
         return (self.function or self.module)(*args, **kwargs)
 
 
-def _stored(state: Any) -> torch.Tensor:
-    """A rank's state as bytes, since unsigned integers of random states cannot be pickled."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
 def loss_of(output: Any) -> torch.Tensor:
     """The loss that a training step has returned."""
     loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
@@ -410,17 +436,6 @@ def check_group(group: Any) -> None:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters in the groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    """Clears gradients, also those that another loss's backward pass has left, as in a GAN whose optimizers are not toggled."""
-    try:
-        optimizer.zero_grad(*args, **kwargs)
-    except AssertionError:
-        if optimizer.shard_stage > 1:
-            raise
-        for parameter in parameters_of(optimizer):
-            parameter.grad = None
 
 
 StrategyRegistry.register(

@@ -15,6 +15,7 @@ import transformers
 from torch.utils.data import DistributedSampler
 
 import hvd_ckpt as hc
+from hvd_ckpt.utils.own_state import load_own_state, own_state
 
 
 def _stored(args: Any, protocol: Any) -> Any:
@@ -148,10 +149,7 @@ class _OverHorovod:
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
-        own = {
-            "reduction": self._distributed.reduction_state_dict(),
-            "buffers": dict(self.model.named_buffers()),
-        }
+        own = {"reduction": self._distributed.reduction_state_dict(), "module": own_state(self.model)}
         torch.save(own, Path(output_dir, f"hvd_ckpt_{hc.rank()}_of_{hc.size()}.pt"))
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
@@ -161,9 +159,7 @@ class _OverHorovod:
             return  # of other ranks: each draws new random numbers
         own = torch.load(path, weights_only=True)
         self._distributed.load_reduction_state_dict(own["reduction"])
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(own["buffers"][name])
+        load_own_state(self.model, own["module"])
 
 
 class Trainer(_OverHorovod, transformers.Trainer):  # type: ignore[misc]

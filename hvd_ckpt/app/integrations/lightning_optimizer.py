@@ -1,0 +1,48 @@
+"""What ``self.optimizers()`` gives to a LightningModule.
+
+Lightning wraps each optimizer in an object of a subclass of its class, without its attributes. Methods that are called on the
+wrapper would so work on a state of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+
+# What a wrapper does itself; all else is the optimizer's.
+_OWN = frozenset(
+    {"_optimizer", "_strategy", "_on_before_step", "_on_after_step", "optimizer", "step", "toggle_model", "zero_grad"}
+)  # fmt: skip
+
+
+class _HandsOn:
+    """Methods and attributes are those of the optimizer, apart from those by which Lightning takes a step."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN or name.startswith("__"):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "_optimizer"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name.startswith("__"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._optimizer, name, value)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears gradients, also those that another loss's backward pass has left, as in a GAN whose optimizers are not toggled."""
+        try:
+            self._optimizer.zero_grad(*args, **kwargs)
+        except AssertionError:
+            if self._optimizer.shard_stage > 1:
+                raise
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+
+def hand_on(wrapper: LightningOptimizer) -> None:
+    """Has a wrapper hand everything on but steps."""
+    if not isinstance(wrapper, _HandsOn):
+        wrapper.__class__ = type(type(wrapper).__name__, (_HandsOn, type(wrapper)), {})

@@ -1,0 +1,249 @@
+"""Loops of :mod:`loops` through Lightning's Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from checking import distance, together
+from lightning.pytorch.plugins import MixedPrecision
+from loops import (
+    NORM,
+    VALUE,
+    Batches,
+    Loop,
+    Net,
+    differences,
+    draw_loop,
+    optimizer_of,
+    sampler_of,
+    samples_of,
+    schedule_of,
+    state_of,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvd_ckpt as hc
+from hvd_ckpt.app.integrations.lightning import HorovodStrategy
+
+SKIPS = ("hook", "callback", "optimizer_step")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
+    """The loop of a seed, as Lightning's users may have it."""
+    loop = draw_loop(seed, ranks, budget=False)
+    if loop.optimizers > 1 and loop.precision == "fp16":
+        loop = dataclasses.replace(loop, clip="")  # Lightning clips before it unscales
+    if loop.sampler == "trainer":
+        loop = dataclasses.replace(loop, shuffle=True)  # as Lightning's own sampler does in training
+    return loop
+
+
+class Module(pl.LightningModule):
+    """The model of a loop, its optimizers, and what its user does in hooks."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self.loop, self.net = loop, Net(loop)
+        self.data = samples_of(dataclasses.replace(loop, bad=()))
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+        self.automatic_optimization = loop.optimizers == 1
+        bad = loop.bad and loop.precision != "fp16"  # whose scaler skips steps
+        self.skips = SKIPS[loop.seed % len(SKIPS)] if bad else ""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last pass before a step."""
+        return not self.trainer.fit_loop._should_accumulate()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.is_last:
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        if self.automatic_optimization:
+            loss = self.net.loss(*batch)
+            self.losses.append(loss.item())
+            return loss
+        for number, optimizer in enumerate(self.optimizers()):
+            self.manual_step(number, optimizer, batch)
+        if self.loop.schedule == "step":
+            for schedule in self.schedules:
+                schedule.step()
+        return None
+
+    def manual_step(self, number: int, optimizer: Any, batch: Any) -> None:
+        if self.loop.toggles:
+            self.toggle_optimizer(optimizer)
+        loss = self.net.loss(*batch, number)
+        self.losses.append(loss.item())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if not self.skips or self.is_finite(optimizer):
+            if self.loop.clip:
+                self.clip_gradients(optimizer, NORM if self.loop.clip == "norm" else VALUE, self.loop.clip)
+            optimizer.step()
+        if self.loop.toggles:
+            self.untoggle_optimizer(optimizer)
+
+    @property
+    def schedules(self) -> list[Any]:
+        found = self.lr_schedulers()
+        return found if isinstance(found, list) else [found]
+
+    def is_finite(self, optimizer: Any) -> bool:
+        """Whether all gradients of an optimizer are."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self.loop.stage > 1:
+            return math.isfinite(hc.clip_grad_norm_(optimizer, math.inf))
+        owned = self.net.owned(self.trainer.optimizers.index(optimizer), self.loop.optimizers)
+        return all(bool(p.grad.isfinite().all()) for p in owned if p.grad is not None)
+
+    def skip(self) -> None:
+        """Skips this step, if its gradients are not finite."""
+        if self.is_last and not self.is_finite(self.trainer.optimizers[0]):
+            self.zero_grad()
+
+    def on_after_backward(self) -> None:
+        if self.skips == "hook" and self.automatic_optimization:
+            self.skip()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if self.skips != "optimizer_step":
+            optimizer.step(closure=optimizer_closure)
+            return
+        optimizer_closure()
+        if self.is_finite(optimizer):
+            optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.net.loss(*self.data), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        if self.automatic_optimization:
+            return
+        for schedule in self.schedules if self.loop.schedule in ("epoch", "plateau") else ():
+            schedule.step(*[self.trainer.callback_metrics["val"]] * (self.loop.schedule == "plateau"))
+
+    def configure_optimizers(self) -> Any:
+        loop = self.loop
+        optimizers = [
+            optimizer_of(loop, self.net.owned(number, loop.optimizers)) for number in range(loop.optimizers)
+        ]
+        if not loop.schedule:
+            return optimizers
+        interval = "step" if loop.schedule == "step" else "epoch"
+        schedules = [
+            {"scheduler": schedule_of(loop, optimizer), "interval": interval, "monitor": "val"}
+            for optimizer in optimizers
+        ]
+        return optimizers, schedules
+
+
+class Acts(pl.Callback):
+    """Saves, stops and skips."""
+
+    def __init__(self, loop: Loop, path: Path) -> None:
+        self.loop, self.path = loop, path
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if module.skips == "callback" and module.automatic_optimization:
+            module.skip()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
+        if not module.is_last:
+            return
+        done = trainer.current_epoch * self.loop.steps + number // self.loop.accumulate + 1
+        if done == self.loop.save:
+            trainer.save_checkpoint(self.path)
+        if done == self.loop.stop:
+            trainer.should_stop = True
+
+
+def fitted(loop: Loop, path: Path, resume: bool = False) -> Module:
+    """A run of the loop, or of what is left after its checkpoint."""
+    given: dict[str, Any] = {}
+    if loop.precision == "fp16":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        given["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    else:
+        given["precision"] = {"32": "32-true", "bf16": "bf16-mixed"}[loop.precision]
+    if loop.clip and loop.optimizers == 1:
+        given["gradient_clip_val"] = NORM if loop.clip == "norm" else VALUE
+        given["gradient_clip_algorithm"] = loop.clip
+    module, data = Module(loop), TensorDataset(*samples_of(loop))
+    if loop.sampler == "trainer":
+        loader = DataLoader(data, loop.batch, shuffle=loop.shuffle)
+    elif loop.sampler == "own":
+        loader = DataLoader(data, loop.batch, sampler=sampler_of(loop, hc.rank()))
+    else:
+        loader = DataLoader(data, batch_sampler=Batches(sampler_of(loop, hc.rank()), loop.batch))  # type: ignore[arg-type]
+    trainer = pl.Trainer(
+        strategy=HorovodStrategy(shard=loop.stage),
+        accelerator="cpu",
+        max_epochs=loop.epochs,
+        accumulate_grad_batches=loop.accumulate,
+        use_distributed_sampler=loop.sampler == "trainer",
+        callbacks=[Acts(loop, path)],
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **given,
+    )
+    validation = DataLoader(range(hc.size()), 1, sampler=[0] if loop.sampler != "trainer" else None)  # type: ignore[arg-type]
+    trainer.fit(module, loader, validation, ckpt_path=path if resume else None, weights_only=False)
+    return module
+
+
+def check(loop: Loop) -> list[str]:
+    """Runs a loop, and what is left of it after its checkpoint; returns what is wrong, the same on every rank. Collective."""
+    with folder_of_all_ranks() as folder:
+        path = folder / "checkpoint.ckpt"
+        module = fitted(loop, path)
+        state = state_of(module.net)
+        failures = differences((loop, hc.rank(), state, module.losses, module.rates))
+        hc.check_equal_weights(module)
+        if loop.save and (not loop.stop or loop.save < loop.stop):
+            failures += resumed(loop, path, module, state)
+    return together(failures)
+
+
+def resumed(loop: Loop, path: Path, whole: Module, state: dict[str, Tensor]) -> list[str]:
+    """What a run that resumes from the checkpoint has come to in other bits than the one that has saved it."""
+    module = fitted(loop, path, resume=True)
+    left = len(whole.rates) - loop.save
+    if len(module.rates) != left:
+        return [f"resumed: {len(module.rates)} steps in place of {left}"]
+    failures = []
+    if module.rates != whole.rates[loop.save :]:
+        failures.append(f"resumed: rates {module.rates} in place of {whole.rates[loop.save :]}")
+    there = whole.losses[len(whole.losses) - len(module.losses) :]
+    if str(module.losses) != str(there):
+        failures.append(f"resumed: losses {module.losses} in place of {there}")
+    for name, value in state_of(module.net).items():
+        if not torch.equal(value, state[name]):
+            failures.append(f"resumed: {name} differs by {distance(value, state[name]):.3g}")
+    return failures
+
+
+@contextmanager
+def folder_of_all_ranks() -> Iterator[Path]:
+    """A temporary folder, the same on all ranks."""
+    made = tempfile.mkdtemp(prefix="hvd_ckpt_loops_") if hc.rank() == 0 else ""
+    path = Path(hc.broadcast_object(made, 0, name="folder"))
+    yield path
+    hc.barrier()
+    if hc.rank() == 0:
+        shutil.rmtree(path)
