@@ -225,11 +225,200 @@ def test_bf16(folder) -> None:
     hc.check_equal_weights(trainer.model)
 
 
+class Normed(torch.nn.Module):
+    """A batch norm, whose statistics differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+        )
+
+    def forward(self, x, labels):
+        logits = self.layers(x)
+        return {"loss": torch.nn.functional.mse_loss(logits, labels), "logits": logits}
+
+
+class Points(Dataset):
+    """The first ``size`` of some points; ``seen`` collects the numbers of those that are read."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x, self.y = (
+            torch.randn(256, 4, generator=generator)[:size],
+            torch.randn(256, 1, generator=generator)[:size],
+        )
+        self.seen: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.seen.append(index)
+        return {"x": self.x[index], "labels": self.y[index]}
+
+
+def decided(folder: Any, model: Any = None, shard: str = "none", **settings: Any) -> Any:
+    """A Trainer that has trained by its decisions; which are the same on all ranks."""
+    extra = {
+        name: settings.pop(name)
+        for name in ("callbacks", "compute_metrics", "optimizers")
+        if name in settings
+    }
+    given = {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.03,
+        "max_steps": 30,
+        "lr_scheduler_type": "constant",
+    }
+    steps = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+    }
+    args = arguments(folder, **{**given, **steps, **settings})
+    trainer = Trainer(
+        Normed() if model is None else model,
+        args,
+        train_dataset=Points(256),
+        eval_dataset=Points(64),
+        shard=shard,
+        **extra,
+    )
+    trainer.train()
+    state = trainer.state
+    found = {
+        "step": state.global_step,
+        "best": (state.best_metric, state.best_global_step, state.best_model_checkpoint),
+        "metrics": [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry],
+        "rates": [entry["learning_rate"] for entry in state.log_history if "learning_rate" in entry],
+        "model": {name: value.tolist() for name, value in trainer.model.state_dict().items()},
+    }
+    for other in hc.allgather_object(found):
+        assert other == found
+    return trainer
+
+
+@pytest.mark.ranks(gloo=(2,), mpi=(2,))
+def test_each_sample_is_seen_once(folder) -> None:
+    data = Points(16)
+    trainer = Trainer(Normed(), arguments(folder, max_steps=-1, num_train_epochs=1), train_dataset=data)
+    trainer.train()
+    assert sorted(number for part in hc.allgather_object(data.seen) for number in part) == list(range(16))
+    assert trainer.accelerator.num_processes == 1 and trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+def test_ranks_choose_the_same_best_model_and_load_it(folder, shard: str) -> None:
+    best = {} if shard == "parameters" else {"load_best_model_at_end": True}
+    # The highest loss, so that the best model is not the last.
+    trainer = decided(folder, shard=shard, save_strategy="best", max_steps=12, **best, greater_is_better=True)
+    assert 0 < trainer.state.best_global_step < 12
+    if best:
+        found = trainer.evaluate()["eval_loss"]
+        assert found == pytest.approx(trainer.state.best_metric)
+
+
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_ranks_stop_early_together(folder, shard: str) -> None:
+    trainer = decided(folder, shard=shard, callbacks=[transformers.EarlyStoppingCallback(2)])
+    assert trainer.state.global_step < 30
+
+
+def test_a_plateau_is_found_by_all_ranks(folder) -> None:
+    trainer = decided(
+        folder, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 1, "factor": 0.5}
+    )
+    assert trainer.optimizer.param_groups[0]["lr"] < 0.03
+
+
+def test_an_evaluation_leaves_each_rank_its_own_statistics(folder) -> None:
+    """So training does not depend on it."""
+    often, never = decided(folder), decided(folder, eval_strategy="no")
+    assert often.model.state_dict().keys() == never.model.state_dict().keys()
+    for name, value in often.model.state_dict().items():
+        assert torch.equal(value, never.model.state_dict()[name]), name
+
+
+class Moody(transformers.TrainerCallback):
+    """A callback that decides in another way on each rank, and logs on rank 0 alone."""
+
+    def __init__(self, event: str, flag: str, when: int) -> None:
+        self.flag, self.when, self.trainer, self.inside = flag, when, None, False
+        setattr(self, event, self.decide)
+
+    def decide(self, args, state, control, **others):
+        if hc.rank() == 0 and self.trainer is not None and not self.inside:
+            self.inside = True  # as the log is an event, too
+            self.trainer.log({"own": 1.0})
+            self.inside = False
+        setattr(control, self.flag, state.global_step >= self.when + 3 * hc.rank())
+        return control
+
+
+@pytest.mark.parametrize(
+    ("event", "flag"),
+    [
+        ("on_step_end", "should_training_stop"),
+        ("on_step_begin", "should_epoch_stop"),
+        ("on_substep_end", "should_training_stop"),
+        ("on_step_end", "should_save"),
+        ("on_evaluate", "should_training_stop"),
+        ("on_log", "should_evaluate"),
+        ("on_log", "should_save"),
+        ("on_optimizer_step", "should_log"),
+        ("on_save", "should_training_stop"),
+    ],
+)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_callbacks_of_the_user_decide_is_rank_0s(
+    folder, event: str, flag: str, everywhere: bool
+) -> None:
+    callback = Moody(event, flag, 4)
+    own = [callback] if everywhere or hc.rank() == 0 else []
+    settings = {"save_strategy": "steps", "save_steps": 2} if event == "on_save" else {}
+    settings |= {"eval_steps": 7} if flag == "should_evaluate" else {}
+    trainer = decided(
+        folder,
+        shard="optimizer",
+        max_steps=10,
+        gradient_accumulation_steps=2,
+        callbacks=own,
+        eval_on_start=True,
+        **settings,
+    )
+    if flag == "should_training_stop":
+        assert trainer.state.global_step < 7
+
+
+def test_metrics_are_rank_0s(folder) -> None:
+    trainer = decided(
+        folder,
+        compute_metrics=lambda found: {"own": float(hc.rank())},
+        metric_for_best_model="own",
+        max_steps=3,
+    )
+    assert trainer.state.best_metric == 0.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [("max_steps", (3, 5)), ("eval_steps", (1, 2)), ("learning_rate", (0.1, 0.2)), ("seed", (1, 2))],
+)
+def test_settings_that_differ_between_ranks_are_named(folder, setting: str, values: tuple[Any, Any]) -> None:
+    name = "data_seed" if setting == "seed" else setting
+    with pytest.raises(ValueError, match=f"{name}.* differs between ranks"):
+        decided(folder, **{setting: values[hc.rank()]})
+
+
 def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
     for setting, extra in (
         ({"auto_find_batch_size": True}, {}),
         ({"gradient_checkpointing": True}, {"budget": "0.5x"}),
         ({"train_sampling_strategy": "sequential"}, {}),
+        ({"enable_jit_checkpoint": True}, {}),
         (
             {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
             {"shard": "parameters"},

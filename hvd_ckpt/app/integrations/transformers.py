@@ -1,21 +1,111 @@
 """Transformers' Trainer over Horovod: ``Trainer`` and ``Seq2SeqTrainer``, with memory plans, sharding and resume with the same
 bits.
 
-They override methods of the Trainer and keep its loop. Accelerate sees one process.
+They override methods of the Trainer and keep its loop. Accelerate sees one process, whatever the launcher. Ranks decide together:
+whether to save, evaluate, log or stop is what rank 0's callbacks and metrics say.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch.utils.data import DistributedSampler
+from transformers.trainer_callback import CallbackHandler
 
 import hvd_ckpt as hc
+from hvd_ckpt.reduction.agreement import agree_on_options, described, of_all_processes, of_first_process
 from hvd_ckpt.utils.own_state import load_own_state, own_state
+
+
+def _backend(state: Any, *args: Any, **kwargs: Any) -> Any:
+    # Accelerate would split the rank's samples over the processes that the variables of torchrun or MPI tell it of.
+    # Without an address, as under mpirun, it cannot connect to these anyway, even before hc.init().
+    if hc.is_initialized() or "MASTER_ADDR" not in os.environ:
+        return None, DistributedType.NO
+    return _prepare_backend(state, *args, **kwargs)
+
+
+_prepare_backend = PartialState._prepare_backend
+PartialState._prepare_backend = _backend
+
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+OF_LOOP = (
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_step_begin",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_substep_end",
+    "on_step_end",
+    "on_epoch_end",
+)  # events that the Trainer's loop alone has
+IN_LOOP = ("on_log", "on_evaluate", "on_save")  # events that a program may have on one rank, too
+OF_A_RANK = (
+    "output_dir",
+    "run_name",
+    "project",
+    "trackio_",
+    "report_to",
+    "disable_tqdm",
+    "log_",
+    "hub_",
+    "push_to_hub",
+    "seed",
+    "data_seed",
+    "dataloader_",
+    "use_cpu",
+    "local_rank",
+    "ddp_",
+    "do_",
+    "debug",
+    "skip_memory_metrics",
+    "resume_from_checkpoint",
+    "eval_accumulation_steps",
+)  # settings that may differ between ranks begin with one of these
+
+
+class _Callbacks(CallbackHandler):
+    """The callbacks of a Trainer. What those of the user's decide in the loop is rank 0's decision, on all ranks."""
+
+    in_loop = False  # in a part of the loop that logs, evaluates and saves
+    agreed: frozenset[str] = frozenset()
+    _event = ""
+
+    def agree(self) -> None:
+        """Collects the events for which some rank has a callback of the user's. Collective.
+
+        Those of transformers decide by what is the same on all ranks, and need no message.
+        """
+        own = {
+            event
+            for event in (*OF_LOOP, *IN_LOOP)
+            for callback in self.callbacks
+            if getattr(callback, event).__module__.partition(".")[0] != "transformers"
+        }
+        self.agreed = frozenset().union(*of_all_processes(own, "Trainer: callbacks"))
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        outer, self._event = self._event, event
+        try:
+            control = super().call_event(event, args, state, control, **kwargs)
+        finally:
+            self._event = outer
+        # A callback may log or evaluate on one rank.
+        if not outer and event in self.agreed and (event in OF_LOOP or self.in_loop):
+            flags = torch.tensor([bool(getattr(control, flag)) for flag in FLAGS], dtype=torch.uint8)
+            for flag, value in zip(FLAGS, hc.broadcast(flags, 0, name="Trainer: decisions").tolist()):
+                setattr(control, flag, bool(value))
+        return control
 
 
 def _stored(args: Any, protocol: Any) -> Any:
@@ -67,7 +157,11 @@ class _OverHorovod:
             # These are properties of the class of arguments, so this object
             # gets a class of its own; others of the user's stay as they are.
             args.__class__ = type(type(args).__name__, (type(args),), dict(_OF_RANKS))
+        # If Accelerate has connected the ranks for the arguments, it is told anew.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        args.distributed_state = PartialState(cpu=args.device.type == "cpu")
         super().__init__(model, args, *positional, **others)  # type: ignore[call-arg]
+        self.callback_handler.__class__ = _Callbacks
         if self.train_dataset is not None and not hasattr(self.train_dataset, "__len__"):
             raise ValueError(
                 "Trainer: train_dataset has no length, so that it cannot be split over ranks; give numbered samples"
@@ -95,10 +189,70 @@ class _OverHorovod:
         self._distributed = self.optimizer  # which Accelerate will wrap
         return self.optimizer
 
+    @property
+    def _data_seed(self: Any) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
     def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
         data = self.train_dataset if train_dataset is None else train_dataset
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return DistributedSampler(data, hc.size(), hc.rank(), seed=seed)
+        return DistributedSampler(data, hc.size(), hc.rank(), seed=self._data_seed)
+
+    def _init_training_state(self: Any, max_steps: int, *args: Any) -> Any:
+        where = super()._init_training_state(max_steps, *args)  # type: ignore[misc]
+        settings = {
+            field.name: getattr(self.args, field.name)
+            for field in dataclasses.fields(self.args)
+            if not field.name.startswith(OF_A_RANK)
+        }
+        facts = {
+            **settings,
+            "data_seed": self._data_seed,
+            "len(train_dataset)": None if self.train_dataset is None else len(self.train_dataset),
+            "number of steps": max_steps,
+            "step of the checkpoint": self.state.global_step,
+        }
+        agree_on_options("Trainer", described(**facts), None)
+        self.callback_handler.agree()
+        return where
+
+    def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self._in_loop():
+            super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def _evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._in_loop(), self._buffers_of_first_rank():
+            return super()._evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates or predicts. By the metrics of an evaluation in the training loop ranks decide: there they are rank 0's."""
+        output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        if self.callback_handler.in_loop:
+            output = output._replace(metrics=of_first_process(output.metrics, "Trainer: metrics"))
+        return output
+
+    @contextlib.contextmanager
+    def _in_loop(self: Any) -> Iterator[None]:
+        before, self.callback_handler.in_loop = self.callback_handler.in_loop, True
+        try:
+            yield
+        finally:
+            self.callback_handler.in_loop = before
+
+    @contextlib.contextmanager
+    def _buffers_of_first_rank(self: Any) -> Iterator[None]:
+        """A context in which each rank has rank 0's buffers, which are those that are saved. Afterwards those that have not
+        changed are the rank's own again. Collective."""
+        own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self._share_buffers()
+        shared = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        yield
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in shared and torch.equal(buffer, shared[name]):
+                    buffer.copy_(own[name])
+
+    def _share_buffers(self: Any) -> None:
+        hc.broadcast_parameters(dict(self.model.named_buffers()), root_rank=0)
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
@@ -123,8 +277,9 @@ class _OverHorovod:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trains; afterwards the model is whole on every rank."""
+        """Trains; afterwards the model is whole and the same on every rank."""
         result = super().train(*args, **kwargs)  # type: ignore[misc]
+        self._share_buffers()
         if self._distributed.shard_stage == 3:
             self._distributed.unshard()
             self.optimizer = self.lr_scheduler = None  # so that another training makes them anew
@@ -138,6 +293,18 @@ class _OverHorovod:
         state = self._distributed.full_model_state_dict(self.model)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
+
+    def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        # Each rank has looked whether the folder is there, maybe before rank 0 has made it.
+        best = self.state.best_model_checkpoint
+        self.state.best_model_checkpoint = of_first_process(best, "Trainer: best model")
+
+    def _load_best_model(self: Any) -> None:
+        # Rank 0 reads its files, which other hosts may lack.
+        if hc.rank() == 0:
+            super()._load_best_model()  # type: ignore[misc]
+        hc.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         # Gathered on all ranks, before rank 0 writes. It replaces the
@@ -186,6 +353,8 @@ def _check(args: Any, budget: Any, shard: Any, options: dict[str, Any]) -> None:
         and f"shard={shard!r} has no whole model to load it into; load it after train()",
         f"train_sampling_strategy={args.train_sampling_strategy!r}": args.train_sampling_strategy != "random"
         and "samples are in the order of a DistributedSampler; leave it out",
+        "enable_jit_checkpoint=True": getattr(args, "enable_jit_checkpoint", False)
+        and "ranks would save at different steps after a signal; set save_steps",
         "deepspeed": args.deepspeed and "use shard=",
         "fsdp": args.fsdp and "use shard=",
     }
