@@ -42,6 +42,7 @@ from hvd_ckpt.snapshots.folder import (
 )
 from hvd_ckpt.snapshots.loading import Target, average_state, load_state, load_weights
 from hvd_ckpt.snapshots.local import load_local, local_state, whole_state
+from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.order import in_order_of, parameter_names
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find_files, read_rank
@@ -84,7 +85,9 @@ class Snapshots:
     only read it, and writes it. ``optimizer.step()`` waits for the copy (CheckFreq, Mohan et al., FAST 2021). With sharded
     optimizers and in pipeline stages each rank writes its part. A snapshot resumes with any number of ranks and any sharding.
 
-    All methods are collective: call them on every rank, in the same order.
+    All methods are collective: call them on every rank, in the same order. From the first :meth:`save` or :meth:`stop_requested` to
+    :meth:`close`, or to the end of the process, rank 0 holds the lock of the folder (``.lock`` there). Another run that saves there
+    is an error in these methods.
 
     Args:
         folder: folder of the run, the same on all ranks and hosts. Snapshots are in ``folder/snapshots``.
@@ -164,6 +167,9 @@ class Snapshots:
         self._stopped: str | None = None
         self._writer: SnapshotWriter | None = None
         self._opened = ExitStack()
+        self._lock: FolderLock | None = None  # on the first process
+        self._locked = False
+        self._found: set[Path] | None = None  # snapshots that were there on resume(), on the first process
 
     # -------------------------------------------------------------------------------- of loops
 
@@ -184,6 +190,7 @@ class Snapshots:
             newest = find_files(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
+                self._found = set(list_snapshots(self.folder / "snapshots"))
         # One process chooses for all. Each rank by itself could find another
         # newest one while files come and go on a network file system. Its manifest comes along: it says how the files are that the
         # first has verified, and n ranks do not ask the file system for n files each.
@@ -237,9 +244,9 @@ class Snapshots:
                 After :meth:`resume` it is in the attribute ``loop``.
 
         Raises:
-            SnapshotError: the step is not a number of steps, or is before that of the last snapshot. Or the folder has snapshots,
-                and :meth:`resume` was not called. Or the optimizer's state is one that no run could resume from; raised on every
-                rank.
+            SnapshotError: another run uses the folder. Or the step is not a number of steps, or is before that of the last
+                snapshot. Or the folder has snapshots, and :meth:`resume` was not called. Or the optimizer's state is one that no
+                run could resume from. Raised on every rank.
         """
         if not self._resumed:
             there = current().number == 0 and bool(list_snapshots(self.folder / "snapshots"))
@@ -284,6 +291,7 @@ class Snapshots:
         it takes up to a period. A second Ctrl-C interrupts at once.
         """
         self._open()
+        self._lock_folder()
         if self._writer is not None:
             self._writer.check()
         optimizer, local = self._optimizer, isinstance(self._optimizer, LocalOptimizer)
@@ -347,6 +355,10 @@ class Snapshots:
         if self._writer is not None:
             self._writer.before_update()
 
+    def hold(self, lock: FolderLock | None) -> None:
+        """Takes over the lock of the folder, which the command has acquired on the first process before it wrote there."""
+        self._lock = lock
+
     def load(
         self,
         snapshot: Snapshot,
@@ -373,12 +385,15 @@ class Snapshots:
         """:meth:`save` with the further state of :meth:`contents`."""
         self._optimizer.check_own_weights("Snapshots.save()")
         self._open()
+        self._lock_folder()
         assert self._writer is not None
         self._step = step
         # The next forward pass writes buffers, while the copy is made; parameters stay as they are until the update.
         changing = {name for name, _ in self._model.named_buffers()}
         contents = self.contents(replicated, per_rank)
         with errors_on_all("Snapshots: save"):
+            if self._lock is not None:
+                self._lock.check()
             try:
                 check_content(contents["replicated"], contents["per_rank"], contents["shard"])
             except Wrong as error:
@@ -449,6 +464,7 @@ class Snapshots:
             return
         token, grid = of_first_process(secrets.token_hex(4), "hvd_ckpt.snapshots.token"), current()
         with ExitStack() as opened:
+            opened.callback(self._release_lock)
             # Left in reverse: first the hooks, so that no step waits for a
             # writer that is gone; then the writer; the signal handlers last.
             opened.enter_context(self.stop)
@@ -474,6 +490,26 @@ class Snapshots:
 
     def _forget_writer(self) -> None:
         self._writer = None
+
+    def _lock_folder(self) -> None:
+        """Acquires the lock of the folder, the first time. A program that only reads has none. Collective."""
+        if self._locked:
+            return
+        with errors_on_all("Snapshots: lock"):
+            if current().number == 0:
+                lock = self._lock or FolderLock(self.folder)
+                if self._found is not None and set(list_snapshots(self.folder / "snapshots")) - self._found:
+                    lock.release()
+                    raise SnapshotError(
+                        f"Another run has written snapshots into '{self.folder}' since resume(): resume again, or give another one."
+                    )
+                self._lock = lock
+        self._locked = True
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock, self._locked, self._found = None, False, None
 
 
 def _warn(text: str) -> None:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import tensors_of
+from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.snapshots import Snapshots
@@ -121,9 +123,17 @@ def prepare(config: Config, assembly: Assembly, point: ResumePoint | None = None
         point: where the run starts, and its folder; by default as configured.
 
     Raises:
-        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; raised on every rank.
+        ConfigError: a setting does not fit the model, a folder or snapshot cannot be used, or another run uses the folder; raised
+            on every rank.
         DryRun: the configuration asks for the summary of the run alone.
     """
+    with ExitStack() as locked:
+        run = _prepare(config, assembly, point, locked)
+        locked.pop_all()  # from here on it is with the snapshots
+        return run
+
+
+def _prepare(config: Config, assembly: Assembly, point: ResumePoint | None, locked: ExitStack) -> Run:
     Mode = mode_of(config)
 
     # Model and optimizer of one rank. Nothing here communicates, so that a rank that fails can tell the others.
@@ -151,7 +161,11 @@ def prepare(config: Config, assembly: Assembly, point: ResumePoint | None = None
     # Snapshot: read, validated, and its weights loaded on rank 0.
     point = point or find_resume_point(config)
     folder = point.folder
+    lock: FolderLock | None = None
     with errors_everywhere("hvd_ckpt.train.snapshot"):
+        if current().number == 0 and not config.dry_run:
+            lock = FolderLock(folder)
+            locked.callback(lock.release)
         snapshot = read_snapshot(point, config, len(assembly.train), assembly.model, optimizer)
         progress = Progress() if snapshot is None else Progress(**snapshot.replicated["progress"])
         first_ranks: int = hvd.size() if snapshot is None else snapshot.replicated["ranks"]
@@ -210,6 +224,7 @@ def prepare(config: Config, assembly: Assembly, point: ResumePoint | None = None
         blocking=config.blocking_snapshots,
         warn=lambda text: report.say(f"Warning: {text}"),
     )
+    snapshots.hold(lock)
     if snapshot is not None:
         with config_errors():
             of_rank = snapshots.load(snapshot, expected)

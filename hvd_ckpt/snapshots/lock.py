@@ -1,0 +1,200 @@
+"""The lock of a run's folder: one run at a time writes there.
+
+The folder has a file ``.lock`` with the host, the process and the time at which it was taken. Its owner touches the file every few
+seconds. Files are created and moved by single operations of the file system, which network file systems have, too; ``flock`` often
+works on one host alone there. A lock whose owner has died is taken over::
+
+    of this machine     at once: no process has the owner's number and its time of start
+    of another one      after a minute in which the file was not touched
+
+This module does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvd_ckpt.snapshots.folder import SnapshotError
+
+LOCK_FILE = ".lock"
+TOUCH_SECONDS = 10.0
+DEAD_SECONDS = 60.0
+
+
+class FolderLock:
+    """The lock of a folder, held from construction on, until :meth:`release`, the end of this object or of the process.
+
+    Where no file can be created, as on a file system that is read-only or full, nothing is locked.
+
+    Raises:
+        SnapshotError: another run has the folder; names its host, process and time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_FILE
+        self._owner = _this_process()
+        self._token = secrets.token_hex(8)
+        self._ended = threading.Event()
+        self._lost = False
+        self._release: Any = None
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+            self._release = weakref.finalize(
+                self, _release, self._path, self._token, self._ended, os.getpid()
+            )
+            arguments = weakref.ref(self), self._path, self._ended
+            threading.Thread(target=_touch, args=arguments, name="folder lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises SnapshotError if another run has taken the folder over, since this process had stood still for a minute."""
+        if self._lost:
+            raise SnapshotError(
+                f"Another run has taken over '{self._path.parent}' while this process stood still; resume in another folder."
+            )
+
+    def release(self) -> None:
+        """Removes the file."""
+        if self._release is not None:
+            self._release()
+
+    def _acquire(self) -> None:
+        # Complete under a name of its own before it gets the name of the lock, so that nobody reads half of it.
+        own = self._path.with_name(f"{LOCK_FILE}-{self._token}")
+        content = {"token": self._token, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), **self._owner}
+        own.write_text(json.dumps(content))
+        try:
+            while not _link(own, self._path):
+                holder = _read(self._path)
+                if holder is None:
+                    continue  # released meanwhile
+                if _is_dead(self._path, holder):
+                    self._move_aside(holder)
+                elif _read(self._path) == holder:
+                    raise SnapshotError(_in_use(self._path, holder, self._owner))
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _move_aside(self, dead: dict[str, Any]) -> None:
+        """Removes a dead lock, which one of several starters succeeds in."""
+        aside = self._path.with_name(f"{LOCK_FILE}-{self._token}.dead")
+        try:
+            os.rename(self._path, aside)
+        except FileNotFoundError:
+            return
+        # Between the reading and the renaming another starter may have replaced it: then its lock is put back.
+        if _read(aside) != dead:
+            _link(aside, self._path)
+        aside.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Gives a file a second name, unless something has that name already; returns whether it did."""
+    try:
+        os.link(source, target)
+        return True
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        try:
+            handle = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(handle, "wb") as file:
+            file.write(source.read_bytes())
+        return True
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The content of a lock; None without one, and an empty one if the file cannot be understood."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _release(path: Path, token: str, ended: threading.Event, process: int) -> None:
+    ended.set()
+    with contextlib.suppress(OSError):
+        if os.getpid() == process and (_read(path) or {}).get("token") == token:
+            path.unlink()
+
+
+def _touch(lock: weakref.ref[FolderLock], path: Path, ended: threading.Event) -> None:
+    while not ended.wait(TOUCH_SECONDS):
+        held = lock()
+        if held is None:
+            return
+        with contextlib.suppress(OSError):
+            there = _read(path)
+            held._lost = there is not None and there.get("token", held._token) != held._token
+            if there is not None and not held._lost:
+                os.utime(path)
+        del held
+
+
+def _this_process() -> dict[str, Any]:
+    """What tells this process from all others of its host: containers have numbers of their own."""
+    machine = socket.gethostname()
+    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with contextlib.suppress(OSError):
+            machine += " " + (os.readlink(source) if "ns" in source else Path(source).read_text().strip())
+    process = psutil.Process()
+    return {
+        "host": socket.gethostname(),
+        "machine": machine,
+        "process": process.pid,
+        "started": process.create_time(),
+    }
+
+
+def _is_dead(path: Path, holder: dict[str, Any]) -> bool:
+    """Whether the owner of a lock has ended."""
+    if holder.get("machine") == _this_process()["machine"]:
+        try:
+            process = psutil.Process(holder["process"])
+            other = abs(process.create_time() - holder["started"]) > 1
+            return other or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return True
+        except (psutil.Error, KeyError, TypeError, ValueError):
+            pass
+    # Its clock may be another one: what counts is whether the file is touched.
+    began, first = time.monotonic(), _touched(path)
+    while time.monotonic() - began < DEAD_SECONDS:
+        if _touched(path) != first:
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def _touched(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _in_use(path: Path, holder: dict[str, Any], own: dict[str, Any]) -> str:
+    process = f"process {holder.get('process')} on {holder.get('host')}"
+    if all(holder.get(name) == own[name] for name in ("machine", "process", "started")):
+        process = f"another object of this process ({holder.get('process')} on {holder.get('host')})"
+    return (
+        f"The folder '{path.parent}' is in use by {process}, since {holder.get('time')}: two runs would overwrite each other's "
+        "snapshots; wait for its end, close() it, or give another folder."
+    )
