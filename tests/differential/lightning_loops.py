@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from loops import (
     Net,
     differences,
     draw_loop,
+    folder_of_all_ranks,
     optimizer_of,
     sampler_of,
     samples_of,
@@ -236,14 +233,3 @@ def resumed(loop: Loop, path: Path, whole: Module, state: dict[str, Tensor]) -> 
         if not torch.equal(value, state[name]):
             failures.append(f"resumed: {name} differs by {distance(value, state[name]):.3g}")
     return failures
-
-
-@contextmanager
-def folder_of_all_ranks() -> Iterator[Path]:
-    """A temporary folder, the same on all ranks."""
-    made = tempfile.mkdtemp(prefix="hvd_ckpt_loops_") if hc.rank() == 0 else ""
-    path = Path(hc.broadcast_object(made, 0, name="folder"))
-    yield path
-    hc.barrier()
-    if hc.rank() == 0:
-        shutil.rmtree(path)

@@ -28,6 +28,7 @@ KINDS = {
     "core": ("drawing", "checking"),
     "acts": ("drawing_acts", "checking_acts"),
     "lightning": ("lightning_loops", "lightning_loops"),
+    "transformers": ("transformers_loops", "transformers_loops"),
 }
 HERE = Path(__file__).resolve().parent
 SHARED = [str(HERE.parent / "helpers"), str(HERE.parents[1])]

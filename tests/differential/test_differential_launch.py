@@ -21,13 +21,16 @@ def test_random_programs_in_parts(ranks: int, tensor: int, seed: int) -> None:
     assert "3 core programs" in job.stdout
 
 
-def test_random_loops_of_lightning() -> None:
+@pytest.mark.parametrize(
+    ("kind", "needs", "seed"), [("lightning", "lightning", 24), ("transformers", "accelerate", 300)]
+)
+def test_random_loops(kind: str, needs: str, seed: int) -> None:
     pytest.importorskip(
-        "lightning", reason="lightning is not installed: pip install -r install/requirements-tests.txt"
+        needs, reason=f"{needs} is not installed: pip install -r install/requirements-tests.txt"
     )
-    run = [sys.executable, str(Path(__file__).with_name("run.py")), "--kind", "lightning"]
+    run = [sys.executable, str(Path(__file__).with_name("run.py")), "--kind", kind]
     job = subprocess.run(
-        [*run, "--programs", "8", "--seed", "24"], capture_output=True, text=True, timeout=400
+        [*run, "--programs", "8", "--seed", str(seed)], capture_output=True, text=True, timeout=400
     )
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "8 lightning programs" in job.stdout
+    assert f"8 {kind} programs" in job.stdout
