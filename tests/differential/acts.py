@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-READS = ("norm", "item", "clone", "isnan", "is_none", "data", "numpy", "deepcopy", "total_norm", "dot")
+READS = (
+    "norm",
+    "item",
+    "clone",
+    "isnan",
+    "is_none",
+    "data",
+    "numpy",
+    "deepcopy",
+    "total_norm",
+    "dot",
+    "kept",
+)
 IN_PLACE = (
     *("mul_", "add_", "zero_", "copy_", "clamp_", "index", "foreach_mul_", "clip_norm", "clip_value"),
     *("data_mul_", "model_zeros", "optimizer_zeros"),

@@ -75,11 +75,8 @@ def described(error: Exception) -> tuple[str, bool]:
     """The kind of an error's message, and whether this library wrote it."""
     text = re.sub(r"^(rank \d+: )+", "", str(error))
     frames = traceback.extract_tb(error.__traceback__)
-    ours = (
-        bool(frames)
-        and frames[-1].filename.startswith(OURS)
-        and not isinstance(error, (AttributeError, KeyError))
-    )
+    ours = bool(frames) and frames[-1].filename.startswith(OURS) and " " in str(error)
+    ours &= not isinstance(error, (AttributeError, IndexError, NameError))
     return f"{type(error).__name__}: {text}", ours
 
 
@@ -103,7 +100,6 @@ def _agreement(program: Program, everyone: list[Outcome]) -> list[str]:
     for (step, position, at), ranks in done.items():
         act = program.steps[step].acts[position]
         alike = all(len(one.ranks) == program.ranks for one in program.steps[step].acts[:position])
-        # A rank without elements of a parameter has nothing of its state.
         if alike and ranks != set(act.ranks) and act.kind not in STATE_READ:
             failures.append(f"refused on some ranks: {step} {act} parameter {at} on {sorted(ranks)} only")
     if not any(drifts(program, act) for step in program.steps for act in step.acts):
@@ -145,7 +141,8 @@ def _reasons(program: Program, everyone: list[Outcome], performed: list[tuple[in
         failures += [
             f"silent: step {number} {act}"
             for number, act in performed
-            if must_refuse(program, number, act, everyone) or drifts(program, act)
+            if must_refuse(program, number, act, everyone)
+            or (drifts(program, act) and not was_refused(program, number, act, everyone))
         ]
     return failures[:4]
 
@@ -167,7 +164,8 @@ def may_be_in_flight(program: Program, number: int, act: Act) -> bool:
         return act.place in ("pass", "backward")
     if program.ranks == 1 or number == 0:
         return False
-    return act.place == "backward" or (act.place == "pass" and not steady(program))
+    last = act.part == len(program.steps[number].passes[0]) - 1
+    return act.place == "backward" or (act.place == "pass" and (last or not steady(program)))
 
 
 def may_refuse(program: Program, number: int, act: Act) -> bool:
@@ -233,12 +231,12 @@ def must_refuse(program: Program, number: int, act: Act, everyone: list[Outcome]
     frozen = any(one.kind in FLAGS for step in program.steps for one in step.acts) or any(
         event[0] == "freeze" for step in program.steps for event in step.events
     )
-    refused = any(
-        key[1] == number and program.steps[number].acts[key[2]] == act
-        for one in everyone
-        for key in one.refused
-    )
-    return not frozen and not refused
+    return not frozen and not was_refused(program, number, act, everyone)
+
+
+def was_refused(program: Program, number: int, act: Act, everyone: list[Outcome]) -> bool:
+    keys = {key for one in everyone for key in one.refused if key[1] == number}
+    return any(program.steps[number].acts[key[2]] == act for key in keys)
 
 
 def drifts(program: Program, act: Act) -> bool:
@@ -257,7 +255,6 @@ def _against_one_process(program: Program, everyone: list[Outcome]) -> list[str]
         act = program.steps[step].acts[position]
         if common(act):
             left_out.add((act.ranks[0], step, position, at))
-    elsewhere = {key[1:] for key in refused if program.steps[key[1]].acts[key[2]].kind in STATE_READ}
     alone = _alone(program, left_out)
     others = [_alone(program, left_out, noise) for noise in (1, 2)]
     tolerance = LOSSY if program.lossy or program.master_weights else FLOOR
@@ -268,8 +265,11 @@ def _against_one_process(program: Program, everyone: list[Outcome]) -> list[str]
     failures = []
     for rank, one in enumerate(everyone):
         for key, value in one.reads.items():
-            if (one.error is not None and key[1] >= one.step) or key[1:] in elsewhere:
+            if one.error is not None and key[1] >= one.step:
                 continue
+            state = key[2] >= 0 and program.steps[key[1]].acts[key[2]].kind in STATE_READ
+            if program.stage and state and not value:
+                continue  # a rank has nothing of the state of a parameter of which it has no elements
             wanted = alone[1].get(key)
             if wanted is None:
                 failures.append(f"one process has not read {key} on rank {rank}")

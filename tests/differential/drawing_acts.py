@@ -45,7 +45,9 @@ class DrawActs(Draw):
             self.segments.append(Segment((Block("linear"),)))
         self.draw_owners()
         self.families = [self.choose(list(ACTS)) for _ in range(self.choose([1, 1, 2, 3]))]
-        self.scaler &= "flags" not in self.families  # a scaler raises where there is no gradient at all
+        if "flags" in self.families:
+            self.embedding = ""  # frozen, it would leave reentrant regions without gradients
+        self.scaler &= "flags" not in self.families  # it raises where there is no gradient at all
         self.everywhere = self.chance(0.6)  # all ranks do the same
 
     def draw_segments(self) -> list[Segment]:
@@ -124,14 +126,16 @@ class DrawActs(Draw):
         kind = self.choose(ACTS[family])
         if self.optimizer == "adagrad" and kind in ("state_pop", "state_empty", "state_clear"):
             kind = "state_zero_"  # it makes its state once
-        if kind in ("collect", "combine"):
-            kind = "doubled"
+        if kind in ("collect", "combine") or (self.scaler and kind in ("dropped", "model_none")):
+            kind = "doubled"  # a scaler raises where there is no gradient at all
         places = ["cleared", "backward", "backward", "step"]
         places += ["pass"] * (passes > 1)
         places += ["synchronized", "synchronized"] * (step.how == "synchronize" and family != "flags")
         place = self.choose(places)
         if kind == "optimizer_zeros" and place == "synchronized":
             place = "step"  # clears what the step would use
+        if kind == "kept":  # of a gradient that a later step does not change
+            place, kind = "step", kind if self.clear in ("none", "plain", "model") else "norm"
         part = self.dice.randrange(max(1, passes - 1)) if place == "pass" else 0
         ranks = tuple(range(self.ranks))
         mine = (*READS, *WEIGHTS_READ) if place == "synchronized" else (*READS, *IN_PLACE, *REPLACED, *FLAGS)
@@ -172,6 +176,8 @@ class DrawActs(Draw):
             and self.chance(0.15)
         ):
             kinds = ["pre_mul", "post_mul", "post_replace", "post_read"]
+            if self.stage > 1 and any(len(own) > 1 for step in program.steps for own in step.passes):
+                kinds = kinds[:1]  # the others see each pass's gradient by itself
             hooks = tuple(
                 (self.choose(kinds), self.dice.randrange(1000), self.chance(0.5))
                 for _ in range(self.choose([1, 2]))

@@ -100,7 +100,9 @@ class Hand:
 
     def _targets(self, act: Act) -> list[Tensor]:
         owned = [p for group in self._run.optimizers[0].param_groups for p in group["params"]]
-        those = owned if act.through == "groups" else self._run.parameters
+        # One of which the optimizer has no state would break its state_dict().
+        own = act.through == "groups" or act.kind.startswith("state")
+        those = owned if own else self._run.parameters
         return [those[target % len(those)] for target in act.targets] or list(those)
 
     def _one(self, act: Act, parameter: Tensor, at: int, generator: torch.Generator) -> Any:
@@ -172,14 +174,19 @@ class Hand:
         elif kind == "dropped":
             parameter.grad = None
         elif kind == "collect":
-            kept = None if gradient is None else gradient.clone()
-            self._kept.setdefault(("task", self._run.rank, at), []).append(kept)
+            if gradient is not None:
+                gradient.norm()  # a placeholder has none
+            self._kept.setdefault(("task", self._run.rank, at), []).append(gradient)
             parameter.grad = None
         elif kind == "combine":
             tasks = self._kept.pop(("task", self._run.rank, at), [])
             found = [task / (1e-3 + task.norm()) for task in tasks if task is not None]
             if found:
                 parameter.grad = sum(found[1:], found[0])
+        elif kind == "kept":
+            before = self._kept.get(("gradient", self._run.rank, id(parameter)))
+            self._kept["gradient", self._run.rank, id(parameter)] = gradient
+            return None if before is None else before.norm()
         elif gradient is None:
             return None
         elif kind in READS:
