@@ -201,13 +201,14 @@ class StateOfParameters(_View):
         return self[key] if key in self else default  # noqa: SIM401
 
     def pop(self, key: Any, *default: Any) -> Any:
+        if default and key not in self:
+            return default[0]
         own, is_parameter = self._resolved(key)
         if not is_parameter:
             return self._own.pop(own, *default)
         found = dict(self[key])
-        if own is None or (default and own not in self._own):
-            return default[0] if default else found
-        del self._own[own]
+        if own is not None:
+            del self._own[own]
         return found
 
     def __iter__(self) -> Iterator[Any]:

@@ -300,6 +300,7 @@ def empty(model: Any, optimizer: Any) -> None:
         optimizer.state[parameter] = {}
     optimizer.state[model[2].weight].clear()
     optimizer.state.pop(model[2].bias)
+    assert optimizer.state.pop(torch.nn.Parameter(torch.ones(2)), None) is None  # of another optimizer
     del optimizer.state[model[3].weight]
 
 
