@@ -12,7 +12,7 @@ The way of a gradient:
 What is not usual:
 
     late          late and unbucketed gradients, control flags, the resynchronization of ranks
-    modified      gradients that change while their bucket is in flight
+    gradients     what stands in ``p.grad`` before a synchronization, and changes by hand
     results       changes of gradients after a synchronization
     sums          gradients that are sums over the ranks already (op=Sum)
     tree          gradients of logical replicas

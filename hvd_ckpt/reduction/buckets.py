@@ -30,15 +30,13 @@ class GradientEntry:
     view: torch.Tensor | None = None
     pointer: int = 0
     filled: bool = False  # there was a gradient when the bucket was last gathered
+    version: int = (
+        0  # of the view, when the bucket was sent or has arrived: another one tells of a change in place
+    )
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
-
-    def is_home(self) -> bool:
-        """True if the parameter's ``grad`` is the view itself, in its place: the usual case, at little cost."""
-        view = self.view
-        return view is not None and self.parameter.grad is view and view.data_ptr() == self.pointer
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """True if ``gradient`` lies here. Compares memory, not identity: ``Module.to`` keeps the tensor object and moves it."""
@@ -76,13 +74,6 @@ class Bucket:
     waiting: int = 0  # parameters whose gradient is not complete yet
     launched: bool = False
     void: bool = False  # was sent as zeros, since a parameter has been converted
-    all_home: bool = False  # each ``grad`` is its view, since the bucket was last gathered
-    # Of the storage when it was sent, or has arrived. Horovod writes through a pointer, which moves no version, so
-    # another one later tells of a change in place.
-    version: int = 0
-    # Other ranks' gradients may have been replaced by hand in flight, so that ours are needed again.
-    keeps_sources: bool = False
-    sources: dict[int, torch.Tensor] = field(default_factory=dict)  # the gradients that were copied here
 
     def add(self, index: int, parameter: torch.Tensor) -> None:
         shape, stride = parameter.shape, parameter.stride()
@@ -116,7 +107,7 @@ class Bucket:
 
     def free(self) -> None:
         """Forgets the storage; it lives on while some parameter's ``grad`` is still a view into it."""
-        self.flat, self.all_home = None, False
+        self.flat = None
         for entry in self.entries:
             entry.view = None
 
@@ -134,33 +125,32 @@ class Bucket:
                 return False
         return True
 
-    def may_leave(self, arrived: Sequence[int]) -> bool:
-        """False if some gradient was made with ``create_graph=True``: a view into the storage would lose its graph.
-
-        Args:
-            arrived: how many accumulations of each parameter there were in this step.
-        """
+    def may_leave(self) -> bool:
+        """False if some gradient was made with ``create_graph=True``: a view into the storage would lose its graph."""
         for entry in self.entries:
             gradient = entry.parameter.grad
-            if gradient is None:
-                self.keeps_sources |= arrived[entry.index] > 0  # was dropped by hand
-            elif gradient.requires_grad:
+            if gradient is not None and gradient.requires_grad:
                 return False
         return True
 
-    def adopt(self, entry: GradientEntry) -> bool:
-        """Brings the gradient of one parameter into the storage and makes it its ``grad``; False if it cannot lie there."""
+    def adopt(self, entry: GradientEntry) -> None:
+        """Brings the gradient of one parameter into the storage, if it can lie there, and makes it its ``grad``."""
         gradient = entry.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
-            return False
+            return
         if (gradient.dtype, gradient.device, gradient.shape) != (self.dtype, self.device, entry.shape):
-            return False
+            return
         if not entry.holds(gradient):
             with torch.no_grad():
                 view = self.view(entry)
             view.detach().copy_(gradient)
             entry.parameter.grad = moved(gradient, view)
-        return True
+
+    def note_versions(self) -> None:
+        """The views are as they were sent, or as they have arrived; Horovod writes through a pointer, which moves no version."""
+        for entry in self.entries:
+            if entry.view is not None:
+                entry.version = entry.view._version
 
     def gather(self) -> torch.Tensor:
         """Brings every gradient into the storage and makes it the parameter's ``grad``; missing ones count as zero.
@@ -175,7 +165,6 @@ class Bucket:
         targets: list[torch.Tensor] = []
         missing: list[torch.Tensor] = []
         copied: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.all_home = True
         with torch.no_grad():
             for entry in self.entries:
                 parameter, view = entry.parameter, entry.view
@@ -188,10 +177,7 @@ class Bucket:
                     continue
                 if gradient is None:
                     missing.append(view)
-                    self.all_home = False
                     continue
-                if self.keeps_sources and not entry.holds(gradient):
-                    self.sources[entry.index] = gradient.detach()
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 targets.append(view)
                 copied.append((parameter, gradient, view))
@@ -200,16 +186,18 @@ class Bucket:
             if missing:
                 foreach_zero_(missing)
             for parameter, gradient, view in copied:
-                parameter.grad = home = moved(gradient, view)
-                self.all_home &= home is view
+                parameter.grad = moved(gradient, view)
         return flat
 
 
 def view_of(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:
-    """An entry's part of ``flat``, with the parameter's strides where they are dense (channels-last weights, say)."""
+    """An entry's part of ``flat``, with the parameter's strides where they are dense (channels-last weights, say).
+
+    It counts its versions by itself: they tell which gradient of a bucket was changed in place.
+    """
     if entry.dense:
-        return flat.as_strided(entry.shape, entry.stride, entry.offset)
-    return flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
+        return flat.as_strided(entry.shape, entry.stride, entry.offset).data
+    return flat[entry.offset : entry.offset + entry.numel].view(entry.shape).data
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

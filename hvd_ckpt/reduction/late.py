@@ -41,8 +41,8 @@ class ControlFlags(NamedTuple):
 
 # The resynchronization: what ranks tell each other when something has changed that buckets cannot express.
 #
-# A rank that has new parameters, whose model was converted to another dtype or device, or whose gradients were replaced by hand
-# while in flight, asks for it through a control flag. All ranks then gather their reports and either continue in the same way or
+# A rank that has new parameters, whose model was converted to another dtype or device, or whose gradients were dropped in flight or
+# changed by hand, asks for it through a control flag. All ranks then gather their reports and either continue in the same way or
 # raise the same error.
 
 
@@ -54,8 +54,8 @@ class Report:
         wanted: this rank asks for the resynchronization.
         error: must be raised on every rank.
         void: parameters whose bucket was sent empty, because the model was converted.
-        replaced: parameters whose gradient was replaced or dropped by hand while its bucket was in flight.
-        sent: parameters whose gradient has left with its bucket, and is not kept here.
+        dropped: parameters whose gradient was dropped by hand while its bucket was in flight.
+        sent: parameters whose gradient is in flight.
         table: facts of all parameters.
         used: whether each parameter has a gradient.
     """
@@ -63,20 +63,10 @@ class Report:
     wanted: bool = False
     error: Exception | None = None
     void: list[int] = field(default_factory=list)
-    replaced: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     table: list[ParameterFacts] = field(default_factory=list)
     used: list[bool] = field(default_factory=list)
-
-
-def sent_in_buckets(assignment: BucketAssignment) -> list[int]:
-    """The parameters whose gradient has left with its bucket, and is not kept here."""
-    return [
-        entry.index
-        for bucket in assignment.buckets
-        for entry in bucket.entries
-        if bucket.launched and not bucket.void and entry.filled and entry.index not in bucket.sources
-    ]
 
 
 def check_reports(reports: Sequence[Report]) -> None:
@@ -87,7 +77,7 @@ def check_reports(reports: Sequence[Report]) -> None:
 
     Raises:
         RecomputationMismatch: a rank has recomputed other values.
-        RuntimeError: gradients in flight were changed in place, or only on some ranks replaced, dropped or converted.
+        RuntimeError: gradients were changed in place, or replaced in flight, or only on some ranks dropped or converted.
         ValueError: the ranks' parameters differ.
     """
     raise_gathered([report.error for report in reports])
@@ -97,12 +87,11 @@ def check_reports(reports: Sequence[Report]) -> None:
         for index in sorted(set(report.void) ^ set(reports[0].void)):
             here, there = (rank, 0) if index in report.void else (0, rank)
             raise _different(names[index], "was converted to another dtype or device", here, there)
-    # A rank that has sent nothing, or still has what it sent, can join in a second reduction.
+    # A rank that has sent nothing of a gradient has nothing to drop.
     for there, report in enumerate(reports):
-        lost = set(report.sent).difference(report.replaced)
         for here, other in enumerate(reports):
-            for index in sorted(lost.intersection(other.replaced)):
-                what = "had its gradient replaced or dropped between backward() and synchronize()"
+            for index in sorted(set(report.sent).intersection(other.dropped)):
+                what = "had its gradient dropped between backward() and synchronize()"
                 raise _different(names[index], what, here, there)
 
 
@@ -150,26 +139,17 @@ class UnbucketedGradients:
                 with torch.no_grad():
                     gradient.add_(reduced)
 
-    def reduce_again(
-        self, again: Sequence[int], here: Set[int], used: Set[int], parts: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Reduces gradients that the buckets of this step have not reduced as they are.
+    def reduce_apart(self, indices: Sequence[int], used: Set[int]) -> None:
+        """Reduces gradients that the buckets of this step did not have: each ``grad`` is what a rank has.
 
         Args:
-            here: those that ``grad`` holds; of others this rank brings what their bucket has kept, and the late part.
             used: those that some rank has.
-            parts: late parts.
         """
-        for index in again:
-            bucket, parameter = self.assignment.bucket_of[index], self.assignment.parameters[index]
-            if index not in here:
-                kept = [] if bucket is None else [bucket.sources.get(index), parts.get(index)]
-                own = [part for part in kept if part is not None]
-                parameter.grad = sum(own[1:], own[0]) if own else None
+        for index in indices:
             if index in used:
                 self.reduce(index)
             else:
-                parameter.grad = None
+                self.assignment.parameters[index].grad = None
 
     def reduce_sparse(self, indices: Sequence[int]) -> None:
         """Gathers sparse gradients; a missing one counts as empty.

@@ -295,10 +295,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._keeps_zeros = used.grad is not None
 
     def _drop_in_flight(self) -> None:
-        """Puts zeros in place of gradients that may be on their way, so that they can be cleared, on some ranks only, too."""
-        for parameter in self.parameter_names:
-            if parameter.grad is not None and self.reducer is not None and self.reducer.active:
-                parameter.grad = torch.zeros_like(parameter.grad)
+        """Puts zeros in place of gradients that may be on their way, so that they can be cleared."""
+        if self.reducer is not None and self.reducer.active:
+            self.reducer.drop_gradients()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a state of this optimizer, of the wrapped optimizer, or of stock Horovod's optimizer around it.

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator
-from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports, sent_in_buckets
-from hvd_ckpt.reduction.modified import ModifiedGradients
+from hvd_ckpt.reduction.gradients import DROPPED, OWN, TrackedGradient, changed_in_place
+from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports
 from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.weights import WeightVerification
@@ -64,15 +64,8 @@ class Reducer(OwningReducer):
         sparse_as_dense: bool,
         keep_buckets: bool,
     ) -> None:
-        # Sets of parameters, by index. A parameter moves through them in one step:
-        #
-        #   set                  what holds for its gradient                                emptied
-        #   _watched             its bucket has left, so the next accumulation is late      at the end of the step
-        #   _modified.diverted   it is late: ``grad`` is a new tensor, the bucket's hidden  at the end of the step
-        #   _modified.late       the late part has arrived, and is reduced after the flags  at the end of the step
-        #   _shared              another optimizer has had it, so its bucket waits          by become_exclusive()
-        #
-        # With op=Sum _watched has all parameters, except on the leader: what is a sum already must be kept apart.
+        # Parameters, by index, whose bucket has left, so that the next accumulation is late. With op=Sum it has all parameters,
+        # except on the leader: what is a sum already must be kept apart.
         self._watched: set[int] = set()
         super().__init__(assignment.parameters, self._watched)
         self.assignment = assignment
@@ -84,8 +77,13 @@ class Reducer(OwningReducer):
         self._counts = AccumulationCounts(len(assignment.parameters))
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
         self._lock = threading.RLock()
-        self._shared: set[int] = set()  # parameters that optimizers take turns with
-        self._modified = ModifiedGradients()
+        self._shared: set[int] = (
+            set()
+        )  # parameters that optimizers take turns with; their buckets leave in synchronize()
+        self._gradients = list(map(TrackedGradient, assignment.parameters, assignment.names))
+        self._late: dict[
+            int, torch.Tensor
+        ] = {}  # parts that have come after the rest of their gradient has left
         self._left = Results(assignment)
         self._in_flight: list[tuple[Bucket, Work]] = []
         self._next = 0  # position of the bucket that leaves next
@@ -101,12 +99,18 @@ class Reducer(OwningReducer):
             index = self.assignment.add(name, parameter)
             if index is not None:
                 self._counts.extend(1)
+                self._gradients.append(TrackedGradient(parameter, name))
                 self.acquire([index])
         self._watch_sums()
 
     @property
     def process_set(self) -> Any:
         return self._communicator.process_set
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether what ``grad`` holds is the result already, on this only rank: it may be read and changed at any time."""
+        return bool(self.process_set.size() == 1)
 
     @property
     def has_in_flight(self) -> bool:
@@ -116,12 +120,10 @@ class Reducer(OwningReducer):
     # ---------------------------------------------------------------------------------- the backward pass
 
     def before_accumulation(self, index: int) -> None:
-        """Keeps a late gradient out of the buffer in flight: it goes to a fresh tensor. Keeps what is summed already, too."""
+        """Makes room for a late gradient, which goes to a fresh tensor. Keeps what is summed already, too."""
         self._communicator.keep_sum(self.assignment.parameters[index])
-        bucket, entry = self.assignment.bucket_of[index], self.assignment.entry_of[index]
-        if bucket is not None and entry is not None and bucket.launched:
-            with self._lock:
-                self._modified.before_late(bucket, entry, self.assignment.names[index])
+        with self._lock:
+            self._gradients[index].make_room()
 
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become final."""
@@ -130,43 +132,44 @@ class Reducer(OwningReducer):
             self.active = True
             counts, assignment = self._counts, self.assignment
             arrived = counts.count(index)
+            self._gradients[index].arrived()
             if self._communicator.sums_once:
                 self._communicator.changed_sum(assignment.parameters[index])
             bucket, entry = assignment.bucket_of[index], assignment.entry_of[index]
-            if bucket is None or entry is None:
-                return
-            if bucket.launched:
-                self._modified.after_late(bucket, entry)
+            if bucket is None or entry is None or bucket.launched:
                 return
             expected = counts.expected[index]
-            if arrived > 1 and (arrived > expected or self._modified.has_lost_parts(entry)):
-                bucket.keeps_sources = True  # other ranks may have sent what is dropped here
             if arrived == expected:
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
                     self._complete(bucket)
             elif arrived == 1:
                 # More parts are to come: accumulate them in the bucket rather than beside it.
-                self._modified.adopt(bucket, entry)
+                bucket.adopt(entry)
+                self._gradients[index].note()
 
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of the bucket have arrived: launch what can leave, and keep it in its storage if it cannot."""
         buckets = self.assignment.buckets
         # A late part can be added to what has left only if the operation is linear. With Min, Max or
-        # Product all buckets wait for synchronize().
-        may_leave = self._counts.learned and self._communicator.linear
+        # Product all buckets wait for synchronize(). A single rank has nobody to send them to.
+        may_leave = self._counts.learned and self._communicator.linear and not self.is_alone
         # The last bucket never leaves here: it carries the flags, which are known in synchronize() only.
         while may_leave and self._next < len(buckets) - 1 and buckets[self._next].waiting == 0:
-            if not buckets[self._next].may_leave(self._counts.arrived):
+            if not buckets[self._next].may_leave():
                 break
+            self._look_at(buckets[self._next].indices)
             self._launch()
             self._step.launches_in_backward += 1
         if bucket.launched or bucket is buckets[-1]:  # which is small, and is filled when it leaves
             return
         # An earlier bucket holds this one back. Its gradients move into its storage now, so that the tensors which autograd
         # made for them are freed instead of lying beside it.
-        if bucket.fits_parameters() and bucket.may_leave(self._counts.arrived) and not bucket.keeps_sources:
+        if bucket.fits_parameters() and bucket.may_leave():
+            self._look_at(bucket.indices)
             bucket.gather()
+            for index in bucket.indices:
+                self._gradients[index].note()
 
     def _watch_sums(self) -> None:
         """Watches gradients before more is added to what is summed already, where this rank must not bring it again."""
@@ -193,6 +196,15 @@ class Reducer(OwningReducer):
         if self._sum(begun, "drain")[0] > 0:
             self.synchronize()
 
+    def drop_gradients(self) -> None:
+        """Puts zeros in place of gradients, in flight or not, so that they can be cleared. Call it on every rank."""
+        for gradient in self._gradients:
+            gradient.look()
+            if gradient.is_away:
+                gradient.drop()
+            if gradient.parameter.grad is not None:
+                gradient.parameter.grad = torch.zeros_like(gradient.parameter)
+
     # ---------------------------------------------------------------------------------- changes since the last synchronization
 
     def has_accumulated(self, parameter: torch.Tensor) -> bool:
@@ -215,32 +227,31 @@ class Reducer(OwningReducer):
             ValueError, RuntimeError: the ranks' models do not fit each other, or gradients were changed in flight; the
                 same on every rank.
         """
-        assignment = self.assignment
+        assignment, report = self.assignment, self._report
         # Parameters that were unfrozen before this backward pass have no hooks yet. Their gradients were not
         # counted in it, and are reduced below all the same.
         self.hook_parameters()
         # Everything that this rank alone knows must be in the flags before the last bucket leaves: after them the ranks
         # take the same way, and nothing more can be asked.
-        replaced = self._modified.find_replaced(assignment)
-        error = self._report.error = self._mismatch or self._modified.error
-        self._report.wanted |= bool(replaced or error) or len(assignment.parameters) != self._known
+        self._look_at(range(len(assignment.parameters)))
+        self._find_late()
+        report.error = self._mismatch or report.error
+        report.wanted |= bool(report.error or report.dropped) or len(assignment.parameters) != self._known
         values, scale = self._reduce_buckets()
         flags = ControlFlags.of(values[: -self.weights.size])
 
         self.noticed, self.notice = flags.notice > 0, False
         used = [index for index, ranks in enumerate(flags.used) if ranks > 0]
         late = [index for index, ranks in enumerate(flags.late) if ranks > 0]
-        again: set[int] = set()
+        apart: set[int] = set()
         if flags.resynchronize > 0:
             # The flags were of parameters that all ranks knew; these are of all that any rank has.
-            used, again = self._resynchronize(replaced)
-        # Late parts are taken aside first, since assigning the arrived gradients overwrites ``grad``.
-        parts = {index: part.detach() for index, (part, _) in self._modified.late.items()}
-        self._assign_gradients(set(used), keep=again)
-        self._unbucketed.add_late_parts([index for index in late if index not in again], parts)
+            used, apart = self._resynchronize()
+        self._assign_gradients(set(used), keep=apart)
+        self._unbucketed.add_late_parts([index for index in late if index not in apart], self._late)
         self._unbucketed.reduce_sparse([index for index in used if index in assignment.sparse])
         if flags.resynchronize > 0:
-            self._unbucketed.reduce_again(sorted(again), {*replaced, *self._report.void}, set(used), parts)
+            self._unbucketed.reduce_apart(sorted(apart), set(used))
             self._make_buckets()
         else:
             # Without a resynchronization the flags carry a fingerprint of weights that every rank has laid out alike.
@@ -255,13 +266,48 @@ class Reducer(OwningReducer):
         self._step.late_gradients = [assignment.names[index] for index in late]
         self._end_step(learn=True)
 
+    def _look_at(self, indices: Iterable[int], held: bool = False) -> None:
+        """Finds out what was done by hand to gradients of this step.
+
+        Args:
+            held: they have come, but are not counted.
+        """
+        if self.is_alone:
+            return
+        arrived = self._counts.arrived
+        for index in indices:
+            gradient = self._gradients[index]
+            if held or arrived[index] or gradient.state is not OWN:
+                gradient.look()
+            self._report.error = self._report.error or gradient.error
+
+    def _find_late(self) -> None:
+        """Notes late parts, gradients that were dropped in flight, and those that were changed there."""
+        report = self._report
+        for bucket in self.assignment.buckets:
+            if not bucket.launched or bucket.void:
+                continue
+            for entry in bucket.entries:
+                gradient, view = self._gradients[entry.index], entry.view
+                if gradient.is_away:
+                    # Code has kept the view, or what shares its memory: no other way leads there.
+                    if (
+                        view is not None
+                        and view._version != entry.version
+                        and view.data_ptr() == entry.pointer
+                    ):
+                        report.error = report.error or changed_in_place(gradient.name)
+                    if gradient.part is not None:
+                        self._late[entry.index] = gradient.part.detach()
+                elif gradient.state is DROPPED:
+                    report.dropped.append(entry.index)
+                elif entry.parameter.grad is not None:
+                    self._late[entry.index] = entry.parameter.grad.detach()
+
     def _reduce_buckets(self) -> tuple[list[float], float]:
         """Launches the buckets that have not left yet, waits for all, and returns the summed control flags and their scale."""
         buckets = self.assignment.buckets
         while self._next < len(buckets) - 1:
-            bucket = buckets[self._next]
-            if self._counts.learned and self._communicator.linear and self._shared.isdisjoint(bucket.indices):
-                bucket.keeps_sources = True  # other ranks may have sent it in the backward pass
             self._launch()
         # The flags ride in the last bucket where its dtype can carry them: no message of their own.
         riding = bool(buckets) and buckets[-1].flags > 0
@@ -284,11 +330,7 @@ class Reducer(OwningReducer):
         # Flags have places for the parameters that all ranks have compared. A rank with
         # further ones asks for a resynchronization.
         used = [parameter.grad is not None for parameter in self.assignment.parameters[: self._known]]
-        late = [False] * self._known
-        for index in self._modified.diverted:  # their gradients are in flight, but hidden from ``grad``
-            used[index] = True
-        for index in self._modified.late:
-            late[index] = True
+        late = [index in self._late for index in range(self._known)]
         return ControlFlags(used, late, float(self._report.wanted), float(self.notice))
 
     def _launch(self, with_flags: bool = False) -> None:
@@ -309,15 +351,16 @@ class Reducer(OwningReducer):
             with torch.no_grad():
                 tail = flat[bucket.numel :]
                 tail.copy_(self._all_flags(tail.device)) if with_flags else tail.zero_()
-        # From here until it arrives the buffer belongs to Horovod: accumulations go elsewhere (``_watched``), and a change by
-        # hand is found by the version that is noted below.
+        # From here until it arrives the buffer belongs to Horovod, and a placeholder stands in ``grad``. A change by hand, through
+        # a tensor that code has kept, is found by the versions of the views.
         with span(None, f"send bucket {bucket.position}"):
             self._in_flight.append((bucket, self._communicator.send(bucket, flat)))
         bucket.launched = True
         self._watched.update(bucket.indices)
-        # Read after the tail was written. Horovod writes through a pointer, which moves
-        # no version, so only a change by hand does.
-        bucket.version = flat._version
+        for entry in () if bucket.void else bucket.entries:
+            if entry.filled:
+                self._gradients[entry.index].send()
+        bucket.note_versions()
         self._step.launch_order.append(bucket.position)
         self._next += 1
 
@@ -338,20 +381,21 @@ class Reducer(OwningReducer):
         for bucket in self.assignment.buckets:
             if bucket.void:
                 continue
-            for entry in bucket.entries if densified or not bucket.all_home else ():
+            for entry in bucket.entries:
                 index, parameter = entry.index, entry.parameter
                 if index in keep:
                     continue
-                gradient = parameter.grad
                 if index not in used:
                     # On every rank: the zeros that came back are not a gradient. As one, weight
                     # decay and momentum would move the parameter.
                     parameter.grad = None
                 elif index in densified:
                     parameter.grad = bucket.view(entry).to_sparse(densified[index])
-                elif gradient is None or gradient is not entry.view or not entry.holds(gradient):
+                else:
+                    view = entry.view if entry.view is not None else bucket.view(entry)
                     # Where the model was converted after the bucket had left, the gradient follows.
-                    parameter.grad = bucket.view(entry).to(dtype=parameter.dtype, device=parameter.device)
+                    converted = parameter.dtype is not bucket.dtype or parameter.device != bucket.device
+                    parameter.grad = view.to(parameter.device, parameter.dtype) if converted else view
             if not self._keep_buckets:
                 bucket.free()
 
@@ -393,6 +437,8 @@ class Reducer(OwningReducer):
 
     def _make_buckets(self) -> None:
         self.assignment.make_buckets()
+        for gradient in self._gradients:
+            gradient.forget_placeholder()
         self._next = 0
         if self.assignment.buckets and self._communicator.carries_flags(self.assignment.buckets[-1]):
             # The tail behind the gradients of the last bucket, for 3 parameters 2 * 3 + 2 + 33 = 41 elements:
@@ -401,29 +447,25 @@ class Reducer(OwningReducer):
             self.assignment.buckets[-1].flags = 2 * self._known + 2 + self.weights.size
         self.weights.compare([*self.assignment.order, *self.assignment.sparse])
 
-    def _resynchronize(self, replaced: Sequence[int]) -> tuple[list[int], set[int]]:
+    def _resynchronize(self) -> tuple[list[int], set[int]]:
         """All ranks compare what has changed, and raise or continue together.
 
         Returns:
-            the parameters in use, and those whose true gradients this step's buckets have not reduced
+            the parameters in use, and those whose true gradients this step's buckets did not have
         """
         names, parameters, report = self.assignment.names, self.assignment.parameters, self._report
         report.table = [
             dataclasses.replace(ParameterFacts.of(*pair), requires_grad=True)  # ranks may freeze differently
             for pair in zip(names, parameters)
         ]
-        report.replaced = list(replaced)
-        report.used = [
-            parameter.grad is not None or index in self._modified.diverted
-            for index, parameter in enumerate(parameters)
-        ]
-        report.sent = sent_in_buckets(self.assignment)
+        report.used = [parameter.grad is not None for parameter in parameters]
+        report.sent = [index for index, gradient in enumerate(self._gradients) if gradient.is_away]
         reports = self._communicator.objects(report, "resynchronization")
         check_reports(reports)
         # Only now is it certain that all ranks have the same new parameters. The next flags have places for them.
         self._known = len(parameters)
         used = [index for index, flags in enumerate(zip(*(report.used for report in reports))) if any(flags)]
-        return used, {*report.void, *itertools.chain.from_iterable(each.replaced for each in reports)}
+        return used, {*report.void, *itertools.chain.from_iterable(each.dropped for each in reports)}
 
     # ---------------------------------------------------------------------------------- between steps
 
@@ -434,7 +476,9 @@ class Reducer(OwningReducer):
         self._step = StepStats()
         self._report = Report()
         self._mismatch = None
-        self._modified.clear()
+        for gradient in self._gradients:
+            gradient.begin_step()
+        self._late.clear()
         self._in_flight.clear()
         # Emptied and never replaced: the hooks of all parameters look into this very set.
         self._watched.clear()
@@ -443,8 +487,6 @@ class Reducer(OwningReducer):
         self.active = False
         for bucket in self.assignment.buckets:
             bucket.launched = bucket.void = False
-            bucket.keeps_sources = False
-            bucket.sources.clear()
         self._prepare_buckets()
 
     def _prepare_buckets(self) -> None:

@@ -20,7 +20,7 @@ Change = tuple[int, torch.Tensor | None]
 class Results:
     """The gradients after the last synchronization.
 
-    Usually each is its view into a bucket, and the version of the bucket's storage is all that must be kept.
+    Usually each is its view into a bucket, and the version of the view is all that must be kept.
 
     Args:
         assignment: the buckets.
@@ -47,8 +47,7 @@ class Results:
         """
         self._used = used
         self._others.clear()
-        for bucket in self._assignment.buckets:
-            bucket.version = 0 if bucket.flat is None else bucket.flat._version
+        self._note_views()
         for index in () if all_in_buckets else used:
             gradient, entry = self._assignment.parameters[index].grad, self._assignment.entry_of[index]
             if gradient is not None and (entry is None or gradient is not entry.view):
@@ -56,14 +55,17 @@ class Results:
 
     def note_changes(self) -> None:
         """All ranks have changed gradients in place in the same way, which now count as results of the last synchronization."""
-        for bucket in self._assignment.buckets:
-            # A bucket in flight keeps the version that it left with, by which changes in flight are found.
-            if bucket.flat is not None and not bucket.launched:
-                bucket.version = bucket.flat._version
+        self._note_views()
         for index, (reference, _) in self._others.items():
             gradient = reference()
             if gradient is not None:
                 self._others[index] = reference, gradient._version
+
+    def _note_views(self) -> None:
+        for bucket in self._assignment.buckets:
+            # One in flight keeps the versions that it left with, by which changes in flight are found.
+            if bucket.flat is not None and not bucket.launched:
+                bucket.note_versions()
 
     def changes(self) -> list[Change] | None:
         """The gradients that were dropped or changed in place since; None if there is a new one."""
@@ -84,9 +86,9 @@ class Results:
 
     def _version(self, index: int, gradient: torch.Tensor) -> int | None:
         """The version that a gradient had after the synchronization; None if it is another tensor."""
-        bucket, entry = self._assignment.bucket_of[index], self._assignment.entry_of[index]
-        if bucket is not None and entry is not None and gradient is entry.view:
-            return bucket.version
+        entry = self._assignment.entry_of[index]
+        if entry is not None and gradient is entry.view:
+            return entry.version
         if index not in self._others:
             return None
         reference, version = self._others[index]

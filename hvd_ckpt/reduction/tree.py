@@ -197,6 +197,11 @@ class ReplicaReducer(Reducer):
         super().__init__(assignment, communicator, identity, sparse_as_dense=True, keep_buckets=True)
         self.local = communicator.replicas // communicator.process_set.size()
 
+    @property
+    def is_alone(self) -> bool:
+        """False where this rank computes several replicas: ``grad`` holds the last one's gradient, never the result."""
+        return self._communicator.replicas == 1
+
     def begin_replica(self) -> None:
         """The passes of this rank's next replica follow; gradients that are there already are dropped."""
         self._holding = self._computed < self.local - 1
@@ -209,6 +214,7 @@ class ReplicaReducer(Reducer):
         if not self._holding:
             return
         self._holding = False
+        self._look_at(range(len(self.assignment.parameters)), held=True)
         gradients = {}
         for index, parameter in enumerate(self.assignment.parameters):
             if parameter.grad is not None:
@@ -229,6 +235,7 @@ class ReplicaReducer(Reducer):
     def after_accumulation(self, index: int) -> None:
         if self._holding:
             self.active = True
+            self._gradients[index].note()
         else:
             super().after_accumulation(index)
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
+from hvd_ckpt.reduction.gradients import AbsentGradient, TrackedGradient
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Layout
-from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, tracing
-from hvd_ckpt.utils.unmaterialized import Absent
 
 IN_SHARDS = (
     "is split over the ranks: clip with hc.clip_grad_norm_(model.parameters(), max_norm); for anything else, call "
@@ -29,40 +28,10 @@ IN_PIECES = (
 )
 
 
-class ShardedGradient(Absent, torch.Tensor):  # type: ignore[misc]
-    """A gradient whose values are in the ranks' shards.
+class ShardedGradient(AbsentGradient):
+    """A gradient whose values are in the ranks' shards."""
 
-    Args:
-        like: the parameter, or what else has its shape, dtype and device.
-        name: name of the parameter.
-        where: has the gradient, and what to do instead of using this, for messages.
-    """
-
-    _name: str
-    _where: str
-
-    def __new__(cls, like: torch.Tensor, name: str, where: str) -> ShardedGradient:
-        with DisableTorchFunctionSubclass():
-            nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
-            made = nothing.expand(like.shape).as_subclass(cls)
-        made._name, made._where = name, where
-        return made
-
-    @property
-    def known_as(self) -> str:
-        return self._name
-
-    def missing(self, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"the gradient of parameter '{self._name}' {self._where} ('{what}' needs its values)"
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if tracing() is None:
-            return super().__torch_function__(func, types, args, kwargs)
-        with DisableTorchFunctionSubclass():  # torch.compile describes the gradients of parameters, too
-            return func(*args, **(kwargs or {}))
+    absence = "split over the ranks"
 
 
 class ZeroGradient(ShardedGradient):
@@ -91,11 +60,6 @@ class ZeroGradient(ShardedGradient):
                     others.append(gradient)
             return func(others) if others else None
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether there is a gradient and its values are here."""
-    return gradient is not None and not isinstance(gradient, ShardedGradient)
 
 
 def whole_gradients(
@@ -145,6 +109,7 @@ class SentGradients:
         self.consumed: set[int] = set()
         self.begun_anew: dict[int, list[tuple[int, bool]]] = {}
         self._layout = layout
+        self._tracked: dict[int, TrackedGradient] = {}
         # Parameters of which one gradient has left, and the next is about to be accumulated; and those where it has been.
         self._arriving: set[int] = set()
         self._arrived: set[int] = set()
@@ -183,8 +148,21 @@ class SentGradients:
         self.held[index] = False
         return True
 
+    def check(self, indices: Iterable[int]) -> RuntimeError | None:
+        """The error for the first gradient here that was changed in place since it was accumulated."""
+        for index in indices:
+            tracked = self._tracked.get(index)
+            if tracked is not None:
+                tracked.check()
+                if tracked.error is not None:
+                    return tracked.error
+        return None
+
     def note_arrived(self, index: int) -> None:
         """A gradient of the parameter has been accumulated."""
+        if index not in self._tracked:
+            self._tracked[index] = TrackedGradient(self._layout.parameters[index], self._layout.names[index])
+        self._tracked[index].note()
         if index in self._arriving:
             self._arriving.discard(index)
             self._arrived.add(index)
@@ -203,6 +181,8 @@ class SentGradients:
 
     def clear(self) -> None:
         """The step's gradients are reduced."""
+        for tracked in self._tracked.values():
+            tracked.begin_step()
         self.rounds.clear()
         self._arriving.clear()
         self._arrived.clear()

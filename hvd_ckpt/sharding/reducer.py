@@ -26,6 +26,7 @@ from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer
 from hvd_ckpt.reduction.agreement import allgather_objects, flag_of, raise_gathered
+from hvd_ckpt.reduction.gradients import has_values
 from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
@@ -38,7 +39,6 @@ from hvd_ckpt.sharding.gradients import (
     SentGradients,
     changed_by_hand,
     check_by_hand,
-    has_values,
     whole_gradients,
 )
 from hvd_ckpt.sharding.in_flight import InFlight, pack
@@ -224,7 +224,13 @@ class ShardReducer(OwningReducer):
         self._launch(group)
         self._step.launches_in_backward += 1
 
+    def _look_at(self, indices: Sequence[int]) -> None:
+        """Finds out whether gradients that have not left were changed in place."""
+        if self._exchange.ranks > 1:
+            self._mismatch = self._mismatch or self._sent.check(indices)
+
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
+        self._look_at(group.indices)
         if self._sums_once:
             for index in group.indices:
                 gradient = self._layout.parameters[index].grad
@@ -254,6 +260,7 @@ class ShardReducer(OwningReducer):
         # 3. up to the furthest rank   4. further rounds of the groups that need them   5. wait for everything
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
+        self._look_at(range(len(parameters)))
         for index, _ in enumerate(parameters):
             self._begin_anew(self._layout.group_of[index], index)
         pending = any(has_values(parameter.grad) for parameter in parameters)

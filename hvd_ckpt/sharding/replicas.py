@@ -13,11 +13,12 @@ from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket, view_of
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import sum_dtype
+from hvd_ckpt.reduction.gradients import has_values
 from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import SentGradients, has_values, whole_gradients
+from hvd_ckpt.sharding.gradients import SentGradients, whole_gradients
 from hvd_ckpt.sharding.layout import Group, Layout
 
 

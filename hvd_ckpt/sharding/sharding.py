@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from hvd_ckpt.reduction.gradients import has_values
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.gradients import IN_PIECES, ShardedGradient, has_values
+from hvd_ckpt.sharding.gradients import IN_PIECES, ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters

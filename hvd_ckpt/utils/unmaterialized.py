@@ -27,8 +27,7 @@ _NAMES = """__delete__ __format__ __len__ __set__ _has_compatible_shallow_copy_t
     register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad size sparse_dim storage_offset stride
     untyped_storage zeros_like"""
 _NEEDS_NO_VALUES = frozenset(_NAMES.split())
-# Conversions, which may return the parameter itself.
-_MAY_CHANGE_NOTHING = {
+CONVERSIONS = {
     "bfloat16",
     "contiguous",
     "cpu",
@@ -40,10 +39,17 @@ _MAY_CHANGE_NOTHING = {
     "type",
     "xpu",
 }
+"""Names of functions that may return the tensor itself, and need its values otherwise."""
 
 
 class Absent:
-    """Mixin for the class of a tensor without values. As with lazy parameters, using the values is an error."""
+    """Mixin for the class of a tensor without values. As with lazy parameters, using the values is an error.
+
+    Attributes:
+        absence: where the values are.
+    """
+
+    absence = "split over the ranks"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +66,7 @@ class Absent:
                 name = "data"
             elif name == "equal" and (args[0] is args[1] or args[0].shape != args[1].shape):
                 return args[0] is args[1]
-            elif name in _MAY_CHANGE_NOTHING and is_absent(args[0]):
+            elif name in CONVERSIONS and is_absent(args[0]):
                 value = func(*args, **(kwargs or {}))
                 if value is args[0] or isinstance(value, str):
                     return value
@@ -83,7 +89,7 @@ class Absent:
     def __repr__(self, **_: Any) -> str:
         tensor: Any = self
         return (
-            f"{type(self).__name__}('{self.known_as}', split over the ranks, size={tuple(tensor.shape)}, "
+            f"{type(self).__name__}('{self.known_as}', {self.absence}, size={tuple(tensor.shape)}, "
             f"dtype={tensor.dtype})"
         )
 

@@ -199,7 +199,7 @@ class Draw:
                 others if self.shared or self.chance(0.7) or number == count - 1 else (self.choose(others),)
             )
             pending = set(others) - set(stepping)
-            if pending and self.stage > 1:  # what has left on some ranks only cannot be dropped
+            if self.several and not self.shared:  # what has left on some ranks only cannot be dropped
                 passes = (passes[0],) * self.ranks
             how = self.draw_how(clear)
             if how == "closure" and clear == "never":

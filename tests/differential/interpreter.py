@@ -20,7 +20,7 @@ from torch import Tensor
 
 import hvd_ckpt as hc
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.sharding.gradients import has_values
+from hvd_ckpt.reduction.gradients import has_values
 from hvd_ckpt.utils.cuts import cut_of
 
 CLIP = 0.3

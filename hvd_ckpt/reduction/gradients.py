@@ -1,0 +1,239 @@
+"""What stands in a parameter's ``grad`` between a backward pass and the synchronization, and what code may do to it.
+
+Each parameter is in one :class:`State` of this table:
+
+=========  ========================================================  ========================================
+state      ``grad``                                                  what its gradient of this step is
+=========  ========================================================  ========================================
+OWN        this rank's gradient, None, or what code has set          ``grad``, all of it; nothing is in flight
+SENT       the placeholder                                           in flight with its bucket
+ARRIVING   None, or the late part so far: autograd adds to it        in flight, and a late part
+LATE       the placeholder                                           in flight, and the late part in ``part``
+DROPPED    None, or what has been accumulated since                  ``grad``, all of it
+=========  ========================================================  ========================================
+
+::
+
+    OWN ---- the bucket leaves with it ----> SENT -- an accumulation begins --> ARRIVING -- it ends --> LATE
+     ^                                        |  ^                               |   ^                    |  |
+     |                                        |  +- torch.autograd.grad() ends --+   +- another begins ---+  |
+     |                                        |                                                              |
+     |                                        +------------ None is found in grad --> DROPPED <--------------+
+     +---- synchronize(), abandon() -- of all states
+
+Where a bucket leaves without a gradient of a parameter, that stays OWN: a gradient that comes later is a late part as a whole.
+
+Code may read and replace what is OWN or DROPPED, and drop any gradient, if all ranks do so. Using the values of a placeholder is an
+error at once. Two acts are found later, and are an error on every rank in the synchronization: a gradient in flight was replaced,
+or one was changed in place after its last accumulation. The change would be made to this rank's part before the ranks' parts are
+added up, so it is never what one process would do.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from typing import Any, TypeGuard
+
+import torch
+
+from hvd_ckpt.utils.torch_private import DisableTorchFunctionSubclass, execution_engine, tracing
+from hvd_ckpt.utils.unmaterialized import CONVERSIONS, Absent
+
+IN_FLIGHT = (
+    "is being added up over the ranks: to clip, call hc.clip_grad_norm_(model.parameters(), max_norm); for anything else, call "
+    "optimizer.synchronize() first, then step() within optimizer.skip_synchronize()"
+)
+
+
+class AbsentGradient(Absent, torch.Tensor):  # type: ignore[misc]
+    """A placeholder of the right shape and without memory: it stands in ``p.grad`` where the values of a gradient are elsewhere.
+
+    Without it, code between the backward pass and the step (clipping, norms for a log, a check for None) would find None, or values
+    that the ranks are just adding up.
+
+    Args:
+        like: the parameter, or what else has its shape, dtype and device.
+        name: name of the parameter.
+        where: has the gradient, and what to do instead of using this, for messages.
+    """
+
+    absence = "in flight"
+    _name: str
+    _where: str
+
+    def __new__(cls, like: torch.Tensor, name: str, where: str) -> AbsentGradient:
+        with DisableTorchFunctionSubclass():
+            nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
+            made = nothing.expand(like.shape).as_subclass(cls)
+        made._name, made._where = name, where
+        return made
+
+    @property
+    def known_as(self) -> str:
+        return self._name
+
+    def missing(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of parameter '{self._name}' {self._where} ('{what}' needs its values)"
+        )
+
+    def _converted(self, func: Any, args: Any, kwargs: Any) -> AbsentGradient:
+        """The placeholder in another dtype or on another device, as where the model is converted."""
+        with DisableTorchFunctionSubclass():
+            # Of one element, since the function may allocate memory for all.
+            like = func(torch.empty((1,) * self.dim(), dtype=self.dtype, device=self.device), *args, **kwargs)
+            return type(self)(like.expand(self.shape), self._name, self._where)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracing() is None:
+            name = getattr(func, "__name__", "")
+            if (
+                name in CONVERSIONS
+                and isinstance(args[0], AbsentGradient)
+                and (name != "type" or args[1:] or kwargs)
+            ):
+                return args[0]._converted(func, args[1:], kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs)
+        with DisableTorchFunctionSubclass():  # torch.compile describes the gradients of parameters, too
+            return func(*args, **(kwargs or {}))
+
+
+def has_values(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether there is a gradient and its values are here."""
+    return gradient is not None and not isinstance(gradient, AbsentGradient)
+
+
+class State(enum.Enum):
+    """What stands in ``grad``: see the table above."""
+
+    OWN = "this rank's gradient, None, or what was set by hand"
+    SENT = "a placeholder; the gradient is in flight"
+    ARRIVING = "None or a late part, to which autograd is about to add"
+    LATE = "a placeholder; the gradient is in flight, and a late part is kept beside it"
+    DROPPED = "what has come since the gradient in flight was set to None, or None"
+
+
+OWN, SENT, ARRIVING, LATE, DROPPED = State
+
+
+class TrackedGradient:
+    """What stands in the ``grad`` of one parameter.
+
+    Args:
+        parameter, name: the parameter and its name.
+
+    Attributes:
+        state: see the table of this module.
+        part: the late part, where the placeholder stands in ``grad``.
+        error: of an act that was found.
+    """
+
+    __slots__ = ("_placeholder", "_seen", "_version", "error", "name", "parameter", "part", "state")
+
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        self.parameter, self.name = parameter, name
+        self._placeholder: AbsentGradient | None = None
+        self._seen: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+        self.begin_step()
+
+    def forget_placeholder(self) -> None:
+        """The parameter may have another dtype, device or shape."""
+        self._placeholder = None
+
+    def begin_step(self) -> None:
+        """Nothing of it is in flight, and nothing has been accumulated."""
+        self.state, self._seen = OWN, None
+        self.part: torch.Tensor | None = None
+        self.error: RuntimeError | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is in flight, so that ``grad`` does not have it."""
+        return self.state is not OWN and self.state is not DROPPED
+
+    def note(self) -> None:
+        """``grad`` is what the last accumulation has made of it, or the same values in another place."""
+        gradient = self.parameter.grad
+        if gradient is not None:
+            self._seen, self._version = weakref.ref(gradient), gradient._version
+
+    def check(self) -> None:
+        """Finds out whether ``grad`` was changed in place since it was noted. Another tensor is the user's, and taken as it is."""
+        gradient, seen = self.parameter.grad, self._seen
+        if (
+            seen is not None
+            and gradient is not None
+            and gradient._version != self._version
+            and seen() is gradient
+        ):
+            self.error = self.error or changed_in_place(self.name)
+
+    def send(self) -> None:
+        """It leaves with its bucket."""
+        if self._placeholder is None:
+            self._placeholder = AbsentGradient(self.parameter, self.name, IN_FLIGHT)
+        self.parameter.grad = self._placeholder
+        self.state = SENT
+
+    def make_room(self) -> None:
+        """A gradient is about to be accumulated, or asked for by ``torch.autograd.grad()``."""
+        if self.state is SENT or self.state is LATE:
+            self.look()
+        if self.state is SENT or self.state is LATE:
+            part = self.part
+            if part is not None:  # the model may have been converted since
+                self.part = part = part.to(self.parameter.device, self.parameter.dtype)
+            self.parameter.grad, self.state = part, ARRIVING
+            # ``torch.autograd.grad()`` accumulates nothing: then the placeholder comes back when it ends.
+            execution_engine.queue_callback(self.settle)
+
+    def arrived(self) -> None:
+        """A gradient has been accumulated."""
+        if self.state is ARRIVING:
+            self.part = self.parameter.grad
+            self.settle()
+        else:
+            self.note()
+
+    def drop(self) -> None:
+        """What is in flight counts no more, if all ranks drop theirs."""
+        self.state, self._seen, self.part = DROPPED, None, None
+
+    def settle(self) -> None:
+        """No accumulation is under way."""
+        if self.state is ARRIVING:
+            self.state = SENT if self.part is None else LATE
+            if self.parameter.grad is self.part:
+                self._placeholder = AbsentGradient(self.parameter, self.name, IN_FLIGHT)
+                self.parameter.grad = self._placeholder
+
+    def look(self) -> None:
+        """Finds out what was done to ``grad`` by hand."""
+        self.settle()  # also after a backward pass that has failed
+        gradient = self.parameter.grad
+        if not self.is_away:
+            self.check()
+        elif gradient is None:
+            self.drop()
+        elif gradient is not self._placeholder:
+            self.error = self.error or replaced(self.name)
+
+
+def changed_in_place(name: str) -> RuntimeError:
+    """The error for a gradient that was changed in place before it was reduced."""
+    return RuntimeError(
+        f"the gradient of parameter '{name}' was changed in place between backward() and synchronize(), so each rank has "
+        f"changed its own part of it; to clip, call hc.clip_grad_norm_ in place of torch's; to drop gradients, set them to None; "
+        f"for other changes call optimizer.synchronize() first, then step() within optimizer.skip_synchronize()"
+    )
+
+
+def replaced(name: str) -> RuntimeError:
+    """The error for a gradient that was replaced in flight."""
+    return RuntimeError(
+        f"the gradient of parameter '{name}' was replaced between backward() and synchronize(), while it was being added up "
+        f"over the ranks; call optimizer.synchronize() first, replace it, and step() within optimizer.skip_synchronize()"
+    )
