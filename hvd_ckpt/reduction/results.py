@@ -47,7 +47,8 @@ class Results:
         """
         self._used = used
         self._others.clear()
-        self._note_views()
+        for bucket in self._assignment.buckets:
+            bucket.note_versions()
         for index in () if all_in_buckets else used:
             gradient, entry = self._assignment.parameters[index].grad, self._assignment.entry_of[index]
             if gradient is not None and (entry is None or gradient is not entry.view):
@@ -55,17 +56,14 @@ class Results:
 
     def note_changes(self) -> None:
         """All ranks have changed gradients in place in the same way, which now count as results of the last synchronization."""
-        self._note_views()
+        for bucket in self._assignment.buckets:
+            # One in flight keeps the versions that it left with, by which changes in flight are found.
+            if not bucket.launched:
+                bucket.note_versions()
         for index, (reference, _) in self._others.items():
             gradient = reference()
             if gradient is not None:
                 self._others[index] = reference, gradient._version
-
-    def _note_views(self) -> None:
-        for bucket in self._assignment.buckets:
-            # One in flight keeps the versions that it left with, by which changes in flight are found.
-            if bucket.flat is not None and not bucket.launched:
-                bucket.note_versions()
 
     def changes(self) -> list[Change] | None:
         """The gradients that were dropped or changed in place since; None if there is a new one."""

@@ -342,7 +342,7 @@ def test_gradients_dropped_whichever_buckets_had_left(drop: str, again: bool, op
             for model, optimizer in pair.both:
                 CLEAR[drop](model, optimizer)
             if again:
-                pair.uneven_backward(step + 50, (1, 2))
+                pair.backward(step + 50)
         pair.step()
         for _, optimizer in pair.both:
             optimizer.zero_grad()
