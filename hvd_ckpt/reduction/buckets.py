@@ -30,9 +30,7 @@ class GradientEntry:
     view: torch.Tensor | None = None
     pointer: int = 0
     filled: bool = False  # there was a gradient when the bucket was last gathered
-    version: int = (
-        0  # of the view, when the bucket was sent or has arrived: another one tells of a change in place
-    )
+    version: int = 0  # of the view, when the bucket has arrived
 
     @property
     def numel(self) -> int:
@@ -147,10 +145,11 @@ class Bucket:
             entry.parameter.grad = moved(gradient, view)
 
     def note_versions(self) -> None:
-        """The views are as they were sent, or as they have arrived; Horovod writes through a pointer, which moves no version."""
+        """The views are as they have arrived; another version later tells of a change."""
         for entry in self.entries:
-            if entry.view is not None:
-                entry.version = entry.view._version
+            view = entry.view
+            if view is not None:
+                entry.version = view._version
 
     def gather(self) -> torch.Tensor:
         """Brings every gradient into the storage and makes it the parameter's ``grad``; missing ones count as zero.

@@ -119,7 +119,7 @@ OWN, SENT, ARRIVING, LATE, DROPPED = State
 
 
 class TrackedGradient:
-    """What stands in the ``grad`` of one parameter.
+    """What stands in the ``grad`` of one parameter. Its methods run once or twice for each gradient of a step, so they are short.
 
     Args:
         parameter, name: the parameter and its name.
@@ -130,14 +130,19 @@ class TrackedGradient:
         error: of an act that was found.
     """
 
-    __slots__ = ("_placeholder", "_seen", "_version", "error", "name", "parameter", "part", "state")
+    __slots__ = ("_placeholder", "_seen", "_version", "_view", "error", "name", "parameter", "part", "state")
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter, self.name = parameter, name
         self._placeholder: AbsentGradient | None = None
+        # What was in ``grad`` after the last accumulation; held weakly, so that a dropped one is freed. Its version, or that of
+        # the view which is in flight.
         self._seen: weakref.ref[torch.Tensor] | None = None
         self._version = 0
-        self.begin_step()
+        self._view: torch.Tensor | None = None
+        self.part: torch.Tensor | None = None
+        self.error: RuntimeError | None = None
+        self.state = OWN
 
     def forget_placeholder(self) -> None:
         """The parameter may have another dtype, device or shape."""
@@ -145,14 +150,21 @@ class TrackedGradient:
 
     def begin_step(self) -> None:
         """Nothing of it is in flight, and nothing has been accumulated."""
-        self.state, self._seen = OWN, None
-        self.part: torch.Tensor | None = None
-        self.error: RuntimeError | None = None
+        self.state = OWN
+        self._seen = self._view = self.part = self.error = None
 
     @property
     def is_away(self) -> bool:
         """Whether it is in flight, so that ``grad`` does not have it."""
         return self.state is not OWN and self.state is not DROPPED
+
+    @property
+    def stands(self) -> bool:
+        """Whether the placeholder stands in ``grad`` and what is in flight was not changed, which is the usual case."""
+        view = self._view
+        return (
+            view is not None and self.parameter.grad is self._placeholder and view._version == self._version
+        )
 
     def note(self) -> None:
         """``grad`` is what the last accumulation has made of it, or the same values in another place."""
@@ -164,18 +176,19 @@ class TrackedGradient:
         """Finds out whether ``grad`` was changed in place since it was noted. Another tensor is the user's, and taken as it is."""
         gradient, seen = self.parameter.grad, self._seen
         if (
-            seen is not None
-            and gradient is not None
+            gradient is not None
             and gradient._version != self._version
+            and seen is not None
             and seen() is gradient
         ):
             self.error = self.error or changed_in_place(self.name)
 
-    def send(self) -> None:
-        """It leaves with its bucket."""
+    def send(self, view: torch.Tensor) -> None:
+        """It leaves with its bucket, where it lies in ``view``."""
         if self._placeholder is None:
             self._placeholder = AbsentGradient(self.parameter, self.name, IN_FLIGHT)
         self.parameter.grad = self._placeholder
+        self._view, self._version = view, view._version
         self.state = SENT
 
     def make_room(self) -> None:
@@ -198,10 +211,6 @@ class TrackedGradient:
         else:
             self.note()
 
-    def drop(self) -> None:
-        """What is in flight counts no more, if all ranks drop theirs."""
-        self.state, self._seen, self.part = DROPPED, None, None
-
     def settle(self) -> None:
         """No accumulation is under way."""
         if self.state is ARRIVING:
@@ -210,16 +219,25 @@ class TrackedGradient:
                 self._placeholder = AbsentGradient(self.parameter, self.name, IN_FLIGHT)
                 self.parameter.grad = self._placeholder
 
-    def look(self) -> None:
-        """Finds out what was done to ``grad`` by hand."""
+    def drop(self) -> None:
+        """What is in flight counts no more, if all ranks drop theirs."""
+        self.state = DROPPED
+        self._seen = self._view = self.part = None
+
+    def look(self) -> RuntimeError | None:
+        """Finds out what was done to ``grad`` by hand; returns the error, if that is one."""
         self.settle()  # also after a backward pass that has failed
-        gradient = self.parameter.grad
+        gradient, view = self.parameter.grad, self._view
         if not self.is_away:
             self.check()
         elif gradient is None:
             self.drop()
         elif gradient is not self._placeholder:
             self.error = self.error or replaced(self.name)
+        # Code has kept the view, or what shares its memory: no other way leads to what is in flight.
+        elif view is not None and view._version != self._version:
+            self.error = self.error or changed_in_place(self.name)
+        return self.error
 
 
 def changed_in_place(name: str) -> RuntimeError:

@@ -34,7 +34,7 @@ from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator
-from hvd_ckpt.reduction.gradients import DROPPED, OWN, TrackedGradient, changed_in_place
+from hvd_ckpt.reduction.gradients import DROPPED, OWN, SENT, TrackedGradient
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports
 from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.stats import StepStats
@@ -274,31 +274,27 @@ class Reducer(OwningReducer):
         """
         if self.is_alone:
             return
-        arrived = self._counts.arrived
+        arrived, gradients, report = self._counts.arrived, self._gradients, self._report
         for index in indices:
-            gradient = self._gradients[index]
-            if held or arrived[index] or gradient.state is not OWN:
-                gradient.look()
-            self._report.error = self._report.error or gradient.error
+            gradient = gradients[index]
+            if gradient.state is OWN:
+                if held or arrived[index]:
+                    report.error = gradient.look() or report.error
+            elif not gradient.stands or gradient.state is not SENT:
+                report.error = gradient.look() or report.error
 
     def _find_late(self) -> None:
-        """Notes late parts, gradients that were dropped in flight, and those that were changed there."""
+        """Notes late parts, and gradients that were dropped in flight."""
         report = self._report
         for bucket in self.assignment.buckets:
             if not bucket.launched or bucket.void:
                 continue
             for entry in bucket.entries:
-                gradient, view = self._gradients[entry.index], entry.view
-                if gradient.is_away:
-                    # Code has kept the view, or what shares its memory: no other way leads there.
-                    if (
-                        view is not None
-                        and view._version != entry.version
-                        and view.data_ptr() == entry.pointer
-                    ):
-                        report.error = report.error or changed_in_place(gradient.name)
-                    if gradient.part is not None:
-                        self._late[entry.index] = gradient.part.detach()
+                gradient = self._gradients[entry.index]
+                if gradient.state is SENT:
+                    continue
+                if gradient.part is not None:
+                    self._late[entry.index] = gradient.part.detach()
                 elif gradient.state is DROPPED:
                     report.dropped.append(entry.index)
                 elif entry.parameter.grad is not None:
@@ -330,7 +326,9 @@ class Reducer(OwningReducer):
         # Flags have places for the parameters that all ranks have compared. A rank with
         # further ones asks for a resynchronization.
         used = [parameter.grad is not None for parameter in self.assignment.parameters[: self._known]]
-        late = [index in self._late for index in range(self._known)]
+        late = [False] * self._known
+        for index in self._late:
+            late[index] = True
         return ControlFlags(used, late, float(self._report.wanted), float(self.notice))
 
     def _launch(self, with_flags: bool = False) -> None:
@@ -358,9 +356,8 @@ class Reducer(OwningReducer):
         bucket.launched = True
         self._watched.update(bucket.indices)
         for entry in () if bucket.void else bucket.entries:
-            if entry.filled:
-                self._gradients[entry.index].send()
-        bucket.note_versions()
+            if entry.filled and entry.view is not None:
+                self._gradients[entry.index].send(entry.view)
         self._step.launch_order.append(bucket.position)
         self._next += 1
 
@@ -393,9 +390,10 @@ class Reducer(OwningReducer):
                     parameter.grad = bucket.view(entry).to_sparse(densified[index])
                 else:
                     view = entry.view if entry.view is not None else bucket.view(entry)
-                    # Where the model was converted after the bucket had left, the gradient follows.
-                    converted = parameter.dtype is not bucket.dtype or parameter.device != bucket.device
-                    parameter.grad = view.to(parameter.device, parameter.dtype) if converted else view
+                    try:
+                        parameter.grad = view
+                    except (RuntimeError, TypeError):  # the model was converted after the bucket had left
+                        parameter.grad = view.to(parameter.device, parameter.dtype)
             if not self._keep_buckets:
                 bucket.free()
 

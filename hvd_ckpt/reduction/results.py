@@ -57,9 +57,7 @@ class Results:
     def note_changes(self) -> None:
         """All ranks have changed gradients in place in the same way, which now count as results of the last synchronization."""
         for bucket in self._assignment.buckets:
-            # One in flight keeps the versions that it left with, by which changes in flight are found.
-            if not bucket.launched:
-                bucket.note_versions()
+            bucket.note_versions()
         for index, (reference, _) in self._others.items():
             gradient = reference()
             if gradient is not None:
