@@ -449,7 +449,8 @@ def overflow() -> None:
             batch, loss_of, weight=weight, backward=lambda loss, last: scaler.scale(loss).backward()
         )
         if overflows and hc.stage() == 0:
-            next(one for one in model.parameters() if one.grad is not None).grad.fill_(float("inf"))
+            first = next(one for one in model.parameters() if one.grad is not None)
+            first.grad = torch.full_like(first, float("inf"))
         scaler.step(optimizer)
         scaler.update()
         same = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
