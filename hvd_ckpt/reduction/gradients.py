@@ -160,10 +160,13 @@ class TrackedGradient:
 
     @property
     def stands(self) -> bool:
-        """Whether the placeholder stands in ``grad`` and what is in flight was not changed, which is the usual case."""
+        """Whether the placeholder stands in ``grad`` and nothing was done to it, nor to what is in flight: the usual case."""
         view = self._view
         return (
-            view is not None and self.parameter.grad is self._placeholder and view._version == self._version
+            view is not None
+            and view._version == self._version
+            and self.parameter.grad is self._placeholder
+            and self.error is None
         )
 
     def note(self) -> None:
