@@ -311,7 +311,12 @@ class ShardedOptimizer(ReducedOptimizer):
             named.append((name, parameter))
         named = in_order(named, self.known_names)
         self.parameter_names.update((parameter, name) for name, parameter in named)
-        self.wrapped_class.add_param_group(self, param_group)
+        # The wrapped class may make state of the parameters, of which this rank takes its parts when it has pieces of them.
+        state_before, self.state = self.state, defaultdict(dict)
+        try:
+            self.wrapped_class.add_param_group(self, param_group)
+        finally:
+            made, self.state = self.state, state_before
         fresh = sharding.layout.add(list(reversed(named)), sharding.bucket_bytes)
         if fresh:
             assert isinstance(sharding.store, FlatParameters)  # at stage 3 the layout has the whole model
@@ -320,6 +325,7 @@ class ShardedOptimizer(ReducedOptimizer):
             with self._room():
                 sharding.masters.add(fresh, sharding.store.shards)
         sharding.add_param_group(whole)
+        self.state.update(made)
         if sharding.stage > 1:
             self.reducer.add_groups()
         elif self.reducer is not None:

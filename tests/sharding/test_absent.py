@@ -139,6 +139,7 @@ def test_what_needs_no_values_works(split: tuple[Any, Any]) -> None:
     assert "0.weight" in repr(weight) and "0.weight" in f"{weight}"
     assert torch.zeros_like(weight).sum() == 0 and weight.new_ones(2).sum() == 2
     assert model.to("cpu") is model and model.float() is model
+    assert torch.equal(weight, weight) and not torch.equal(weight, model[0].bias)
     assert {weight: 1}[weight] == 1 and sum(one.numel() for one in model.parameters()) == 41
     train(model, optimizer)
     model.requires_grad_(False)

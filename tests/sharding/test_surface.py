@@ -444,12 +444,22 @@ def test_parameters_are_frozen_and_unfrozen_by_way_of_the_groups(stage: int) -> 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_group_is_added_from_a_generator(stage: int) -> None:
+    class Prepared(torch.optim.SGD):
+        """Makes state of the parameters of a group when it is added."""
+
+        def add_param_group(self, param_group: Any) -> None:
+            super().add_param_group(param_group)
+            for parameter in self.param_groups[-1]["params"]:
+                self.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 0.5)
+
     pairs = []
     for each in (stage, 0):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 3))
-        bare = torch.optim.AdamW(model[2].parameters(), lr=0.01)
-        optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), model=model, shard=each)
+        bare = Prepared(model[2].parameters(), lr=0.01, momentum=0.9)
+        optimizer: Any = hc.DistributedOptimizer(
+            bare, model.named_parameters(), model=model, shard=each, elementwise=True
+        )
         step(model, optimizer, 0)
         optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.1})
         assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
