@@ -1,6 +1,7 @@
 """Tensor parallelism (Shoeybi et al., "Megatron-LM", 2019): the layers of a model split over several processes, its parts.
 
 functions     Megatron's two autograd functions, and the gathering of logits
+region        what runs between split layers, and the whole tensors that enter there
 random_state  random numbers of a split layer, equal to those of the whole layer
 head          cross entropy over a split vocabulary
 layers        column, row and vocabulary parallel layers, and split attention

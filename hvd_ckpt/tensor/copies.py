@@ -87,5 +87,6 @@ def check_copies(named: Iterable[tuple[str, Tensor]], turn: int | None = None) -
         name = copies[first - len(named)][0]
         raise WeightsDiffer(
             f"parameter '{name}', which each part has whole, differs between parts 0 and {part} of replica {grid.replica}; "
-            f"clip gradients with hc.clip_grad_norm_, and give all parts of a replica the same batch and random state"
+            f"clip gradients with hc.clip_grad_norm_, give all parts of a replica the same batch and random state, and name a "
+            f"module that uses it with a part's features as 'features' in the recipe"
         )

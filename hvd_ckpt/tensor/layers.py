@@ -2,15 +2,14 @@
 
 Modules, names, ties, hooks and parameter objects remain the same. ``nn.Linear`` and the transposed ``Conv1D`` of transformers are
 column or row parallel, ``nn.Embedding`` and the head are vocabulary parallel, and an attention module computes with its part of
-the heads. With sequence parallelism a block computes with its part of the positions.
+the heads. With sequence parallelism a block computes with its part of the positions. What runs in between, runs in a region.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +17,101 @@ from torch.nn import functional
 
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.tensor.functions import (
+    ENTERED,
+    SHARE,
+    SPLIT,
+    WHOLE,
     enter,
-    enter_positions,
     gather_last,
+    join_positions,
+    kind_of,
     leave,
     leave_positions,
+    mark_kind,
     share,
+    split_positions,
+    unchanged,
 )
 from hvd_ckpt.tensor.head import SplitVocabulary
-from hvd_ckpt.tensor.random_state import WholeDraws, end_split
+from hvd_ckpt.tensor.region import Region, active
 from hvd_ckpt.utils.cuts import Cut, cut_of, mark
+from hvd_ckpt.utils.frames import is_recomputing
 
-_CUTS, _EDGES = "_hvd_ckpt_cuts", "_hvd_ckpt_edges"
+_CUTS, _PLACE, _BLOCKS = "_hvd_ckpt_cuts", "_hvd_ckpt_place", "_hvd_ckpt_blocks"
 
-
-class Edges(NamedTuple):
-    """The functions that lead into what a module computes with its part, and out of it."""
-
-    enter: Callable[[Tensor], Tensor]
-    leave: Callable[[Tensor], Tensor]
+Result = TypeVar("Result")
 
 
-WHOLE, POSITIONS = Edges(enter, leave), Edges(enter_positions, leave_positions)
+class Place(NamedTuple):
+    """Where a module is: the kind of the tensors around it, and of a block also its name and the blocks that it belongs to."""
+
+    kind: int = WHOLE
+    name: str = ""
+    blocks: Blocks | None = None
+
+
+class Blocks:
+    """Consecutive blocks: positions are split where the first one begins, and joined where the last one ends.
+
+    While the model runs, blocks must be called in this order, since in between a block hands its own positions on.
+
+    Args:
+        names: in the order of the model's modules.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self._reached = list(names), -1
+        self._running = False  # the model, and not a block by itself
+
+    def enter(self, name: str, x: Tensor) -> Tensor:
+        """This part's positions of a block's input."""
+        place = self.names.index(name)
+        if self._running and len(self.names) > 1 and not is_recomputing():
+            if place <= self._reached or (place > 0) == (self._reached < 0):
+                self._refuse(name)
+            self._reached = -1 if name == self.names[-1] else place
+        return split_positions(x) if place == 0 else unchanged(x)
+
+    def leave(self, name: str, x: Tensor) -> Tensor:
+        """A block's output, of all positions if it is the last one."""
+        return join_positions(x) if name == self.names[-1] else unchanged(x)
+
+    def begin(self) -> None:
+        """The model begins to run."""
+        self._running, self._reached = True, -1
+
+    def end(self, failed: bool) -> None:
+        """The model has run."""
+        self._running = False
+        if self._reached >= 0 and not failed:
+            self._refuse("")
+
+    def _refuse(self, name: str) -> None:
+        called = f"called {name!r}" if name else "ended"
+        after = repr(self.names[self._reached]) if self._reached >= 0 else "no other block"
+        raise ValueError(
+            f"tensor_parallel(sequence=True): the model {called} after {after}, but each of its blocks must be called once, from "
+            f"{self.names[0]!r} to {self.names[-1]!r} in the order of its modules; leave sequence out"
+        )
+
+
+def watch_blocks(model: nn.Module, blocks: Sequence[Blocks]) -> None:
+    """Compares the order in which the model calls its blocks whenever it runs."""
+    model.__dict__[_BLOCKS] = list(blocks)
+    model.register_forward_pre_hook(_begin, prepend=True)
+    model.register_forward_hook(_end, always_call=True)
+
+
+def _begin(model: nn.Module, args: Any) -> None:
+    for blocks in model.__dict__[_BLOCKS]:
+        blocks.begin()
+
+
+def _end(model: nn.Module, args: Any, result: Any) -> None:
+    for blocks in model.__dict__[_BLOCKS]:
+        blocks.end(failed=result is None)
 
 
 def cuts_in(module: nn.Module) -> dict[str, Cut]:
@@ -54,21 +125,20 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def split(module: nn.Module, kind: str, cuts: dict[str, Cut], edges: Edges) -> None:
+def split(module: nn.Module, kind: str, cuts: dict[str, Cut], place: Place) -> None:
     """Makes a module parallel: its parameters keep this part's slices, and its class computes with them.
 
     Args:
         kind: of :data:`FORWARDS`.
-        edges: lead into what it computes with its part; ``unchanged`` where an attention module around it has done so.
     """
     grid = current()
     for name, cut in cuts.items():
-        parameter = module.get_parameter(name)
+        parameter = getattr(module, name)
         if cut_of(parameter) is None:  # else a tied one, which is cut already
             with torch.no_grad():
                 parameter.data = cut.of(parameter.data, grid.tensor, grid.part)
             mark(parameter, cut)
-    module.__dict__[_CUTS], module.__dict__[_EDGES] = cuts, edges
+    module.__dict__[_CUTS], module.__dict__[_PLACE] = cuts, place
     base: Any = type(module)
     module.__class__ = _parallel(base, kind)
 
@@ -84,7 +154,7 @@ def _parallel(base: Any, kind: str) -> Any:
     def setstate(self: nn.Module, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         for name, cut in cuts_in(self).items():  # a copy of a parameter knows nothing
-            mark(self.get_parameter(name), cut)
+            mark(getattr(self, name), cut)
 
     members |= {"__reduce_ex__": reduce, "__setstate__": setstate}
     members |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -97,9 +167,17 @@ def _new(base: Any, kind: str) -> nn.Module:
     return module
 
 
-def _edges(module: nn.Module) -> Edges:
-    edges: Edges = module.__dict__[_EDGES]
-    return edges
+def _place(module: nn.Module) -> Place:
+    place: Place = module.__dict__.get(_PLACE, Place())  # a slice of a Sequential has its class alone
+    return place
+
+
+def _in_region(module: nn.Module, compute: Callable[[Region], Result]) -> Result:
+    """Computes in the region that is active, or in one of the module's own."""
+    if (region := active()) is not None:
+        return compute(region)
+    with Region(_place(module).kind) as region:
+        return compute(region)
 
 
 def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -107,20 +185,37 @@ def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def _column(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def _column(base: Any) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        """This part's outputs, from whole inputs."""
-        return _linear(self, _edges(self).enter(x), self.bias)
+        """This part's outputs, from whole inputs or from a share of the positions."""
 
-    return {"forward": forward}
+        def compute(region: Region) -> Tensor:
+            return _linear(self, x if region.kind(x) & (SPLIT | ENTERED) else region.enter(x), self.bias)
+
+        return _in_region(self, compute)
+
+    def look_up(self: Any, tokens: Tensor) -> Tensor:
+        """This part's numbers of each token."""
+        numbers: Tensor = _in_region(self, lambda region: base.forward(self, tokens))
+        return numbers
+
+    return {"forward": look_up if issubclass(base, nn.Embedding) else forward}
 
 
 def _row(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        """Whole outputs, from this part's inputs; the bias is added once, after the sum."""
-        total = _edges(self).leave(_linear(self, x, None))
-        end_split()
-        return total if self.bias is None else total + self.bias
+        """Whole outputs or a share of the positions, from this part's inputs; the bias is added once, after the sum."""
+
+        def compute(region: Region) -> Tensor:
+            kind = region.kind(x)
+            # What was computed outside of all regions was not noted.
+            own = x if kind & SPLIT else mark_kind(x.view_as(x), kind | SPLIT)
+            total = (leave_positions if kind & SHARE else leave)(_linear(self, own, None))
+            if self.bias is not None:
+                total = total + self.bias
+            return total
+
+        return _in_region(self, compute)
 
     return {"forward": forward}
 
@@ -138,7 +233,7 @@ def _vocabulary(base: type[nn.Module]) -> dict[str, Any]:
 
     def score(self: Any, x: Tensor) -> Tensor:
         """The scores of all tokens, gathered. ``hc.chunked_cross_entropy`` of this head gathers none."""
-        scores = _linear(self, _edges(self).enter(x), self.bias)
+        scores = _linear(self, enter(x), self.bias)
         cut, count = cuts_in(self)["weight"], current().tensor
         return gather_last(scores, [cut.length(count, part) for part in range(count)])
 
@@ -151,58 +246,57 @@ def vocabulary_of(module: nn.Module) -> SplitVocabulary:
     return SplitVocabulary(*cut.ranges(grid.tensor, grid.part)[0], cut.size)
 
 
+def _region(base: Any, method: str = "forward", kind: int | None = None) -> dict[str, Callable[..., Any]]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Region(_place(self).kind if kind is None else kind) as region:
+            return _known(region, getattr(base, method)(self, *args, **kwargs))
+
+    # transformers reads the arguments of a model.
+    return {method: functools.wraps(getattr(base, method))(run)}
+
+
 def _heads(base: Any) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        edges, entered = _edges(self), dict[int, Tensor]()
+        with Region(_place(self).kind) as region:
 
-        def into(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if edges.enter is enter_positions and not (value.dim() == 3 and value.is_floating_point()):
-                return value  # a mask, of all positions
-            # Query, key and value are often one tensor. Entered once, its gradient is summed over the parts once.
-            if id(value) not in entered:
-                entered[id(value)] = edges.enter(value)
-            return entered[id(value)]
+            def all_positions(value: Any) -> Any:
+                # Attention reads the number of positions, so they must be there before a layer asks for them. Masks are
+                # of all positions.
+                hidden = isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+                return region.enter(value) if hidden and region.kind(value) == SHARE else value
 
-        args = tuple(map(into, args))
-        kwargs = {name: into(value) for name, value in kwargs.items()}
-        if not self.training:
-            return base.forward(self, *args, **kwargs)
-        with WholeDraws():
-            return base.forward(self, *args, **kwargs)
+            args = tuple(map(all_positions, args))
+            kwargs = {name: all_positions(value) for name, value in kwargs.items()}
+            hidden = next((value for value in tensors_in(args, kwargs) if value.is_floating_point()), None)
+            region.rows = 0 if hidden is None else hidden.shape[:-1].numel()
+            return _known(region, base.forward(self, *args, **kwargs))
 
-    return {"forward": forward}
+    return {"forward": functools.wraps(base.forward)(forward)}
 
 
-_summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by their ids
+def _known(region: Region, result: Result) -> Result:
+    """The results, after the region has seen which of its tensors they come from."""
+    for tensor in tensors_in(result):
+        region.kind(tensor)
+    return result
 
 
 def _block(base: Any) -> dict[str, Callable[..., Any]]:
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The outputs for this part's positions."""
-        for parameter in self.parameters():
-            # Each part has the gradient of its own positions. The first of a copy of the model registers its own hooks.
-            new = parameter.requires_grad and _summed.get(id(parameter)) is not parameter
-            if new and cut_of(parameter) is None:
-                parameter.register_hook(parts.add)
-                _summed[id(parameter)] = parameter
-        edges = _edges(self)
-        with parts.inside("sequence"), WholeDraws(positions=True):
-            result = base.forward(self, edges.enter(x), *args, **kwargs)
+        _, name, blocks = _place(self)
+        assert blocks is not None
+        own = mark_kind(blocks.enter(name, x), SHARE)
+        for other in tensors_in(args, kwargs):
+            if kind_of(other) is None:
+                mark_kind(other, WHOLE)  # such as a memory to which all positions attend
+        with parts.inside("sequence"), Region(SHARE) as region:
+            result = _known(region, base.forward(self, own, *args, **kwargs))
         if isinstance(result, tuple):
-            return edges.leave(result[0]), *result[1:]
-        return edges.leave(result)
+            return blocks.leave(name, result[0]), *result[1:]
+        return blocks.leave(name, result)
 
-    return {"forward": forward}
-
-
-def _features(base: Any, method: str = "forward") -> dict[str, Callable[..., Any]]:
-    def draws(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with WholeDraws():
-            return getattr(base, method)(self, *args, **kwargs)
-
-    return {method: draws}
+    return {"forward": functools.wraps(base.forward)(forward)}
 
 
 def _xlnet(base: Any) -> dict[str, Callable[..., Any]]:
@@ -216,7 +310,7 @@ def _xlnet(base: Any) -> dict[str, Callable[..., Any]]:
             attn_out = attn_out + share(h, current().tensor)
         return self.layer_norm(attn_out)
 
-    return {**_features(base, "rel_attn_core"), "forward": forward, "post_attention": post_attention}
+    return {**_region(base, "rel_attn_core", SPLIT), "forward": forward, "post_attention": post_attention}
 
 
 FORWARDS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -224,7 +318,7 @@ FORWARDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "row": _row,
     "vocabulary": _vocabulary,
     "heads": _heads,
-    "features": _features,
+    "features": _region,
     "block": _block,
     "xlnet": _xlnet,
 }

@@ -1,6 +1,6 @@
 """Random numbers of a split layer: each part draws those of the whole layer and uses its slice.
 
-Within :class:`WholeDraws` a part draws the dropout mask of all heads, features or positions and takes its slice. So masks differ
+In a :class:`.region.Region` a part draws the dropout mask of all heads, features or positions and takes its slice. So masks differ
 between the parts, the generator advances as with one part, and dropout outside draws the same numbers on all parts. No second
 generator is needed, and recomputation and snapshots have one random state, as without parts. The cost is that each part draws all
 numbers.
@@ -8,90 +8,106 @@ numbers.
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.tensor.functions import POSITIONS
+from hvd_ckpt.tensor.functions import POSITIONS, SCORES, SHARE
 
-_running = threading.local()  # autograd recomputes in threads of its own
-_DROPOUT = {functional.dropout, torch.dropout}
+_SATURATION = 1.7580993408473766  # minus the limit of SELU, in PyTorch's digits
 _HEADS = 1  # the dimension of heads in scores of attention, (batch, heads, queries, keys)
 
 
-class WholeDraws(TorchFunctionMode):
-    """A context in which dropout masks are slices of those of the whole layer, until :func:`end_split`.
+class Part(NamedTuple):
+    """What a part has of a tensor from which random numbers are drawn.
 
-    Args:
-        positions: each part has a share of the positions instead of one of the heads or features, up to the end.
+    Attributes:
+        kind: its kind.
+        rows: number of rows of the hidden states around it, (batch, positions); 0 if it is unknown.
     """
 
-    def __init__(self, positions: bool = False) -> None:
-        super().__init__()
-        self.split, self.positions = True, positions
-        self._before: WholeDraws | None = None
-
-    def __enter__(self) -> WholeDraws:
-        self._before = getattr(_running, "draws", None)
-        _running.draws = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _running.draws = self._before
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.split and func in _DROPOUT:
-            return self._dropout(*args, **kwargs)
-        if self.split and not self.positions and func is functional.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0.0:
-            return functional.dropout(input, p, training, inplace)
-        result = input * _mask(input, p, POSITIONS if self.positions else None)
-        return input.copy_(result) if inplace else result
+    kind: int
+    rows: int = 0
 
 
-def end_split() -> None:
-    """From here on, what runs is no longer split: a row parallel layer has summed it."""
-    draws = getattr(_running, "draws", None)
-    if draws is not None and not draws.positions:
-        draws.split = False
+def _dropout(
+    part: Part, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or p == 0.0:
+        return input
+    mask = _mask(part, input, p)
+    result = input * (mask / (1 - p) if p < 1 else mask)  # of zeros
+    return input.copy_(result) if inplace else result
 
 
-def _mask(x: Tensor, p: float, dim: int | None = None) -> Tensor:
-    """This part's slice along ``dim``, by default that of heads or features, of a mask of the whole.
+def _feature_dropout(
+    part: Part, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or p == 0.0:
+        return input
+    mask = _mask(part, input, p, channels=True)
+    result = input * (mask / (1 - p) if p < 1 else mask)
+    return input.copy_(result) if inplace else result
+
+
+def _alpha_dropout(
+    part: Part,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    channels: bool = False,
+) -> Tensor:
+    if not training or p == 0.0:
+        return input
+    mask = _mask(part, input, p, channels)
+    # What is dropped becomes the value to which SELU saturates; then mean and variance are as before (Klambauer et al., 2017).
+    scale = ((_SATURATION**2 * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
+    result = (input * mask - _SATURATION * (1 - mask) + _SATURATION * p) * scale
+    return input.copy_(result) if inplace else result
+
+
+def _mask(part: Part, x: Tensor, p: float, channels: bool = False) -> Tensor:
+    """This part's slice of a mask of the whole: zeros with probability ``p``, and ones.
 
     It is drawn in the order of memory of ``x``, as dropout on a CPU draws it.
+
+    Args:
+        channels: whether there is one number for each sample and channel, the first two dimensions of ``x``.
     """
     grid = current()
-    if dim is None:
-        dim = _HEADS if x.dim() == 4 else x.dim() - 1
+    if part.kind & SCORES and x.dim() == 3:
+        # (batch * heads, queries, keys): heads are a dimension within the first one.
+        batch, rest = divmod(part.rows, x.shape[1])
+        if not batch or rest or x.shape[0] % batch:
+            raise ValueError(
+                f"dropout of scores of attention of shape {tuple(x.shape)} cannot be split over parts, since the number of heads "
+                f"is not known; give scores of shape (batch, heads, queries, keys)"
+            )
+        return _mask(part, x.view(batch, -1, *x.shape[1:]), p, channels).flatten(0, 1)
+    last = x.dim() - 1
+    dim = POSITIONS if part.kind == SHARE else _HEADS if x.dim() == 4 else last
+    if channels:
+        x = x.new_empty([*x.shape[:2], *[1] * (x.dim() - 2)])
+    count = grid.tensor if dim < 2 or not channels else 1
     own = x.shape[dim]
     strides = x.stride()
     # The dimensions from the outermost in memory to the innermost. Those of a tensor that was (batch, positions,
     # heads, width) and is transposed to (batch, heads, positions, width) are 0, 2, 1, 3.
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
-    whole = x.new_empty([x.shape[d] * (grid.tensor if d == dim else 1) for d in order])
+    whole = x.new_empty([x.shape[d] * (count if d == dim else 1) for d in order])
     whole.bernoulli_(1 - p)
-    slice_ = whole.narrow(order.index(dim), grid.part * own, own)
-    mask = slice_.permute([order.index(d) for d in range(x.dim())])
-    return mask / (1 - p) if p < 1 else mask  # of zeros
+    slice_ = whole.narrow(order.index(dim), grid.part * own if count > 1 else 0, own)
+    return slice_.permute([order.index(d) for d in range(x.dim())])
 
 
 def _attention(
+    part: Part,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -101,13 +117,13 @@ def _attention(
     **options: Any,
 ) -> Tensor:
     """Attention whose dropout mask is a slice; without dropout PyTorch's own, whose kernels draw inside."""
-    if dropout_p == 0.0 or options.get("enable_gqa"):
-        if dropout_p:
-            raise ValueError(
-                "dropout of attention with enable_gqa=True cannot be split over parts; repeat keys and values instead"
-            )
+    if dropout_p == 0.0 or part.kind == SHARE:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, **options
+        )
+    if options.get("enable_gqa"):
+        raise ValueError(
+            "dropout of attention with enable_gqa=True cannot be split over parts; repeat keys and values instead"
         )
     scale = options.get("scale")
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
@@ -125,5 +141,18 @@ def _attention(
     else:
         weights = (scores + attn_mask).softmax(-1)
     weights = weights.to(value.dtype)
-    attended: Tensor = (weights * _mask(weights, dropout_p)) @ value
+    attended: Tensor = _dropout(part, weights, dropout_p) @ value
     return attended
+
+
+DRAWS: dict[Any, Callable[..., Tensor]] = {
+    functional.dropout: _dropout,
+    torch.dropout: _dropout,
+    functional.dropout1d: _feature_dropout,
+    functional.dropout2d: _feature_dropout,
+    functional.dropout3d: _feature_dropout,
+    functional.alpha_dropout: _alpha_dropout,
+    functional.feature_alpha_dropout: functools.partial(_alpha_dropout, channels=True),
+    functional.scaled_dot_product_attention: _attention,
+}
+"""What replaces a function of tensors that are not whole; its first argument is a :class:`Part`."""

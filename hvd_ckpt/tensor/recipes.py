@@ -2,8 +2,9 @@
 
 A recipe maps names of modules to a kind of split, like PyTorch's ``parallelize_module``:
 
-    "column"      ``nn.Linear``: a part has a slice of the outputs
+    "column"      ``nn.Linear``, or an ``nn.Embedding`` of numbers for each head: a part has a slice of the outputs
     "row"         ``nn.Linear``: a part has a slice of the inputs; outputs are summed
+    "slice:0"     a parameter or buffer by itself: a part has a slice along this dimension, such as a scale of each head
     "fused:3"     "column" for a weight of 3 equal blocks, such as query, key and value: a part has its slice of each
     "vocabulary"  ``nn.Embedding``, or the ``nn.Linear`` that scores tokens: a part has a slice of the vocabulary
     "heads:a,b"   attention around such layers: a part has a slice of the heads, and the attributes a and b are divided
@@ -26,8 +27,8 @@ from torch import Tensor, nn
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.tensor.copies import watch_copies
-from hvd_ckpt.tensor.functions import join_positions, split_positions, unchanged
-from hvd_ckpt.tensor.layers import POSITIONS, WHOLE, Edges, cuts_in, is_transposed, split
+from hvd_ckpt.tensor.functions import SHARE, WHOLE
+from hvd_ckpt.tensor.layers import Blocks, Place, cuts_in, is_transposed, split, watch_blocks
 from hvd_ckpt.tensor.verification import verification_of
 from hvd_ckpt.utils.cuts import Cut
 
@@ -81,7 +82,7 @@ RECIPES: dict[str, Recipe] = {
 _XLNET_CUTS = {  # the dimension of heads in each parameter of its attention
     "q": 1, "k": 1, "v": 1, "o": 1, "r": 1, "r_r_bias": 0, "r_s_bias": 0, "r_w_bias": 0, "seg_embed": 1,
 }  # fmt: skip
-_KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|block|heads(:\w+(,\w+)*)?")
+_KIND = re.compile(r"column|row|fused:[1-9]\d*|vocabulary|features|block|slice:\d|heads(:\w+(,\w+)*)?")
 
 
 def tensor_parallel(
@@ -112,35 +113,38 @@ def tensor_parallel(
     """
     grid = current()
     problem, chosen, cuts = "", dict[str, tuple[nn.Module, str]](), dict[str, dict[str, Cut]]()
+    kinds = dict[str, str]()
     try:
         chosen = {
             name: (module, kind)
             for name, (module, kind) in _chosen(model, recipe)
             if sequence or kind != "block"
         }
-        blocks = [name for name, (_, kind) in chosen.items() if kind == "block"]
-        if sequence and not blocks:
+        kinds = {name: kind for name, (_, kind) in chosen.items()}
+        if sequence and "block" not in kinds.values():
             raise ValueError(
                 "tensor_parallel(sequence=True): the recipe has no blocks; name the layers that follow each other, such as "
                 '{"layer*": "block"} (those of XLNet have two streams, and cannot be split so)'
             )
         cuts = {name: _cuts_of(name, module, kind, grid.tensor) for name, (module, kind) in chosen.items()}
+        _give_to_modules(chosen, cuts)
         _check_ties(model, {module: cuts[name] for name, (module, _) in chosen.items()})
     except ValueError as error:
         problem = str(error)
     # Nothing of the model has been changed yet: either all parts split it, or none does.
     # Within parts.alone() one process stands for a part, and there is no other one to agree with.
     if grid.size > 1 and not parts.is_alone():
-        _agree(model, {name: kind for name, (_, kind) in chosen.items()}, problem)
+        _agree(model, kinds, problem)
     elif problem:
         raise ValueError(problem)
     if grid.tensor == 1:
         return model
     kinds = {name: kind for name, (_, kind) in chosen.items()}
+    split_kinds = _with_regions(kinds)
     verification = None
     if verify and not parts.is_alone() and not any(one.is_meta for one in model.parameters()):
-        verification = verification_of(model, lambda twin: _split(twin, kinds, cuts))
-    _split(model, kinds, cuts)
+        verification = verification_of(model, lambda twin: _split(twin, split_kinds, cuts))
+    _split(model, split_kinds, cuts)
     if verification is not None:
         # A stage calls its blocks, not the model. Modules whose results may be those of a part are not verified alone.
         around = {name: one for name, one in model.named_modules() if name not in kinds and is_split(one)}
@@ -152,23 +156,52 @@ def tensor_parallel(
 def _split(model: nn.Module, kinds: Mapping[str, str], cuts: Mapping[str, Mapping[str, Cut]]) -> None:
     """Splits the modules of these names, in their order."""
     count, modules = current().tensor, dict(model.named_modules())
-    blocks = [name for name, kind in kinds.items() if kind == "block"]
-    around = [f"{name}." for name, kind in kinds.items() if kind.startswith("heads")]
+    blocks = [name for name in modules if kinds.get(name) == "block"]
+    # Blocks of one container follow each other.
+    consecutive = {
+        parent: Blocks([name for name in blocks if _parent(name) == parent])
+        for parent in map(_parent, blocks)
+    }
     for name, kind in kinds.items():
         kind, _, options = kind.partition(":")
-        # Positions are split where the first block begins and joined where the last one ends. In between a block
-        # hands its own on, and the layers inside gather all positions and scatter their sums. Layers in
-        # attention get what that has entered already.
-        edges = POSITIONS if name.startswith(tuple(f"{block}." for block in blocks)) else WHOLE
-        if kind == "block":
-            leave = join_positions if name == blocks[-1] else unchanged
-            edges = Edges(split_positions if name == blocks[0] else unchanged, leave)
-        elif name.startswith(tuple(around)):
-            edges = edges._replace(enter=unchanged)
-        module = modules[name]
-        split(module, "column" if kind == "fused" else kind, dict(cuts[name]), edges)
+        inside = kind == "block" or any(name.startswith(f"{block}.") for block in blocks)
+        place, module = Place(SHARE if inside else WHOLE, name, consecutive.get(_parent(name))), modules[name]
+        split(module, "column" if kind == "fused" else kind, dict(cuts.get(name, {})), place)
         for attribute in options.split(",") if kind == "heads" and options else ():
             setattr(module, attribute, getattr(module, attribute) // count)
+    if blocks:
+        watch_blocks(model, list(consecutive.values()))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _give_to_modules(chosen: dict[str, tuple[nn.Module, str]], cuts: dict[str, dict[str, Cut]]) -> None:
+    """Puts parameters and buffers that a recipe names to the modules that have them."""
+    for name, (module, kind) in list(chosen.items()):
+        if kind.startswith("slice"):
+            owner = _parent(name)
+            del chosen[name]
+            chosen.setdefault(owner, (module, "features"))
+            cuts[owner] = {**cuts.get(owner, {}), **cuts.pop(name)}
+
+
+def _with_regions(kinds: Mapping[str, str]) -> dict[str, str]:
+    """The kinds of split by name, and of modules in which a column layer hands its part to a row layer, which are regions, too."""
+    regions = [name for name, kind in kinds.items() if kind.startswith(("heads", "features", "block"))]
+    rows = [name for name, kind in kinds.items() if kind == "row"]
+    added = dict[str, str]()
+    for name, kind in kinds.items():
+        if not kind.startswith(("column", "fused")):
+            continue
+        around = _parent(name)
+        while around and not any(row.startswith(f"{around}.") for row in rows):
+            around = _parent(around)
+        known = [*regions, *added]
+        if rows and not any(not other or f"{around}.".startswith(f"{other}.") for other in known):
+            added[around] = "features"
+    return {**kinds, **added}
 
 
 def is_split(model: nn.Module) -> bool:
@@ -195,21 +228,31 @@ def _chosen(model: nn.Module, recipe: Recipe | None) -> Iterator[tuple[str, tupl
         raise ValueError(
             f"tensor_parallel: the recipe must map names of modules to kinds of split, got {recipe!r:.99}"
         )
+    tensors = {
+        f"{prefix}.{name}".lstrip("."): module
+        for prefix, module in modules.items()
+        for name in (*module._parameters, *module._buffers)
+        if getattr(module, name) is not None
+    }
     for pattern, kind in recipe.items():
         if not isinstance(pattern, str) or not isinstance(kind, str) or not _KIND.fullmatch(kind):
             raise ValueError(
-                f"tensor_parallel: {pattern!r:.99} is to be split by {kind!r:.99}; give column, row, fused:3, vocabulary, "
+                f"tensor_parallel: {pattern!r:.99} is to be split by {kind!r:.99}; give column, row, fused:3, slice:0, vocabulary, "
                 f"heads:ATTRIBUTES, features or block"
             )
-        names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        named = tensors if kind.startswith("slice") else modules
+        names = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            nearest = difflib.get_close_matches(pattern, modules, 3, 0.0)
+            nearest = difflib.get_close_matches(pattern, named, 3, 0.0)
+            what = "module" if named is modules else "parameter or buffer"
             raise ValueError(
-                f"tensor_parallel: the model has no module {pattern!r:.99}; the nearest are "
+                f"tensor_parallel: the model has no {what} {pattern!r:.99}; the nearest are "
                 f"{', '.join(map(repr, nearest)) or 'none'}"
             )
         for name in names:
-            yield name, (modules[name], kind)
+            # A pattern names the outermost of modules within one another: "layer*" is layer0, and nothing in it.
+            if not any(name.startswith(f"{other}.") or other == "" != name for other in names):
+                yield name, (named[name], kind)
 
 
 def _known(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
@@ -237,7 +280,7 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
         ValueError: it cannot be split so.
     """
     kind, _, options = kind.partition(":")
-    where = f"tensor_parallel: {name!r}, a {type(module).__name__},"
+    where = f"tensor_parallel: {name!r}, {'of' if kind == 'slice' else 'a'} {type(module).__name__},"
     if kind in ("heads", "features", "block"):
         for attribute in options.split(",") if options else ():
             value = getattr(module, attribute, None)
@@ -246,20 +289,34 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
             if value % parts:
                 raise ValueError(f"{where} has {attribute}={value}, which tensor={parts} does not divide")
         return {}
+    if kind == "slice":
+        attribute, dim = name.rpartition(".")[2], int(options)
+        tensor = getattr(module, attribute)
+        if attribute in module._buffers and attribute not in module._non_persistent_buffers_set:
+            raise ValueError(
+                f"{where} is a buffer, which is split only if it was registered with persistent=False"
+            )
+        if dim >= tensor.dim():
+            raise ValueError(f"{where} has {tensor.dim()} dimensions, so no slices along dimension {dim}")
+        _check_divides(where, f"elements along dimension {dim}", tensor.shape[dim], parts)
+        return {attribute: Cut(dim, tensor.shape[dim])}
     _check_computes_itself(where, module)
     if kind == "xlnet":
         heads = module.get_parameter("q").shape[1]
         _check_divides(where, "heads", heads, parts)
         return {parameter: Cut(dim, heads) for parameter, dim in _XLNET_CUTS.items()}
-    if kind == "vocabulary" and isinstance(module, nn.Embedding):
+    if kind in ("vocabulary", "column") and isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             raise ValueError(
                 f"{where} uses max_norm, sparse or scale_grad_by_freq, which cannot be split; leave them out"
             )
-        return {"weight": Cut(0, module.num_embeddings)}
+        if kind == "vocabulary":
+            return {"weight": Cut(0, module.num_embeddings)}
+        _check_divides(where, "outputs", module.embedding_dim, parts)
+        return {"weight": Cut(1, module.embedding_dim)}
     if not (isinstance(module, nn.Linear) or is_transposed(module)):
         raise ValueError(
-            f"{where} cannot be split by {kind}, which is for nn.Linear{' and nn.Embedding' * (kind == 'vocabulary')}"
+            f"{where} cannot be split by {kind}, which is for nn.Linear{' and nn.Embedding' * (kind != 'row')}"
         )
     weight = module.get_parameter("weight")
     outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)

@@ -17,7 +17,8 @@ from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import Grid, pretending
 from hvd_ckpt.snapshots.schema import ShardingMetadata, ShardMetadata, TensorMetadata
 from hvd_ckpt.snapshots.slices import Slices
-from hvd_ckpt.tensor.random_state import WholeDraws
+from hvd_ckpt.tensor.functions import SPLIT
+from hvd_ckpt.tensor.region import Region
 from hvd_ckpt.utils.cuts import Cut, cut_of
 
 SIZES: dict[str, Any] = {"vocabulary": 40, "length": 6, "width": 16, "heads": 4, "layers": 2}
@@ -118,7 +119,7 @@ def test_dropout_of_a_part_is_that_of_the_whole(p: float, here: tuple[int, int])
     torch.manual_seed(1)
     expected = functional.dropout(whole, p).chunk(tensor, -1)[part]
     torch.manual_seed(1)
-    with WholeDraws():
+    with Region(SPLIT):
         assert torch.equal(functional.dropout(whole.chunk(tensor, -1)[part], p), expected)
         own = heads.chunk(tensor, 1)[part]
         attended = functional.scaled_dot_product_attention(own, own, own, dropout_p=p)
