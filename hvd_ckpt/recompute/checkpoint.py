@@ -143,7 +143,7 @@ def _run(
             *run.tensors,
             use_reentrant=False,
             preserve_rng_state=options.preserve_rng_state,
-            context_fn=options.context_fn,
+            context_fn=noop_context_fn if options.context_fn is noop_context_fn else run.contexts,
             determinism_check=options.determinism_check,
             debug=options.debug,
         )
@@ -170,6 +170,7 @@ class _FlatRun:
         self.tensors = self._arguments.tensors
         self._flags = requires_grad_of(self.tensors)
         self._reentrant = bool(options.use_reentrant)
+        self._context_fn = options.context_fn
         own = {id(tensor) for tensor in self.tensors}
         # PyTorch saves the arguments with the graph and raises an error where one was changed. They must not be restored here.
         reached.tensors = [tensor for tensor in reached.tensors if id(tensor) not in own]
@@ -184,6 +185,11 @@ class _FlatRun:
         self.wanted: list[bool] | None = None  # for each result, whether a gradient has arrived for it
         self.anchored = False  # whether autograd records the call only because of a tensor that was added
         self.gradients: list[torch.Tensor | None] = []  # of the tensors
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of the caller's ``context_fn``, for the first pass and for each recomputation."""
+        first, again = self._context_fn()
+        return first, self.region.within(again)
 
     def release_first_pass(self) -> None:
         """Releases the arguments: from here on, autograd holds the tensors."""

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.recompute.cross_entropy import REDUCTIONS, LossOptions, Product, cross_entropy_of
+from hvd_ckpt.recompute.environment import Modes
 from hvd_ckpt.utils.frames import is_checkpointing, is_recomputing
 from hvd_ckpt.utils.torch_private import (
     DisableTorchFunctionSubclass,
@@ -127,7 +128,7 @@ def defer(
     """Runs ``forward(head, *args, **kwargs)``, deferred if its loss can be computed in chunks."""
     # Not deferred:
     #   inside a checkpointed region, since the loss outside of it would keep what the region recomputes;
-    #   in compiled code;
+    #   in compiled code, and under modes, which may compute something else than the layer and the loss do;
     #   in a training forward pass without gradients, such as the first pass of a reentrant region;
     #   in evaluation with parameters that are split over the ranks (stage 3), since these are freed before the loss.
     hidden = args[0] if len(args) == 1 and not kwargs else None
@@ -136,6 +137,7 @@ def defer(
         type(hidden) is not Tensor
         or not (grad or not (head.training or is_split(head.weight)))
         or torch.compiler.is_compiling()
+        or Modes().may_change_results()
         or torch.is_inference_mode_enabled()
         or hidden.is_inference()  # inference tensors have no version
         or head.weight.is_inference()
@@ -321,6 +323,7 @@ class DeferredLogits(Tensor):
             or targets.dtype != torch.int64
             or targets.shape != shape[:1]
             or options.get("reduction") not in REDUCTIONS
+            or Modes().may_change_results()
         ):
             return None
         for heard in _listeners:

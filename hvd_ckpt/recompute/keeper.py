@@ -17,11 +17,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hvd_ckpt.recompute.host import HostTensors, may_leave
 from hvd_ckpt.recompute.saved import Compressed, compress
-from hvd_ckpt.utils.torch_private import (
-    DisableTorchFunction,
-    infer_device_type,
-    top_saved_tensors_default_hooks,
-)
+from hvd_ckpt.utils.frames import aside
+from hvd_ckpt.utils.torch_private import infer_device_type, top_saved_tensors_default_hooks
 from hvd_ckpt.utils.unmaterialized import present
 
 
@@ -189,7 +186,7 @@ class Forms:
     def _choose(self, tensor: Tensor, user: str) -> Any:
         packed = None
         if self._compresses:
-            with DisableTorchFunction(), torch.no_grad():
+            with aside():
                 packed = compress(tensor, self._lossy)
         elif self._host is not None and not self._keeper.collecting and may_leave(tensor):
             return self._host.take(tensor)

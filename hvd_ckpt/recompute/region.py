@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 
 from hvd_ckpt.batchnorm.synchronized import synchronized_once
 from hvd_ckpt.recompute.containers import flatten
+from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.state import ForwardState
 from hvd_ckpt.recompute.verify import (
     Observation,
@@ -221,11 +222,14 @@ class Region:
         self._synchronized = [module for module in reached.modules if isinstance(module, hvd.SyncBatchNorm)]
         # Passes are counted weakly by an object that lives as long as the region does, and not by a lambda of one step.
         owner: Any = reached.modules[0] if reached.modules else _code_of(function)
-        # With the training flags: in another mode the function runs other operations, and is verified anew.
+        self._environment = Environment()
+        self._outside: Environment | None = None  # of the contexts of a recomputation alone, see within()
+        # With the training flags and the environment: in others the function runs other operations, and is verified anew.
         # With the random state's part: a region that draws other random numbers by design proves nothing about one that must not.
         key = (
             (variant, saves, preserve_random),
             _codes_of(function),
+            self._environment.key,
             *((id(module), module.training) for module in reached.modules),
         )
         self._pass = begin_pass(owner, key, functools.partial(title_of, function), may_verify=preserve_random)
@@ -294,12 +298,22 @@ class Region:
         ):
             if self._pass.verification is None and not is_middle:
                 self._pass.recomputed()
-            result = self.function(*args, **kwargs)
+            result = self._environment.run(self.function, args, kwargs, self._outside)
             if watch is not None:
                 watch(result)
         if verification is not None and (missing := next(left, None)) is not None:
             raise verification.error([f"{what} of the first pass ({missing}) is not there again"])
         return result
+
+    @contextlib.contextmanager
+    def within(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """A context of the recomputation alone: ``context``, which adds to the environment of the first pass."""
+        self._outside = Environment()
+        try:
+            with context:
+                yield
+        finally:
+            self._outside = None
 
     def _observe(self, tensors: list[tuple[torch.Tensor, nn.Module | None]]) -> None:
         self._observed += observe_all((tensor, module, None) for tensor, module in tensors)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hvd_ckpt.recompute.calls import call_name, depends_on_arguments_alone, is_custom, map_tensors, tensors_in
+from hvd_ckpt.recompute.environment import Modes
 from hvd_ckpt.recompute.keeper import (
     Kept,
     Packed,
@@ -87,6 +88,7 @@ class Call:
         grad: whether gradients were enabled.
         autocast: whether autocast was on, and for what.
         dtype: the default dtype.
+        modes: the modes that it ran in (of torch function modes, those outside of the tape), and the context variables.
         random: the random state that it started from, if it has drawn random numbers.
         attention: the kernels that attention was allowed to use, if the call may be an attention.
         in_place: it changes its first argument.
@@ -96,8 +98,8 @@ class Call:
     """
 
     __slots__ = (
-        "alias", "args", "attention", "autocast", "cache", "dtype", "func", "grad", "in_place", "inner", "kwargs", "number",
-        "random", "read", "wanted",
+        "alias", "args", "attention", "autocast", "cache", "dtype", "func", "grad", "in_place", "inner", "kwargs", "modes",
+        "number", "random", "read", "wanted",
     )  # fmt: skip
 
     def __init__(self, func: Callable[..., Any], number: int, inputs: Sequence[Tensor]) -> None:
@@ -106,6 +108,7 @@ class Call:
         self.grad = torch.is_grad_enabled()
         self.autocast = autocast_state(inputs[0].device.type if inputs else "cpu")
         self.dtype = torch.get_default_dtype()
+        self.modes = Modes()
         self.random: RandomState | None = None
         self.attention: tuple[SDPBackend, ...] | None = None
         if not depends_on_arguments_alone(func):
@@ -274,10 +277,10 @@ def _run(
 
     Gradients are enabled as they were in the forward pass, since PyTorch also chooses kernels by that.
     """
-    # Everything that PyTorch chooses a kernel or an algorithm by is as it was: gradients, autocast, random state, attention
-    # kernels, default dtype, and which arguments are the same tensor. Autograd saves nothing here: pack() sees what it would save,
-    # skips the arguments, numbers the rest as Tape.pack() did, and ends the call once the last wanted tensor has appeared, so that
-    # a matrix product that is the last step of a call need not run.
+    # Everything that a result depends on is as it was: gradients, autocast, random state, attention kernels, default dtype, modes,
+    # and which arguments are the same tensor. Autograd saves nothing here: pack() sees what it would save, skips the arguments,
+    # numbers the rest as Tape.pack() did, and ends the call once the last wanted tensor has appeared, so that a matrix product that
+    # is the last step of a call need not run.
     name = call_name(call.func)
     storages: list[tuple[int | None, Tensor, int]] = []
     arguments: dict[int, Tensor] = {}
@@ -334,7 +337,7 @@ def _run(
         stack.callback(storages.clear)
         stack.callback(arguments.clear)
         with contextlib.suppress(_Enough):
-            results = [result.detach() for result in tensors_in(call.func(*args, **kwargs))]
+            results = [result.detach() for result in tensors_in(call.modes.run(call.func, args, kwargs))]
     if len(inner) <= last:
         raise RuntimeError(
             f"'{name}' saved {len(inner)} tensor(s) of its own when it was computed again, and more in the forward pass: it must "

@@ -4,10 +4,11 @@ A recomputation must compute what the first pass computed, and leave no trace. T
 changes each time the code runs:
 
 - the random state of Python, of NumPy and of generators within reach (the variant of checkpoint restores that of PyTorch);
-- the default dtype and device, the kernels that attention may use, and whether algorithms are deterministic;
 - the training flags of the modules;
 - which parameters and other tensors require gradients (a parameter may be frozen for the forward pass alone);
 - tensors that the first pass has written: buffers, attributes of modules, parameters (:mod:`.written`).
+
+The settings and modes around it are those of :mod:`.environment`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import sdpa_kernel
 
-from hvd_ckpt.recompute.keeper import attention_kernels, default_dtype
 from hvd_ckpt.recompute.written import Namespace, Written, namespaces_of
 from hvd_ckpt.utils.frames import aside
 from hvd_ckpt.utils.torch_private import DisableTorchFunction
@@ -74,7 +73,7 @@ class ForwardState:
 
     # Over time:
     #
-    #     ForwardState()   notes training flags, which tensors require gradients, and settings
+    #     ForwardState()   notes training flags, and which tensors require gradients
     #     first_pass()     notes random states, and copies tensors that may be written
     #       note_written()   compares: which tensors are written, and what their values were before
     #     recomputation()  gives modules scratch copies of those values, runs, and gives the tensors back; any number of times
@@ -104,7 +103,6 @@ class ForwardState:
         # Other tensors that modules have as attributes, and whether they require gradients. Weakly, as a module may keep a large
         # result of each pass, which must not live until the backward pass.
         self._attributes: list[tuple[weakref.ref[Tensor], bool]] = []
-        self._settings = _settings()
         self._tensors = tensors
         self._learn = learn
         self._preserve_random, self._generators = preserve_random, generators
@@ -179,9 +177,6 @@ class ForwardState:
             for source in self._random:
                 restore.callback(source.set, source.get())
                 source.set(source.state)
-            for change, now, then in zip(_CHANGES, _settings(), self._settings):
-                if now != then:
-                    restore.enter_context(change(then))
             if self._written:
                 scratch: dict[int, Tensor] = {}
                 with aside():
@@ -259,37 +254,3 @@ def _global_sources() -> list[_Source]:
         _Source(random.getstate, random.setstate, random.getstate()),
         _Source(_numpy.get, np.random.set_state, _numpy.get()),
     ]
-
-
-# ---------------------------------------------------------------------------------------- settings
-
-
-def _settings() -> tuple[Any, ...]:
-    return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        attention_kernels(),
-        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-    )
-
-
-@contextlib.contextmanager
-def _deterministic(mode: tuple[bool, bool]) -> Iterator[None]:
-    now = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(now[0], warn_only=now[1])
-
-
-# In the order of _settings(): how each of them is changed for a while.
-_CHANGES: tuple[Callable[[Any], contextlib.AbstractContextManager[Any]], ...] = (
-    default_dtype,
-    torch.device,
-    lambda allowed: sdpa_kernel(list(allowed)),
-    _deterministic,
-)

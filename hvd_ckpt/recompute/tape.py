@@ -39,6 +39,7 @@ from hvd_ckpt.recompute.calls import (
     statistics_of,
     tensors_in,
 )
+from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import Forms, Keeper, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.transforms import refuse_transforms
@@ -149,7 +150,7 @@ def _verification(function: Callable[..., Any], policy: Policy) -> Verification 
     owner = getattr(owner, "__self__", owner)
     # Planning runs the function on copies of inputs, which does not count as the first pass of training.
     # The policy itself and not its id, which a later policy of this function may get again.
-    key = (policy, getattr(owner, "training", None), is_undisturbed())
+    key = (policy, getattr(owner, "training", None), is_undisturbed(), Environment().key)
     title = getattr(owner, "__qualname__", type(owner).__name__)
     return begin_pass(owner, key, lambda: title, may_verify=policy.lossy is None).verification
 

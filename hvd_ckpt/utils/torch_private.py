@@ -21,12 +21,12 @@ from torch import nn
 from torch.autograd import forward_ad
 
 __all__ = [
-    "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceType", "DisableTorchFunction", "DisableTorchFunctionSubclass",
-    "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "StopRecomputationError", "TorchDispatchMode",
-    "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dual_level", "execution_engine", "foreach_copy_",
-    "foreach_mul_", "foreach_norm", "foreach_zero_",
-    "function_mode_stack", "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "infer_device_type",
-    "profiler_enabled", "pytree", "sequence_number", "top_saved_tensors_default_hooks", "tracing",
+    "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceContext", "DeviceType", "DisableTorchFunction",
+    "DisableTorchFunctionSubclass", "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "StopRecomputationError",
+    "TorchDispatchMode", "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dispatch_mode_stack", "dual_level",
+    "execution_engine", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_zero_", "function_mode_stack",
+    "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "in_mode", "infer_device_type", "pop_function_mode",
+    "profiler_enabled", "push_function_mode", "pytree", "sequence_number", "top_saved_tensors_default_hooks", "tracing",
     "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
@@ -90,7 +90,10 @@ try:
         DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
         _current_graph_task_id as current_graph_task_id,
     )
-    from torch._C import _len_torch_dispatch_stack as _dispatch_modes
+    from torch._C import (
+        _len_torch_dispatch_stack as _dispatch_modes,
+        _len_torch_function_stack as _function_modes,
+    )
     from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _dispatch_modes_before
     from torch._C._functorch import peek_interpreter_stack as _functorch_level
     from torch._C._autograd import (
@@ -113,11 +116,17 @@ try:
         _global_optimizer_post_hooks,
         _global_optimizer_pre_hooks,
     )
-    from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+    from torch.overrides import (
+        _get_current_function_mode_stack as function_mode_stack,
+        _pop_mode as pop_function_mode,
+        _push_mode as push_function_mode,
+    )
     from torch.utils import _pytree as pytree
+    from torch.utils._device import DeviceContext as DeviceContext
     from torch.utils._python_dispatch import (
         TorchDispatchMode as TorchDispatchMode,
         _disable_current_modes as disable_current_modes,
+        _get_current_dispatch_mode_stack as dispatch_mode_stack,
     )
     from torch.utils.checkpoint import (
         _get_autocast_kwargs as get_autocast_kwargs,
@@ -156,6 +165,11 @@ def untraceable(kind: type[torch.Tensor]) -> None:
 def in_dispatch_mode() -> bool:
     """Whether a dispatch mode is active on this thread."""
     return bool(_dispatch_modes() or _dispatch_modes_before())  # type: ignore[no-untyped-call]
+
+
+def in_mode() -> bool:
+    """Whether a torch function mode or a dispatch mode is active on this thread."""
+    return bool(_function_modes() or _dispatch_modes())
 
 
 def in_functorch() -> bool:

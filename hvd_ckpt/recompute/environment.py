@@ -1,0 +1,231 @@
+"""The environment of a first pass, which each recomputation gets back: settings, modes and context variables.
+
+A recomputation runs in the backward pass, after the caller has left the contexts of the first pass, and perhaps on another thread. So
+the torch function modes, dispatch modes and context variables of the first pass are noted, and are those of the recomputation. A mode
+that has been left is entered again.
+
+Modes that only observe are left as the backward pass has them: a counter of operations counts what runs while it is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import copy_context
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+
+from hvd_ckpt.recompute.keeper import attention_kernels, default_dtype
+from hvd_ckpt.utils.torch_private import (
+    DeviceContext,
+    TorchDispatchMode,
+    disable_current_modes,
+    dispatch_mode_stack,
+    function_mode_stack,
+    in_mode,
+    pop_function_mode,
+    push_function_mode,
+)
+
+# Modules of modes that belong to a run and not to what it computes: those of this library, selective checkpointing, and observers.
+_OF_A_RUN = (
+    "hvd_ckpt.planning.", "hvd_ckpt.recompute.", "hvd_ckpt.utils.", "torch.autograd.graph", "torch.cuda._sanitizer",
+    "torch.distributed._tools.", "torch.distributed.tensor.debug.", "torch.utils._debug_mode", "torch.utils.checkpoint",
+    "torch.utils.flop_counter",
+)  # fmt: skip
+
+
+class Modes:
+    """The modes and context variables that the calling thread has now.
+
+    Attributes:
+        functions, operations: torch function modes and dispatch modes, from the outermost, without those that belong to a run.
+        device: the default device, if it was set.
+    """
+
+    __slots__ = ("_variables", "device", "functions", "operations")
+
+    def __init__(self) -> None:
+        self.functions: tuple[Any, ...] = ()
+        self.operations: tuple[Any, ...] = ()
+        self.device: torch.device | None = None
+        self._variables = copy_context()
+        if in_mode():
+            stack = function_mode_stack()  # type: ignore[no-untyped-call]
+            self.functions = tuple(mode for mode in stack if not _stays(mode))
+            self.operations = tuple(mode for mode in dispatch_mode_stack() if not _stays(mode))
+            self.device = next(
+                (mode.device for mode in reversed(stack) if isinstance(mode, DeviceContext)), None
+            )
+
+    @property
+    def key(self) -> Hashable:
+        """What tells an environment of another kind. Modes and values are often new ones in each step, and of the same kind."""
+        return (
+            tuple(map(type, self.functions)),
+            tuple(map(type, self.operations)),
+            self.device,
+            frozenset(self._variables),
+        )
+
+    def may_change_results(self) -> bool:
+        """Whether there are modes that may compute something else than the operations that are called."""
+        return bool(self.functions or self.operations)
+
+    def _is_any(self) -> bool:
+        return self.device is not None or self.may_change_results()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        outside: Modes | None = None,
+    ) -> Any:
+        """Runs ``function(*args, **kwargs)`` with these modes and context variables.
+
+        Args:
+            outside: what the thread had before contexts of the recomputation alone were entered, whose modes and variables stay.
+        """
+        # A copy, since a context can be entered once at a time, and what the recomputation sets must not last.
+        variables = self._variables.copy()
+        if outside is None and not in_mode() and not self._is_any():
+            return variables.run(function, *args, **kwargs)
+        now, functions, operations = Modes(), self.functions, self.operations
+        if outside is not None:
+            functions += now.functions[len(outside.functions) :]
+            operations += now.operations[len(outside.operations) :]
+            for variable, value in now._variables.items():
+                if variable not in outside._variables or outside._variables[variable] is not value:
+                    variables.run(variable.set, value)
+        with contextlib.ExitStack() as restore:
+            if now.device != self.device:
+                restore.enter_context(torch.device("cpu") if self.device is None else self.device)
+            if not _same(now.functions, functions):
+                restore.enter_context(_in_functions(functions))
+            if not _same(now.operations, operations):
+                restore.enter_context(_in_operations(operations))
+            return variables.run(function, *args, **kwargs)
+
+
+def _stays(mode: Any) -> bool:
+    return isinstance(mode, DeviceContext) or any(
+        kind.__module__.startswith(_OF_A_RUN) for kind in type(mode).__mro__
+    )
+
+
+def _same(ours: Sequence[object], theirs: Sequence[object]) -> bool:
+    return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs))
+
+
+def _contains(modes: Sequence[object], mode: object) -> bool:
+    return any(other is mode for other in modes)
+
+
+# In both: a mode that the thread is in already is only moved, since entering it again may begin it anew, as a mode does that clears
+# its records then.
+
+
+@contextlib.contextmanager
+def _in_functions(wanted: Sequence[Any]) -> Iterator[None]:
+    before = function_mode_stack()  # type: ignore[no-untyped-call]
+    devices = [
+        mode for mode in before if isinstance(mode, DeviceContext)
+    ]  # PyTorch wants it to be the outermost
+    staying = [mode for mode in before if _stays(mode) and not isinstance(mode, DeviceContext)]
+    for _ in before:
+        pop_function_mode()  # type: ignore[no-untyped-call]
+    try:
+        with contextlib.ExitStack() as entered:
+            for mode in (*devices, *wanted, *staying):
+                if _contains(before, mode):
+                    push_function_mode(mode)  # type: ignore[no-untyped-call]
+                    entered.callback(pop_function_mode)
+                else:
+                    entered.enter_context(mode)
+            yield
+    finally:
+        for mode in before:
+            push_function_mode(mode)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _in_operations(wanted: Sequence[Any]) -> Iterator[None]:
+    before = dispatch_mode_stack()
+    with disable_current_modes(), contextlib.ExitStack() as entered:
+        for mode in (*wanted, *filter(_stays, before)):
+            if _contains(before, mode):
+                TorchDispatchMode.__enter__(mode)
+                entered.callback(TorchDispatchMode.__exit__, mode, None, None, None)
+            else:
+                entered.enter_context(mode)
+        yield
+
+
+class Environment:
+    """The modes, context variables and settings that the calling thread has now.
+
+    Settings are the default dtype, the kernels that attention may use, and whether algorithms are deterministic. Autocast and the
+    random state of PyTorch are restored by what recomputes.
+    """
+
+    def __init__(self) -> None:
+        self._modes = Modes()
+        self._settings = _settings()
+
+    @property
+    def key(self) -> Hashable:
+        """What tells an environment of another kind."""
+        autocast = [
+            torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        ]
+        return self._modes.key, self._settings, *autocast
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        outside: Environment | None = None,
+    ) -> Any:
+        """Runs ``function(*args, **kwargs)`` in this environment. ``outside`` is as in :meth:`Modes.run`."""
+        modes, settings = None if outside is None else outside._modes, _settings()
+        if settings == self._settings:
+            return self._modes.run(function, args, kwargs, modes)
+        with contextlib.ExitStack() as restore:
+            for change, now, then in zip(_CHANGES, settings, self._settings):
+                if now != then:
+                    restore.enter_context(change(then))
+            return self._modes.run(function, args, kwargs, modes)
+
+
+def _settings() -> tuple[Any, ...]:
+    return (
+        torch.get_default_dtype(),
+        attention_kernels(),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+    )
+
+
+@contextlib.contextmanager
+def _deterministic(mode: tuple[bool, bool]) -> Iterator[None]:
+    now = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(now[0], warn_only=now[1])
+
+
+# In the order of _settings(): how each of them is changed for a while.
+_CHANGES: tuple[Callable[[Any], AbstractContextManager[Any]], ...] = (
+    default_dtype,
+    lambda allowed: sdpa_kernel(list(allowed)),
+    _deterministic,
+)
