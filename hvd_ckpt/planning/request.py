@@ -18,7 +18,7 @@ from hvd_ckpt.planning.inputs import tensors_of
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.planning.planner import Planner, free_failed_step
 from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
-from hvd_ckpt.planning.step import device_of
+from hvd_ckpt.planning.step import as_outside, device_of, surrounding_autocast
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.text import one_line, show_bytes, talking
 
@@ -62,7 +62,8 @@ def plan(
             ``"min"`` is the smallest peak that does not double the time, and None means the fastest plan at any memory.
         blocks: names of the modules that are the blocks (``"encoder.layer.*"`` for all children); by default, the planner finds
             them.
-        autocast: dtype of :class:`torch.autocast`, if the forward pass will run under it.
+        autocast: dtype of :class:`torch.autocast`, if the forward pass will run under it; by default, that of the autocast that
+            surrounds this call, if any.
         lossy: ``torch.bfloat16`` or ``torch.float16``: kept tensors may be stored in this dtype. The gradients then change by
             about its rounding.
         chunk_head: whether the cross entropy of a language model's head may be computed in chunks of rows (as by
@@ -107,6 +108,7 @@ def plan(
         layout = Layout.make(stages, chunks, schedule, virtual_stages)
 
     device = device_of(model, args)
+    autocast = surrounding_autocast(device) if autocast is None else autocast
     options = {
         "blocks": blocks,
         "autocast": autocast,
@@ -150,7 +152,7 @@ def make_plan(
         ValueError, BudgetError: as in :func:`plan`.
     """
     device, sample = device_of(model, args), (args, options.get("kwargs"))
-    with _out_of_memory_exceeds_budgets(device), _explained_by_devices(model, sample):
+    with as_outside(device), _out_of_memory_exceeds_budgets(device), _explained(model, sample):
         if layout is not None:
             options = {**options, "blocks": layout.blocks_of(model), "chunk_head": False}
         with _planner(model, args, None if layout else budget, device, **options) as planner:
@@ -261,10 +263,19 @@ def _out_of_memory_exceeds_budgets(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained_by_devices(model: nn.Module, sample: Any) -> Iterator[None]:
-    """Raises a ValueError in place of an error of a model that has no values, or is on other devices than the sample."""
+def _explained(model: nn.Module, sample: Any) -> Iterator[None]:
+    """Raises a ValueError in place of an error of a model that has no values, is on other devices than the sample, or was given all
+    arguments in one container."""
     try:
         yield
+    except (AttributeError, TypeError) as error:
+        args = sample[0]
+        if len(args) != 1 or not isinstance(args[0], (tuple, list, dict)):
+            raise
+        raise ValueError(
+            f"the model was given one {type(args[0]).__name__} as its argument, and failed: give its arguments as in a call of it, "
+            f"hc.plan(model, x, y) or hc.plan(model, kwargs=...) ({one_line(str(error))})"
+        ) from error
     except RuntimeError as error:
         places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
         given = sorted({str(tensor.device) for tensor in tensors_of(sample)})

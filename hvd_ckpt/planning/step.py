@@ -51,11 +51,16 @@ class Step:
         """The dtype of autocast, such as ``"bfloat16"``, or None."""
         return None if self._autocast is None else str(self._autocast).removeprefix("torch.")
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
         """A context for the forward pass."""
         if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast)
+            yield
+            return
+        with torch.autocast(self.device.type, dtype=self._autocast):
+            yield
+        # Its end frees the casts of weights only if it is not inside another one, as that in which a plan may be asked for.
+        torch.clear_autocast_cache()
 
     @contextlib.contextmanager
     def sample(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -168,6 +173,24 @@ class Step:
                 f"loss must give one number that requires a gradient, got {what}: pass loss=function of the model's output."
             )
         return loss
+
+
+def surrounding_autocast(device: torch.device) -> torch.dtype | None:
+    """The dtype of the autocast that this thread runs under on the device; None without one."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+@contextlib.contextmanager
+def as_outside(device: torch.device) -> Iterator[None]:
+    """A context like outside of all autocast, ``no_grad`` and inference mode: a :class:`Step` has its own."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if surrounding_autocast(device) is not None:
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
 
 
 def device_of(model: nn.Module, args: tuple[Any, ...]) -> torch.device:

@@ -1,8 +1,8 @@
 """The environment of a first pass, which each recomputation gets back: settings, modes and context variables.
 
-A recomputation runs in the backward pass, after the caller has left the contexts of the first pass, and perhaps on another thread. So
-the torch function modes, dispatch modes and context variables of the first pass are noted, and are those of the recomputation. A mode
-that has been left is entered again.
+A recomputation runs in the backward pass, after the caller has left the contexts of the first pass, and perhaps on another thread.
+So the torch function modes, dispatch modes and context variables of the first pass are noted, and are those of the recomputation. A
+mode that has been left is entered again.
 
 Modes that only observe are left as the backward pass has them: a counter of operations counts what runs while it is entered.
 """

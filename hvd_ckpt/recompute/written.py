@@ -99,6 +99,11 @@ class Written:
         tensor = self.old
         if is_absent(tensor):  # stage 3: the unit gathers the values
             return lambda: None
+        if (
+            self.copy is not None and self.copy.shape != tensor.shape
+        ):  # was resized, which copy_() cannot undo
+            resized, tensor.data = tensor.detach(), self.copy.clone()
+            return lambda: setattr(tensor, "data", resized)
         # The version counter must not move: graphs that have saved the parameter would refuse to go backward.
         now = tensor.detach().clone()
         if self.copy is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.recompute.deferred import DeferredLogits
 from hvd_ckpt.utils.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
@@ -109,55 +111,74 @@ class _Changed(torch.autograd.Function):
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
+_LONGEST = 64  # a container of more values that a module has is data, no list of losses
+_LONGEST_ARGUMENT = 1024  # of caches with some tensors for each layer
+_DEPTH = 4  # of what a module has: tensors in a layer, in a list of layers, in a cache
 
 
-def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+def tensors_within(value: Any, longest: float = math.inf, depth: float = math.inf) -> Iterator[torch.Tensor]:
     """The tensors in nested containers, data classes and other objects, each once; not those inside of modules. Logits that are not
-    computed yet are where the gradient of their input comes back to."""
+    computed yet are where the gradient of their input comes back to.
+
+    Args:
+        longest: containers of more values are not opened.
+        depth: how many containers and objects are opened on the way to a tensor.
+    """
     seen: set[int] = set()
-    open_values = [value]
+    open_values = [(value, depth)]
     while open_values:
-        inner = open_values.pop()
+        inner, depth = open_values.pop()
         if isinstance(inner, _PLAIN) or id(inner) in seen:
             continue
         seen.add(id(inner))
         if isinstance(inner, torch.Tensor):
             yield inner.hidden if isinstance(inner, DeferredLogits) else inner
-        elif isinstance(inner, Mapping):
-            open_values += inner.values()
-        elif isinstance(inner, (list, tuple, set, frozenset)):
-            open_values += inner
-        elif dataclasses.is_dataclass(inner) and not isinstance(inner, type):
-            open_values += (getattr(inner, part.name, None) for part in dataclasses.fields(inner))
-        elif not callable(inner):
-            open_values += getattr(inner, "__dict__", {}).values()
+        elif depth:
+            held = _held_by(inner)
+            if len(held) <= longest:
+                open_values += ((item, depth - 1) for item in held)
+
+
+def _held_by(value: Any) -> Collection[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, part.name, None) for part in dataclasses.fields(value)]
+    if callable(value):
+        return ()
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
 _USUAL = frozenset(nn.Module().__dict__)
-_LONGEST = 64  # a container of more values is data, no list of losses
-
-_seen: Any = WeakTensorKeyDictionary()  # tensor -> those who have got it
 
 
-def tensors_left_in(module: nn.Module, finder: object) -> Iterator[torch.Tensor]:
-    """The results of operations that a module and those inside it have as attributes, such as a loss that is added to the model's
-    own later; to each ``finder`` once."""
-    for inner in module.modules():
-        attributes = inner.__dict__
-        # Most modules have no attributes but those of every module; this runs in each forward pass of a unit.
-        if len(attributes) == len(_USUAL):
-            continue
-        for name, value in attributes.items():
-            if name in _USUAL:
-                continue
-            if isinstance(value, torch.Tensor):
-                value = (value,)
-            elif not isinstance(value, (list, tuple, dict)) or len(value) > _LONGEST:
-                continue
-            for tensor in value.values() if isinstance(value, dict) else value:
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    finders = _seen.setdefault(tensor, set())
-                    # A loss may stay in its attribute for many passes. Found again, it would get another hook in each.
-                    if id(finder) not in finders:
-                        finders.add(id(finder))
-                        yield tensor
+def tensors_left_in(module: nn.Module, arguments: Any, since: int) -> Iterator[torch.Tensor]:
+    """The results of operations that a call of a module has left elsewhere than in its output.
+
+    They are in attributes of the module and of those inside it, such as a loss that is added to the model's own later, and in its
+    arguments, such as keys and values in a cache.
+
+    Args:
+        since: the number of autograd's next node when the call began.
+    """
+    # Most modules have no attributes but those of every module; this runs in each forward pass of a unit.
+    own = [
+        value
+        for inner in module.modules()
+        if len(inner.__dict__) != len(_USUAL)
+        for name, value in inner.__dict__.items()
+        if name not in _USUAL and not isinstance(value, _PLAIN)
+    ]
+    seen: set[int] = set()
+    for tensor in itertools.chain(
+        tensors_within(arguments, _LONGEST_ARGUMENT),
+        *(tensors_within(value, _LONGEST, _DEPTH) for value in {id(value): value for value in own}.values()),
+    ):
+        node = tensor.grad_fn
+        # A loss may stay in its attribute for many passes, and a cache has what the other units have left there.
+        if node is not None and node._sequence_nr() >= since and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor

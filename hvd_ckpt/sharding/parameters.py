@@ -64,8 +64,9 @@ class ShardedParameters:
         for (_, groups), parameters in zip(units, own):
             for group, shard in zip(groups, parameters.shards):
                 self.shards[group.position] = shard
-        owners = _owners(model, layout.parameters_of(units[-1][1]))
-        self._modules = [*(modules for modules, _ in units[:-1]), [model, *owners]]
+        owners = [_owners(model, layout.parameters_of(groups)) for _, groups in units]
+        self._modules = [*(modules for modules, _ in units[:-1]), [model, *owners[-1]]]
+        self._layers = [*owners[:-1], []]
         self._passes = Passes([(parameters, len(used)) for parameters, used in zip(own, self._modules)])
         self._handles: list[Any] = []
         if not deferred:
@@ -78,8 +79,8 @@ class ShardedParameters:
         self._begin()
 
     def _begin(self) -> None:
-        self._handles = _hook(self._passes, self._modules)
-        self._modules = []
+        self._handles = _hook(self._passes, self._modules, self._layers)
+        self._modules, self._layers = [], []
         note_split(zip(self._layout.names, self._layout.parameters))
 
     def shards_changed(self, groups: Collection[Group] | None = None) -> None:
@@ -199,7 +200,7 @@ def _titles(model: nn.Module, units: Sequence[Unit]) -> Iterator[str]:
 
 
 def _owners(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
-    """The modules, the model apart, that have some of these parameters: they may be run by themselves."""
+    """The modules, the model apart, that have some of these parameters."""
     wanted = set(map(id, parameters))
     return [
         module
@@ -208,8 +209,22 @@ def _owners(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[nn.Mod
     ]
 
 
-def _hook(passes: Passes, modules: Sequence[Sequence[nn.Module]]) -> list[Any]:
+def _hook(
+    passes: Passes, modules: Sequence[Sequence[nn.Module]], layers: Sequence[Sequence[nn.Module]]
+) -> list[Any]:
+    """Registers the hooks.
+
+    Args:
+        modules: by unit, those that run one after the other; of the last unit, also those that have its parameters, which may run
+            by themselves.
+        layers: by unit, further modules that have its parameters.
+    """
     handles: list[Any] = []
+    for unit, used, inside in zip(passes.units, modules, layers):
+        for module in inside:
+            if module not in used:
+                ran = _Hook(passes, functools.partial(passes.post_layer, unit))
+                handles.append(module.register_forward_hook(ran))
     whole_only = _Hook(passes, lambda *_: _require_whole(passes, "give or take a state_dict"))
     for unit, used in zip(passes.units, modules):
         for number, module in enumerate(used):
@@ -219,7 +234,7 @@ def _hook(passes: Passes, modules: Sequence[Sequence[nn.Module]]) -> list[Any]:
             after = _Hook(passes, functools.partial(passes.post_forward, unit, number))
             handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(after, always_call=True),
+                module.register_forward_hook(after, always_call=True, with_kwargs=True),
             ]
     for module in dict.fromkeys(module for used in modules for module in used):
         handles += [

@@ -6,9 +6,10 @@
                      recomputation, gradients: find it there
                      post-backward, an identity on its inputs, whose backward pass comes after all of the unit's: reshard it
 
-The hook on the outputs runs before anything that is behind them, a recomputation included, so one gather serves both. A region
-that is recomputed reentrantly has no graph to hook; there the recomputation finds the unit sharded and gathers it. If no input
-requires a gradient, the unit is resharded at the end of the outermost backward pass.
+The hook on the outputs runs before anything that is behind them, a recomputation included, so one gather serves both. The output
+may be unused, so the same hook is on whatever else leaves the unit, and on the outputs of all modules that have parameters of it.
+A region that is recomputed reentrantly has no graph to hook; there the recomputation finds the unit sharded and gathers it. If no
+input requires a gradient, the unit is resharded at the end of the outermost backward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ from hvd_ckpt.utils.torch_private import (
     disable_current_modes,
     execution_engine,
     pytree,
+    sequence_number,
 )
 
 
@@ -54,6 +56,7 @@ class ShardedUnit:
         modules: how many run, one after the other.
         parameters: parameters of the unit.
         running: how many calls of its modules have begun and not ended.
+        begun: for each of these, the number of autograd's next node then.
         call: in which its modules run now.
         in_backward: calls whose backward pass has begun and not ended.
         lasting: its memory is needed beyond its backward pass (that pass is differentiated itself).
@@ -64,6 +67,7 @@ class ShardedUnit:
     modules: int
     parameters: UnitParameters
     running: int = 0
+    begun: list[int] = field(default_factory=list)
     call: UnitCall | None = None
     in_backward: set[UnitCall] = field(default_factory=set)
     lasting: bool = False
@@ -118,6 +122,7 @@ class Passes:
             if not in_backward and self._backward is not None:  # that pass has failed
                 self.reset()
             unit.running += 1
+            unit.begun.append(sequence_number())
             # Within a backward pass this call is a recomputation. That pass may begin here, where no gradient has come back to
             # an output of a unit yet.
             if in_backward:
@@ -137,9 +142,12 @@ class Passes:
             else None
         )
 
-    def post_forward(self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(
+        self, unit: ShardedUnit, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
         """The module has run, or failed, and then has no output; returns its output."""
         unit.running = max(unit.running - 1, 0)  # reset() may have set it to 0 meanwhile
+        since = unit.begun.pop() if unit.begun else sequence_number()
         call = unit.call
         if call is not None:
             adopt_changes(call)
@@ -149,7 +157,7 @@ class Passes:
                 unit.call = None
         awaited = False
         if unit is not self.root or not unit.running:
-            awaited = self._watch(unit, call, module, output)
+            awaited = self._watch(unit, call, output, tensors_left_in(module, (args, kwargs), since))
             output = _apart(unit.parameters, output)
         with _quietly():
             if not unit.running and unit.parameters.whole and not self.summoned:
@@ -195,6 +203,7 @@ class Passes:
         self._forward = self._backward = None
         for unit in self.units:
             unit.running = 0
+            unit.begun.clear()
             unit.call = None
             unit.in_backward.clear()
             unit.lasting = unit.awaited = False
@@ -307,8 +316,10 @@ class Passes:
         if not self.root.awaited:
             self._reshard(self.root)
 
-    def _watch(self, unit: ShardedUnit, call: UnitCall | None, module: nn.Module, output: Any) -> bool:
-        """Gathers the unit when a gradient comes back to what its module has returned, or left in an attribute.
+    def _watch(
+        self, unit: ShardedUnit, call: UnitCall | None, output: Any, left: Iterable[torch.Tensor]
+    ) -> bool:
+        """Gathers the unit when a gradient comes back to what its module has returned, or ``left`` elsewhere.
 
         Returns:
             Whether it is better not to free the unit now: that of the model, which the backward pass needs first; and where the
@@ -318,21 +329,38 @@ class Passes:
             return False
         with DisableTorchFunction():
             returned = list(tensors_within(output))
-            watched = [
-                tensor
-                for tensor in (*returned, *tensors_left_in(module, unit))
-                if tensor.requires_grad and not is_input(tensor)
-            ]
-            for tensor in watched:
-                tensor.register_hook(lambda gradient: self._pre_backward(unit, call))  # type: ignore[no-untyped-call]
+            found = {id(tensor): tensor for tensor in (*returned, *left)}
+            watched = [tensor for tensor in found.values() if tensor.requires_grad and not is_input(tensor)]
+            self._hook(unit, call, watched)
         if not returned and output is not None:
             return True
         return unit is self.root and bool(watched)
 
+    def post_layer(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
+        """A module inside the unit that has parameters of it has run.
+
+        The unit's output may be unused while something inside it is used, which a hook or a cache has handed on.
+        """
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            with DisableTorchFunction():
+                made = [tensor for tensor in tensors_within(output) if tensor.grad_fn is not None]
+                self._hook(unit, unit.call, (tensor for tensor in made if not is_input(tensor)))
+
+    def _hook(self, unit: ShardedUnit, call: UnitCall | None, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.register_hook(lambda gradient: self._pre_backward(unit, call))  # type: ignore[no-untyped-call]
+
     def _pre_backward(self, unit: ShardedUnit, call: UnitCall | None) -> None:
-        """A gradient has come back to an output of the unit."""
+        """A gradient has come back to an output of the unit, or of a module inside it."""
         # Read before _quietly() turns gradients off: in a backward pass they are on with create_graph=True only.
         differentiated = torch.is_grad_enabled()
+        if (
+            not differentiated
+            and unit.parameters.whole
+            and self._backward is not None
+            and (call is None or call in unit.in_backward)
+        ):
+            return
         with _quietly():
             self._begin_backward()
             if call is not None:

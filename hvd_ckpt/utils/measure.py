@@ -158,20 +158,28 @@ class _Writes(TorchDispatchMode):
 
 
 def _restoring(module: nn.Module) -> Callable[[], None]:
-    """A function that restores the current buffers and attributes of a module and their contents."""
+    """A function that restores what a module has now: its members, its attributes and the contents of both but of parameters."""
     spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    own: dict[str, Any] = {}
     if isinstance(module, torch.jit.ScriptModule):  # its buffers keep their places
-        spaces.append(({}, dict(module.named_buffers(recurse=False))))
+        buffers = dict(module.named_buffers(recurse=False))
     else:
         own = {name: value for name, value in vars(module).items() if _is_own(name) or name == "training"}
-        spaces += [(vars(module), own), (module._buffers, dict(module._buffers))]
-    contents = [_restoring_contents(value) for _, values in spaces for value in values.values()]
+        buffers = dict(module._buffers)
+        spaces += [(space, dict(space)) for space in (module._buffers, module._parameters, module._modules)]
+    unsaved = set(module._non_persistent_buffers_set)
+    contents = [_restoring_contents(value) for value in (*own.values(), *buffers.values())]
 
     def restore() -> None:
-        for space, values in spaces:
-            for name in [name for name in space if name not in values and _is_own(name)]:
-                del space[name]
+        attributes = vars(module)
+        for name in [name for name in attributes if name not in own and _is_own(name)] if own else ():
+            del attributes[name]
+        attributes.update(own)
+        for space, values in spaces:  # cleared first, for the order of state_dict()
+            space.clear()
             space.update(values)
+        module._non_persistent_buffers_set.clear()
+        module._non_persistent_buffers_set.update(unsaved)
         for put_back in contents:
             put_back()
 
@@ -186,15 +194,24 @@ def _is_own(name: str) -> bool:
     return name not in _MODULE and not name.startswith("_hvd_ckpt")
 
 
+def _is_resized(value: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether a tensor has been resized, or given other data, since ``data`` was its data."""
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
+        return False
+    return value.dtype is not data.dtype or value.device != data.device or not value.is_set_to(data)
+
+
 def _restoring_contents(value: Any) -> Callable[[], None]:
     """A function that restores the current contents of a tensor, a container or a generator."""
     if isinstance(value, torch.Tensor):
         if is_lazy(value) or value.device.type == "meta" or value.is_inference():
             return lambda: None
-        copy = value.detach().clone()
+        data, copy = value.detach(), value.detach().clone()
 
         def put_back() -> None:
             with torch.no_grad():
+                if _is_resized(value, data):
+                    value.data = data
                 # Written only if it has changed: a copy raises the tensor's version, which a graph that has saved it would refuse.
                 if value.layout is not torch.strided or not torch.equal(value.detach(), copy):
                     value.detach().copy_(copy)

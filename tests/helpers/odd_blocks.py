@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.ao.quantization
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
@@ -442,7 +443,64 @@ def _nested_checkpoint() -> nn.Module:
     return Inner()
 
 
+class ChangingBuffer(nn.Module):
+    """Changes its buffer in each forward pass by more than the values of its elements.
+
+    Args:
+        change: takes the block and the greatest absolute values of each column.
+    """
+
+    def __init__(self, change: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.a, self.change = nn.Linear(WIDTH, WIDTH), change
+        self.register_buffer("seen", torch.empty(0))
+        self.register_buffer("last", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x.detach().abs().amax(0))
+        scale = sum(buffer.float().mean() for buffer in self.buffers() if buffer.numel())
+        return x + F.gelu(self.a(x)) * scale
+
+
+def _resize(block: Any, most: Tensor) -> None:
+    if block.seen.numel() < WIDTH:
+        block.seen.resize_(WIDTH).copy_(most)
+    torch.maximum(block.seen, most, out=block.seen)
+
+
+def _replace(block: Any, most: Tensor) -> None:
+    block.seen = most if block.seen.numel() < WIDTH else torch.maximum(block.seen, most)
+
+
+def _convert(block: Any, most: Tensor) -> None:
+    block.seen, block.last.data = most.double(), block.last.data.half()
+
+
+def _register(block: Any, most: Tensor) -> None:
+    if not hasattr(block, "late"):
+        block.register_buffer("late", most, persistent=False)
+        block.register_module("inner", nn.Identity())
+    block.late = 0.9 * block.late + 0.1 * most
+    block.last.mul_(0.9)
+
+
+def _remove(block: Any, most: Tensor) -> None:
+    block.seen, block.last = None if block.last.mean() > 0.5 else most, block.last * 0.9
+
+
+def _fake_quantize(**options: Any) -> nn.Module:
+    quantization = torch.ao.quantization
+    per_channel = quantization.default_per_channel_weight_fake_quant(**options)
+    return Wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), quantization.default_fake_quant(), per_channel))
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
+    "resized buffer": lambda: ChangingBuffer(_resize),
+    "replaced buffer": lambda: ChangingBuffer(_replace),
+    "buffer of another dtype": lambda: ChangingBuffer(_convert),
+    "late buffer": lambda: ChangingBuffer(_register),
+    "removed buffer": lambda: ChangingBuffer(_remove),
+    "fake quantization": _fake_quantize,
     "parametrized": lambda: _with_parameters(lambda one: parametrize.register_parametrization(one, "weight", Doubled())),
     "weight norm": lambda: _with_parameters(parametrizations.weight_norm),
     "orthogonal": lambda: _with_parameters(parametrizations.orthogonal),

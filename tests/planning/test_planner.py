@@ -397,6 +397,40 @@ def test_autocast_and_a_warning_under_another_one(make, budget):
     assert all(torch.equal(one, other) for one, other in zip(expected, train(model, args, {}, forward=step)))
 
 
+def test_the_surrounding_autocast_is_that_of_the_plan():
+    model, args, _ = sequential()
+    mixed = hc.plan(model, *args, loss=loss_of, budget="0.6x", autocast=torch.bfloat16)
+    for around in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with torch.autocast("cpu", torch.bfloat16), around:
+            within = hc.plan(model, *args, loss=loss_of, budget="0.6x")
+            other = hc.plan(model, *args, loss=loss_of, budget="0.6x", autocast=torch.float16)
+        assert (within.autocast, other.autocast) == ("bfloat16", "float16")
+        assert within.baseline.peak_bytes == mixed.baseline.peak_bytes
+        assert within.smallest.peak_bytes == mixed.smallest.peak_bytes
+        assert within.measured.peak_bytes == pytest.approx(mixed.measured.peak_bytes, rel=0.02)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            assert hc.plan(model, *args, loss=loss_of, budget="0.6x").autocast is None
+        _, plan = hc.largest_batch(model, lambda batch: torch.randn(batch, 16), 400_000, loss=loss_of, most=8)
+        assert plan.autocast == "bfloat16"
+    assert hc.plan(model, *args, loss=loss_of, budget="0.6x").autocast is None
+
+
+def test_arguments_in_one_container_are_named():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+        def forward(self, x, y=None):
+            return self.layers(x)
+
+    x = torch.randn(4, 8)
+    for sample in ((x, x), [x], {"x": x}):
+        with pytest.raises(ValueError, match=f"one {type(sample).__name__}.*hc.plan\\(model, x, y\\)"):
+            hc.plan(Two(), sample, loss=torch.sum)
+
+
 def test_applied_removed_copied_and_applied_again():
     model, args, _ = listed()
     start = copy.deepcopy(model)

@@ -1,5 +1,5 @@
-"""Recomputation in the environment of the first pass: modes, context variables and settings that begin, end or change between passes
-are those of the first pass, in every way of recomputing, and an environment of another kind is verified anew."""
+"""Recomputation in the environment of the first pass: modes, context variables and settings that begin or end between passes are
+those of the first pass, in every way of recomputing, and an environment of another kind is verified anew."""
 
 from __future__ import annotations
 
@@ -264,10 +264,8 @@ def test_a_backward_pass_on_another_thread_in_a_context_of_its_own(way: str) -> 
     def step(run: Run) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(*(Block() for _ in range(4)))
-        losses = []
-        with two_modes():
-            for _ in range(2):  # both in one context, which is recomputed on two threads
-                losses.append(run(model, torch.randn(3, 6)).square().mean())
+        with two_modes():  # both in one context, which is recomputed on two threads
+            losses = [run(model, torch.randn(3, 6)).square().mean() for _ in range(2)]
         threads = [threading.Thread(target=loss.backward) for loss in losses]
         for thread in threads:
             thread.start()

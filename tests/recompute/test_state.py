@@ -39,6 +39,8 @@ class Stateful(nn.Module):
         self.large: torch.Tensor
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("large", torch.ones(200, 200))
+        self.resized: torch.Tensor
+        self.register_buffer("resized", torch.empty(0))
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("variance", torch.ones(8))
         self.attribute = torch.ones(())
@@ -84,6 +86,14 @@ def by_replaced_buffer(block: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def by_resized_buffer(block: Any, h: torch.Tensor) -> torch.Tensor:
+    if not block.resized.numel():
+        block.resized.resize_(8).fill_(1.0)
+    h = h * block.resized.clone()
+    block.resized.mul_(0.9)
+    return h
+
+
 def by_cache(block: Any, h: torch.Tensor) -> torch.Tensor:
     if block.cache is None:
         block.cache = torch.tanh(block.outer.weight)
@@ -113,6 +123,7 @@ KINDS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "tensor attribute": by_attribute,
     "replaced attribute": by_replaced_attribute,
     "replaced buffer": by_replaced_buffer,
+    "resized buffer": by_resized_buffer,
     "cache": by_cache,
     "running statistics of no batch norm": by_running_statistics,
     "weight written by max_norm": by_weight,
@@ -179,6 +190,29 @@ def test_state_is_put_back(kind: str, way: str) -> None:
 
     plain = trained(make, lambda model, x: model(x))
     assert_equal_bits(trained(make, WAYS[way]), plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_tensor_of_no_module_that_is_resized(use_reentrant: bool) -> None:
+    def gradients(recompute: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        layer, held = nn.Linear(8, 8), torch.empty(0)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            if not held.numel():
+                held.resize_(8).fill_(1.0)
+            y = torch.tanh(layer(x)) * held.clone()
+            held.mul_(0.9)
+            return y
+
+        for _ in range(STEPS):
+            x = torch.randn(4, 8)
+            y = checkpoint(function, x, use_reentrant=use_reentrant) if recompute else function(x)
+            y.square().sum().backward()
+        return [layer.weight.grad, held]
+
+    for ours, theirs in zip(gradients(True), gradients(False)):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
 class Asking(Stateful):

@@ -326,6 +326,96 @@ def test_whatever_a_unit_takes_and_returns() -> None:
         assert torch.equal(plain(rows(1)), split.model(rows(1)))
 
 
+class Slots:
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[torch.Tensor]] = {"inner": []}
+
+
+class Leaves(Block):
+    """Leaves what it computes inside in some place, where its output may be the only thing that is not used."""
+
+    place = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.kept: Any = None
+
+    def forward(self, x: Any, cache: Any = None) -> Any:
+        hidden = nn.functional.gelu(self.inner(self.norm(x)))
+        if self.place == "cache":
+            cache.layers.append(hidden)
+        elif self.place == "slots":
+            cache.kept["inner"] += [hidden, x * self.scale]
+        elif self.place == "attribute":
+            self.kept = hidden
+        elif self.place == "objects in an attribute":
+            self.kept = [{"inner": Output(hidden, {"scaled": [x * self.scale]})}]
+        elif self.place == "part of the output":
+            return x + self.outer(hidden), hidden
+        return x + self.outer(hidden)
+
+
+@dataclasses.dataclass
+class Cache:
+    layers: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+def left_by(model: Any, place: str, x: torch.Tensor) -> list[torch.Tensor]:
+    """What the blocks leave in a place; their outputs are used by the next block alone."""
+    left: list[torch.Tensor] = []
+    hooked = model.blocks if place == "a list of a hook" else []
+    handles = [
+        block.inner.register_forward_hook(lambda module, args, out: left.append(out)) for block in hooked
+    ]
+    cache: Any = Slots() if place == "slots" else Cache()
+    for block in model.blocks:
+        block.place = place
+        given = {"cache": cache} if place in ("cache", "slots") else {}
+        out = block(x, **given)
+        if place == "part of the output":
+            left.append(out[1])
+        x = out[0] if isinstance(out, tuple) else out
+    for handle in handles:
+        handle.remove()
+    if place == "cache":
+        left += cache.layers
+    elif place == "slots":
+        left += cache.kept["inner"]
+    elif place == "attribute":
+        left += [block.kept for block in model.blocks]
+    elif place == "objects in an attribute":
+        held = [block.kept[0]["inner"] for block in model.blocks]
+        left += [one.hidden for one in held] + [one.losses["scaled"][0] for one in held]
+    return left
+
+
+PLACES = [
+    "cache", "slots", "attribute", "objects in an attribute", "part of the output", "a list of a hook",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_a_unit_leaves_elsewhere_than_in_its_output(place: str) -> None:
+    plain, split = pair(lambda: Stack([Leaves() for _ in range(3)]))
+    for number in range(2):
+        for model in (plain, split.model):
+            # Over two steps: what the first call has left is used twice, and with that of a second call.
+            x = rows(number).requires_grad_()
+            first = sum(one.square().mean() for one in left_by(model, place, x))
+            first.backward(retain_graph=True)
+            (slope,) = torch.autograd.grad(first, x, retain_graph=True)
+            second = sum(one.square().mean() for one in left_by(model, place, x + slope))
+            (first * second).backward()
+            for block in model.blocks:
+                block.kept = None
+        assert split.whole == []
+        step(plain, split)
+    assert_same_weights(plain, split)
+
+
 def test_whatever_is_done_with_a_graph() -> None:
     plain, split = pair(lambda: Stack(3, hc.checkpoint))
     for number in range(2):
