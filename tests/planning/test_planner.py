@@ -406,7 +406,8 @@ def test_the_surrounding_autocast_is_that_of_the_plan():
             other = hc.plan(model, *args, loss=loss_of, budget="0.6x", autocast=torch.float16)
         assert (within.autocast, other.autocast) == ("bfloat16", "float16")
         assert within.baseline.peak_bytes == mixed.baseline.peak_bytes
-        assert within.smallest.peak_bytes == mixed.smallest.peak_bytes
+        # Which policies are candidates depends on the seconds that were measured.
+        assert within.smallest.peak_bytes == pytest.approx(mixed.smallest.peak_bytes, rel=0.02)
         assert within.measured.peak_bytes == pytest.approx(mixed.measured.peak_bytes, rel=0.02)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.autocast("cpu", enabled=False):
