@@ -152,6 +152,16 @@ def _held_by(value: Any) -> Collection[Any]:
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
+def apart(output: Any, holds: Callable[[torch.Tensor], bool]) -> Any:
+    """The output of a unit, with copies of those tensors that the unit's memory holds."""
+    with DisableTorchFunction():
+        if not any(map(holds, tensors_within(output))):
+            return output
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.clone() if holds(tensor) else tensor, output
+    )
+
+
 _USUAL = frozenset(nn.Module().__dict__)
 
 

@@ -28,6 +28,7 @@ from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.module_hooks import (
     UnitCall,
     adopt_changes,
+    apart,
     is_input,
     register_post_backward,
     tensors_left_in,
@@ -42,7 +43,6 @@ from hvd_ckpt.utils.torch_private import (
     current_graph_task_id,
     disable_current_modes,
     execution_engine,
-    pytree,
     sequence_number,
 )
 
@@ -158,7 +158,7 @@ class Passes:
         awaited = False
         if unit is not self.root or not unit.running:
             awaited = self._watch(unit, call, output, tensors_left_in(module, (args, kwargs), since))
-            output = _apart(unit.parameters, output)
+            output = apart(output, unit.parameters.holds)
         with _quietly():
             if not unit.running and unit.parameters.whole and not self.summoned:
                 # A recomputation writes what the first pass has written already
@@ -446,16 +446,6 @@ def _tell(missed: Callable[[], Callable[[int], None] | None], number: int) -> No
 
 def _in_backward() -> bool:
     return current_graph_task_id() != -1 or is_recomputing()
-
-
-def _apart(parameters: UnitParameters, output: Any) -> Any:
-    """The output, with copies of those tensors that lie in the memory of the unit."""
-    with DisableTorchFunction():
-        if not any(parameters.holds(tensor) for tensor in tensors_within(output)):
-            return output
-    return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.clone() if parameters.holds(tensor) else tensor, output
-    )
 
 
 @contextlib.contextmanager
