@@ -10,6 +10,7 @@ Modes that only observe are left as the backward pass has them: a counter of ope
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
@@ -121,6 +122,18 @@ def _same(ours: Sequence[object], theirs: Sequence[object]) -> bool:
     return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs))
 
 
+def _is_handling(mode: Any) -> bool:
+    """Whether a torch function mode is handling a call, such as that of ``backward()``: meanwhile it is not on the stack."""
+    for innermost in list(sys._current_frames().values()):  # autograd recomputes on its own threads, too
+        frame: Any = innermost
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "__torch_function__" and frame.f_locals.get(code.co_varnames[0]) is mode:
+                return True
+            frame = frame.f_back
+    return False
+
+
 def _contains(modes: Sequence[object], mode: object) -> bool:
     return any(other is mode for other in modes)
 
@@ -141,7 +154,7 @@ def _in_functions(wanted: Sequence[Any]) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as entered:
             for mode in (*devices, *wanted, *staying):
-                if _contains(before, mode):
+                if _contains(before, mode) or _is_handling(mode):
                     push_function_mode(mode)  # type: ignore[no-untyped-call]
                     entered.callback(pop_function_mode)
                 else:
