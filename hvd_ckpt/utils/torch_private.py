@@ -25,9 +25,9 @@ __all__ = [
     "DisableTorchFunctionSubclass", "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "StopRecomputationError",
     "TorchDispatchMode", "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dispatch_mode_stack", "dual_level",
     "execution_engine", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_zero_", "function_mode_stack",
-    "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "in_mode", "infer_device_type", "pop_function_mode",
-    "profiler_enabled", "push_function_mode", "pytree", "sequence_number", "top_saved_tensors_default_hooks", "tracing",
-    "unsafe_preserve_version_counter", "untraceable",
+    "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "in_mode", "infer_device_type",
+    "pop_function_mode", "profiler_enabled", "push_function_mode", "pytree", "sequence_number", "top_saved_tensors_default_hooks",
+    "tracing", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
 OLDEST = (2, 6)  # setup.cfg asks for the same
