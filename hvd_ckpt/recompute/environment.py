@@ -171,7 +171,7 @@ def _in_operations(wanted: Sequence[Any]) -> Iterator[None]:
     with disable_current_modes(), contextlib.ExitStack() as entered:
         for mode in (*wanted, *filter(_stays, before)):
             if _contains(before, mode):
-                TorchDispatchMode.__enter__(mode)
+                TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
                 entered.callback(TorchDispatchMode.__exit__, mode, None, None, None)
             else:
                 entered.enter_context(mode)

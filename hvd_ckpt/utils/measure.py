@@ -166,7 +166,8 @@ def _restoring(module: nn.Module) -> Callable[[], None]:
     else:
         own = {name: value for name, value in vars(module).items() if _is_own(name) or name == "training"}
         buffers = dict(module._buffers)
-        spaces += [(space, dict(space)) for space in (module._buffers, module._parameters, module._modules)]
+        members: tuple[Any, ...] = (module._buffers, module._parameters, module._modules)
+        spaces += [(space, dict(space)) for space in members]
     unsaved = set(module._non_persistent_buffers_set)
     contents = [_restoring_contents(value) for value in (*own.values(), *buffers.values())]
 
