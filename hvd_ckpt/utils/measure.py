@@ -161,6 +161,7 @@ def _restoring(module: nn.Module) -> Callable[[], None]:
     """A function that restores what a module has now: its members, its attributes and the contents of both but of parameters."""
     spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
     own: dict[str, Any] = {}
+    buffers: dict[str, Any]
     if isinstance(module, torch.jit.ScriptModule):  # its buffers keep their places
         buffers = dict(module.named_buffers(recurse=False))
     else:
