@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -141,6 +142,8 @@ class Bucket:
         if not entry.holds(gradient):
             with torch.no_grad():
                 view = self.view(entry)
+            if _references(view) > _REFERENCES:
+                return
             view.detach().copy_(gradient)
             entry.parameter.grad = moved(gradient, view)
 
@@ -174,6 +177,10 @@ class Bucket:
                 entry.filled = gradient is not None
                 if gradient is view:
                     continue
+                if _references(view) > _REFERENCES:
+                    # Another parameter has it as its gradient, or code has kept an earlier one: that stays as it is.
+                    self.free()
+                    return self.gather()
                 if gradient is None:
                     missing.append(view)
                     continue
@@ -187,6 +194,20 @@ class Bucket:
             for parameter, gradient, view in copied:
                 parameter.grad = moved(gradient, view)
         return flat
+
+
+def _references(view: torch.Tensor) -> int:
+    return sys.getrefcount(view)
+
+
+def _without_others() -> int:
+    entry = [torch.empty(0, dtype=torch.float32)]  # in the place of an entry, which refers to its view
+    view = entry[0]
+    return _references(view)
+
+
+_REFERENCES = _without_others()
+# More than these tell that another parameter has the view as its gradient, or that code has kept it: it must not be written.
 
 
 def view_of(flat: torch.Tensor, entry: GradientEntry) -> torch.Tensor:

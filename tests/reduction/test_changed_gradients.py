@@ -247,3 +247,43 @@ def test_hooks_that_change_gradients(in_place: bool) -> None:
                 optimizer.step()
         for handle in handles:
             handle.remove()
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [SMALL, ONE_BUCKET])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_gradients_that_code_keeps_stay_as_they_are(bucket_cap_mb: float, shard: int) -> None:
+    model = chain()
+    optimizer = wrap(model, bucket_cap_mb=bucket_cap_mb, shard=shard)
+    kept, copies = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss(model, 2 * step + part).backward()
+            if part == 0:  # one pass per task, as for gradient surgery
+                kept += [parameter.grad for parameter in model.parameters()]
+                copies += [parameter.grad.clone() for parameter in model.parameters()]
+                model.zero_grad()
+        optimizer.step()
+        kept += [parameter.grad for parameter in model.parameters()]
+        copies += [parameter.grad.clone() for parameter in model.parameters()]
+    assert all(map(torch.equal, kept, copies))
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [SMALL, ONE_BUCKET])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_gradients_may_change_places(bucket_cap_mb: float, shard: int) -> None:
+    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    model = nn.ParameterList([first, second])
+    optimizer = wrap(model, bucket_cap_mb=bucket_cap_mb, shard=shard)
+    mean = (1 + hc.size()) / 2
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        for part in range(2):
+            ((first + 10 * second).sum() * (part + 1) * (1 + hc.rank())).backward()
+            if part == 0:
+                first.grad, second.grad = second.grad, first.grad
+        optimizer.synchronize()
+        assert torch.equal(first.grad, torch.full((3,), 12 * mean))
+        assert torch.equal(second.grad, torch.full((3,), 21 * mean))
+        with optimizer.skip_synchronize():
+            optimizer.step()
