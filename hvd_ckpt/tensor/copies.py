@@ -37,12 +37,12 @@ def watch_copies() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not isinstance(optimizer, ReducedOptimizer) or not verifies_weights() or current().tensor == 1:
+    if not isinstance(optimizer, ReducedOptimizer) or current().tensor == 1:
         return
     # A copy of an optimizer, with which a step is tried out, knows no names.
     names = getattr(optimizer, "parameter_names", {})
     forget(names)
-    if names:
+    if names and verifies_weights():
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
         check_copies([(name, parameter) for parameter, name in names.items()], _steps[optimizer])
 

@@ -68,6 +68,7 @@ class Verification:
     def __init__(self, whole: nn.Module, split: Split) -> None:
         self._whole, self._split = whole, split
         self._evaluated: set[str] = set()
+        self.is_used = False  # whether a module was called, or a step was taken
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
         """Verifies the first of these modules of the split model that is called; those within it are then verified, too."""
@@ -87,6 +88,7 @@ class Verification:
         if not module.training and name in self._evaluated:
             return False
         self._evaluated.add(name)
+        self.is_used = True
         _raise_together(_follow(self._whole.get_submodule(name), module))
         _agree_on_frozen(module)
         if not _in_a_thread(lambda: self._compare(name, Arguments((args, kwargs)))):
@@ -310,12 +312,17 @@ def _forget(module: nn.Module) -> None:
 
 
 def forget(parameters: Iterable[Tensor]) -> None:
-    """Drops the whole weights of models with these parameters, whose optimizer has taken a step."""
-    if _watched:
-        known = set(map(id, parameters))
-        for module in list(_watched):
-            if any(id(parameter) in known for parameter in module.parameters()):
+    """Drops the whole weights of models with these parameters, whose optimizer has taken a step.
+
+    A first step before any call, as of loops that create an optimizer's state, drops nothing.
+    """
+    known = set(map(id, parameters)) if _watched else set()
+    for module, (verification, name, _) in list(_watched.items()):
+        # The whole model is watched as long as any of its modules is.
+        if name == "" and any(id(parameter) in known for parameter in module.parameters()):
+            if verification.is_used:
                 _forget(module)
+            verification.is_used = True
 
 
 def verification_of(model: nn.Module, split: Split) -> Verification | None:
