@@ -49,7 +49,9 @@ Split = Callable[[nn.Module], None]
 
 
 class _Watched(NamedTuple):
-    verification: Verification
+    """A module of a split model; ``verification`` is None once the whole model (of name "") has been verified."""
+
+    verification: Verification | None
     name: str
     hook: Any
 
@@ -301,13 +303,20 @@ def _before_call(module: nn.Module, args: Any, kwargs: Any) -> None:
         return
     if any(one.is_meta for one in (*Arguments((args, kwargs)).tensors, *module.parameters())):
         return
-    if watched.verification.verify(watched.name, module, args, kwargs):
+    if watched.verification is None:
+        # What is frozen on one part alone would leave the others in a sum of gradients.
+        if module.training and torch.is_grad_enabled():
+            _agree_on_frozen(module)
+    elif watched.verification.verify(watched.name, module, args, kwargs):
         _forget(module)
 
 
 def _forget(module: nn.Module) -> None:
     for inner in module.modules():
-        if (watched := _watched.pop(inner, None)) is not None:
+        watched = _watched.pop(inner, None)
+        if watched is not None and watched.name == "":
+            _watched[inner] = watched._replace(verification=None)
+        elif watched is not None:
             watched.hook.remove()
 
 
@@ -319,7 +328,7 @@ def forget(parameters: Iterable[Tensor]) -> None:
     known = set(map(id, parameters)) if _watched else set()
     for module, (verification, name, _) in list(_watched.items()):
         # The whole model is watched as long as any of its modules is.
-        if name == "" and any(id(parameter) in known for parameter in module.parameters()):
+        if verification and name == "" and any(id(parameter) in known for parameter in module.parameters()):
             if verification.is_used:
                 _forget(module)
             verification.is_used = True

@@ -383,10 +383,15 @@ def frozen_later() -> None:
     optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
     optimizer.step()
     model[1].perceptron[0].weight.requires_grad_(hc.tensor_rank() != 1)
-    with pytest.raises(
-        hc.WeightsDiffer, match=r"requires_grad of parameter 'layer0\.perceptron\.0\.weight' .* 0 and 1"
-    ):
+    words = r"requires_grad of parameter 'layer0\.perceptron\.0\.weight' .* 0 and 1"
+    with pytest.raises(hc.WeightsDiffer, match=words):
         optimizer.step()
+    tokens, _, _ = batch_of("gpt", 0)
+    model = split()
+    model(tokens).sum().backward()
+    model[1].perceptron[0].weight.requires_grad_(hc.tensor_rank() != 1)
+    with pytest.raises(ValueError, match=words):
+        model(tokens)
 
 
 def without_positions() -> None:
