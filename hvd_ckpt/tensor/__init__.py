@@ -6,6 +6,7 @@ random_state  random numbers of a split layer, equal to those of the whole layer
 head          cross entropy over a split vocabulary
 layers        column, row and vocabulary parallel layers, and split attention
 verification  comparison of the split model with the whole one, in its first call
+twins         copies of both that compute a pass, and the differences of these
 copies        verification of copies: parameters that are whole on every part
 recipes       splitting of a model's layers, and recipes for known models
 """
