@@ -47,6 +47,20 @@ def test_models_train_like_the_whole_model(
     ("controller", "processes", "arguments"),
     [
         ("gloo", 2, ("2",)),
+        ("gloo", 4, ("2", "inside,memory,sharded,order")),
+        ("mpi", 4, ("4",)),
+    ],
+)
+def test_what_runs_between_split_layers_is_as_in_the_whole_model(
+    controller: str, processes: int, arguments: tuple[str, ...]
+) -> None:
+    run(controller, processes, "tensor_kinds", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("controller", "processes", "arguments"),
+    [
+        ("gloo", 2, ("2",)),
         ("gloo", 4, ("2", "sequence")),
         ("mpi", 4, ("4",)),
     ],

@@ -1,0 +1,377 @@
+"""Tensor parallelism: whatever runs between split layers is as in the whole model, or is refused. Arguments: tensor, cases."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config, T5Model
+
+import hvd_ckpt as hc
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.utils.cuts import cut_of
+
+WIDTH, HEADS, BATCH, LENGTH, STEPS = 12, 4, 3, 8, 2
+
+
+class Squared(torch.autograd.Function):
+    """A norm with a weight, as an autograd function, which no torch function mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 2 * gradient * x * weight, (gradient * x * x).flatten(0, -2).sum(0)
+
+
+class Fused(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Squared.apply(x, self.weight)
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank adapter (Hu et al., "LoRA", 2021)."""
+
+    def __init__(self, inputs: int, outputs: int, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.base, self.dropout = nn.Linear(inputs, outputs), nn.Dropout(dropout)
+        self.A, self.B = nn.Linear(inputs, 3, bias=False), nn.Linear(3, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.B(self.A(self.dropout(x)))
+
+
+class Attention(nn.Module):
+    """Attention with what models have in it: norms of queries and keys, and numbers and gates of each head."""
+
+    def __init__(self, dropout: float = 0.0, merged: bool = False) -> None:
+        super().__init__()
+        self.heads, self.merged = HEADS, merged
+        self.q, self.k, self.v = (Adapted(WIDTH, 2 * HEADS) for _ in range(3))
+        self.o = Adapted(2 * HEADS, WIDTH)
+        self.q_norm, self.k_norm = nn.LayerNorm(2), Fused(2)
+        self.scale, self.bias = nn.Parameter(torch.rand(HEADS, 1, 1)), nn.Parameter(torch.rand(HEADS))
+        self.temperature = nn.Parameter(torch.tensor(1.3))
+        self.gate, self.distances = nn.Linear(WIDTH, HEADS), nn.Embedding(LENGTH, HEADS)
+        self.register_buffer("slopes", torch.rand(HEADS, 1, 1), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        other = x if memory is None else memory
+        b, s, _ = x.shape
+        q, k, v = (
+            f(y).unflatten(-1, (self.heads, 2)).transpose(1, 2)
+            for f, y in ((self.q, x), (self.k, other), (self.v, other))
+        )
+        scores = self.q_norm(q) @ self.k_norm(k).transpose(-2, -1) * self.temperature * self.scale
+        distance = (torch.arange(s)[:, None] - torch.arange(other.shape[1])[None]).abs()
+        scores = scores + self.distances(distance % LENGTH).permute(2, 0, 1) - self.slopes * distance
+        if self.merged:
+            scores, v = scores.flatten(0, 1), v.flatten(0, 1)
+        values = self.dropout(scores.softmax(-1)) @ v
+        if self.merged:
+            values = values.unflatten(0, (b, self.heads))
+        values = values.transpose(1, 2) * (self.bias[:, None] + self.gate(x).sigmoid()[..., None])
+        return self.o(values.flatten(2))
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = Adapted(WIDTH, 16), nn.PReLU(), Adapted(16, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.act(self.up(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module | None = None, cross: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.norm, self.norm2 = norm or nn.LayerNorm(WIDTH), Fused(WIDTH)
+        self.attention, self.mlp = Attention(**options), Perceptron()
+        self.cross = Attention(**options) if cross else None
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm(x)))
+        if self.cross is not None:
+            x = x + self.cross(x, memory=memory)
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    """Blocks between a layer and a norm, which may also be that of a block."""
+
+    def __init__(self, how: str = "none", shared: bool = False, cross: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.first, self.norm, self.how = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), how
+        self.layers = nn.ModuleList(Block(self.norm if shared else None, cross, **options) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = memory = self.first(x)
+        for layer in self.layers:
+            given = (x, memory) if layer.cross is not None else (x,)
+            x = (
+                layer(*given)
+                if self.how == "none"
+                else hc.checkpoint(layer, *given, use_reentrant=self.how == "reentrant")
+            )
+        return self.norm(x)
+
+
+def adapted(*names: str, kind: str) -> dict[str, str]:
+    layers = ("base", "B") if kind == "column" else ("base", "A")
+    return {f"*.{name}.{layer}": kind for name in names for layer in layers}
+
+
+RECIPE = {
+    "layers.*": "block", "*.attention": "heads:heads", "*.gate": "column", "*.distances": "column", "*.scale": "slice:0",
+    "*.slopes": "slice:0", "*.attention.bias": "slice:0",
+    **adapted("q", "k", "v", "up", kind="column"), **adapted("o", "down", kind="row"),
+}  # fmt: skip
+CROSS = {**RECIPE, "*.cross": "heads:heads", "*.cross.bias": "slice:0"}
+
+
+def train(model: nn.Module, *inputs: Tensor, shard: str = "none", clip: bool = False) -> Any:
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), model=model, shard=shard)
+    torch.manual_seed(1 + hc.rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        result = model(*inputs)
+        getattr(result, "last_hidden_state", getattr(result, "logits", result)).square().mean().backward()
+        if clip:
+            hc.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return optimizer
+
+
+def assert_equal(
+    model: nn.Module, recipe: dict[str, str], *inputs: Tensor, sequence: bool = False, **options: Any
+) -> nn.Module:
+    model = model.double().train()
+    whole, part = copy.deepcopy(model), hc.tensor_parallel(model, recipe, sequence=sequence)
+    for name in ("eval", "train"):
+        getattr(whole, name)(), getattr(part, name)()
+        with torch.no_grad():
+            torch.manual_seed(4)
+            expected = whole(*inputs)
+            torch.manual_seed(4)
+            found = part(*inputs)
+        if isinstance(expected, Tensor):
+            assert torch.allclose(found, expected, 1e-9, 1e-11), f"{name}, without gradients"
+    for other in [module for module in whole.modules() if isinstance(module, Model)]:
+        other.how = "none"
+    train(whole, *inputs, clip=options.get("clip", False))
+    optimizer = train(part, *inputs, **options)
+    grid, there, wrong = current(), dict(whole.named_parameters()), []
+    with optimizer.gathered_parameters() if options.get("shard", "none") == "parameters" else torch.no_grad():
+        for name, parameter in part.named_parameters():
+            expected, cut = there[name].detach(), cut_of(parameter)
+            expected = expected if cut is None else cut.of(expected, grid.tensor, grid.part)
+            off = float((parameter.detach() - expected).norm() / max(float(expected.norm()), 1e-3))
+            if off > 1e-9:
+                wrong.append(f"{name} off by {off:.1e}")
+    assert not wrong, "; ".join(wrong)
+    return part
+
+
+def x() -> Tensor:
+    return torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(7)).double()
+
+
+def made(**options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    return Model(**options)
+
+
+def inside() -> None:
+    """Parameters inside attention and perceptrons, whichever module holds them."""
+    for sequence in (False, True):
+        for how in ("none", "nonreentrant", "reentrant"):
+            assert_equal(made(how=how), RECIPE, x(), sequence=sequence)
+        assert_equal(made(dropout=0.3), RECIPE, x(), sequence=sequence, clip=True)
+
+
+def sharded() -> None:
+    for sequence in (False, True):
+        for shard in ("gradients", "parameters"):
+            assert_equal(made(), RECIPE, x(), sequence=sequence, shard=shard)
+
+
+def planned() -> None:
+    for sequence in (False, True):
+        model, whole = (hc.tensor_parallel(made().double(), RECIPE, sequence=sequence) for _ in range(2))
+        hc.plan(model, x(), loss=lambda y: y.square().mean(), budget="60%").apply(model)
+        train(model, x()), train(whole, x())
+        assert all(map(torch.equal, model.parameters(), whole.parameters())), "planned"
+
+
+def frozen() -> None:
+    """Adapters alone are trained, as is usual."""
+    for sequence in (False, True):
+        model = made()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith(("A.weight", "B.weight", "q_norm.weight")))
+        assert_equal(model, RECIPE, x(), sequence=sequence)
+
+
+def shared() -> None:
+    """A norm of the blocks is also behind the last one."""
+    for sequence in (False, True):
+        assert_equal(made(shared=True), RECIPE, x(), sequence=sequence)
+
+
+def memory() -> None:
+    """All positions attend to a second input of the blocks."""
+    for sequence in (False, True):
+        for how in ("none", "nonreentrant", "reentrant"):
+            assert_equal(made(cross=True, how=how), CROSS, x(), sequence=sequence)
+
+
+class Calls(nn.Module):
+    def __init__(self, order: tuple[int, ...], count: int) -> None:
+        super().__init__()
+        self.order = order
+        for number in range(count):
+            setattr(self, f"layer{number}", Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = getattr(self, f"layer{number}")(x)
+        return x.sin()
+
+
+def order() -> None:
+    """Blocks are called in the order of the model's modules, or refused."""
+    recipe = {**RECIPE, "layer*": "block"}
+    del recipe["layers.*"]
+    assert_equal(Calls((0, 1, 2), 3), {"layer2": "block", "layer1": "block", **recipe}, x(), sequence=True)
+    assert_equal(Calls((0, 0), 1), recipe, x(), sequence=True)
+    for wrong, count in (((0, 1, 0), 2), ((1, 0), 2), ((0, 0, 1), 2), ((0,), 2), ((0, 1, 1), 2)):
+        model = hc.tensor_parallel(Calls(wrong, count).double(), recipe, sequence=True)
+        with pytest.raises(ValueError, match="must be called once, from 'layer0' to 'layer1'"):
+            model(x())
+    inner = hc.tensor_parallel(Calls((0, 1), 2).double(), recipe, sequence=True)
+    inner(x()).sum().backward()
+    for model in (copy.deepcopy(inner), inner):
+        assert model(x()).shape == x().shape
+
+
+def scores() -> None:
+    """Dropout of scores of attention (batch * heads, queries, keys)."""
+    for sequence in (False, True):
+        assert_equal(made(dropout=0.3, merged=True), RECIPE, x(), sequence=sequence)
+
+
+class Noise(nn.Module):
+    def __init__(self, draw: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.draw = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Tensor = self.draw(self.up(x).tanh(), 0.3, True)
+        return self.down(own) + self.draw(x, 0.3, True)
+
+
+def draws() -> None:
+    for draw in (
+        functional.dropout, functional.alpha_dropout, functional.dropout1d, functional.feature_alpha_dropout,
+    ):  # fmt: skip
+        assert_equal(Noise(draw), {"up": "column", "down": "row"}, x())
+        model = nn.Sequential(Noise(draw), Noise(draw))
+        assert_equal(model, {"?": "block", "*.up": "column", "*.down": "row"}, x(), sequence=True)
+
+
+TOKENS = torch.randint(0, 64, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA = {
+    "model.embed_tokens": "vocabulary", "lm_head": "vocabulary", "*.self_attn": "heads", "*.q_proj": "column",
+    "*.k_proj": "column", "*.v_proj": "column", "*.o_proj": "row", "*.gate_proj": "column", "*.up_proj": "column",
+    "*.down_proj": "row", "model.layers.*": "block",
+}  # fmt: skip
+T5 = {
+    "shared": "vocabulary", "*.SelfAttention": "heads:n_heads,inner_dim", "*.EncDecAttention": "heads:n_heads,inner_dim",
+    **{f"*.{name}": "column" for name in "qkv"}, "*.o": "row", "*.wi": "column", "*.wo": "row",
+    "*.relative_attention_bias": "column",
+}  # fmt: skip
+
+
+def transformers() -> None:
+    """Norms of queries and keys, and biases of distances that layers hand on."""
+    for sequence in (False, True):
+        for checkpointing in (False, True):
+            torch.manual_seed(3)
+            model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            assert_equal(model, LLAMA, TOKENS, sequence=sequence)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Adapted(32, 32)
+            layer.self_attn.q_proj.base.bias = None
+        recipe = {**LLAMA, **adapted("q_proj", kind="column")}
+        del recipe["*.q_proj"]
+        assert_equal(model, recipe, TOKENS, sequence=sequence)
+    config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.1)
+    assert_equal(T5Model(config), T5, TOKENS, torch.ones_like(TOKENS), TOKENS)
+
+
+def refused() -> None:
+    model = made()
+    model.layers[0].attention.register_buffer("kept", torch.rand(HEADS))
+    for recipe, words in (
+        ({"layers.0.attention.kept": "slice:0"}, "persistent=False"),
+        ({"layers.0.attention.scale": "slice:1"}, "has 1 elements along dimension 1, which"),
+        ({"layers.0.attention.bias": "slice:1"}, "has 1 dimensions"),
+        ({"layers.0.attention.other": "slice:0"}, "no parameter or buffer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hc.tensor_parallel(model, recipe)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        inside,
+        sharded,
+        planned,
+        frozen,
+        shared,
+        memory,
+        order,
+        scores,
+        draws,
+        transformers,
+        refused,
+    )
+}
+
+if __name__ == "__main__":
+    hc.init(tensor=int(sys.argv[1]), stall_timeout=100)
+    failed = []
+    for name in sys.argv[2].split(",") if len(sys.argv) > 2 else CASES:
+        try:
+            CASES[name]()
+        except AssertionError as error:
+            failed.append(f"{name}: {str(error)[:600]}")
+    assert not failed, "\n".join(failed)
+    print("equal", flush=True)
