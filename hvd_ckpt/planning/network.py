@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvd_ckpt.bench.scale.trace import LINKED, Operation, Trace
+from hvd_ckpt.reduction.collectives import two_levels_pay
 
 SEGMENT = 128 << 10  # bytes, of a broadcast along a chain over MPI
 SMALL = 10 << 10  # bytes, up to which MPI's allreduce doubles distances
@@ -106,8 +106,6 @@ class Network:
 
     def scatter(self, nbytes: float, ranks: int) -> Cost:
         """This library's reduce-scatter: an alltoall, or one on each host and then one of those at the same place on each host."""
-        from hvd_ckpt.reduction.collectives import two_levels_pay  # which imports PyTorch
-
         local = min(self.local, ranks)
         if self.one_level or ranks <= local or local == 1 or not two_levels_pay(nbytes, ranks):
             return self.alltoall(nbytes, ranks)
@@ -136,32 +134,14 @@ class Network:
         """What all ranks tell each other in each of Horovod's cycles: which collectives are ready."""
         return self.allreduce(WORD, ranks) if ranks > 1 else Cost(0.0)
 
-    def cost(self, operation: Operation, trace: Trace, ranks: int) -> Cost:
-        """The cost of an operation of a trace in a job of so many ranks, stages and parts included."""
-        if operation.kind in LINKED:
-            return self._linked(operation, trace, ranks)
-        replicas = ranks // (trace.stages * trace.tensor)
-        network = self.every(trace.tensor)
-        if operation.kind == "allreduce":
-            return (
-                network.allreduce(operation.nbytes, replicas)
-                if trace.queue
-                else network.ring(operation.nbytes, replicas, 2)
-            )
-        if operation.kind in ("reduce_scatter", "all_gather"):
-            return network.ring(operation.nbytes, replicas)
-        cost: Cost = getattr(network, operation.kind)(operation.nbytes, replicas)
-        return cost
+    def exchange(self, nbytes: float, parts: int) -> Cost:
+        """Each of the parts of a layer, which are neighbours, sends ``nbytes`` to each other part."""
+        sent, across = (parts - 1) * nbytes, parts > self.local
+        seconds = (parts - 1) * self.message + self._hop(sent * (self.local if across else 1), across)
+        return Cost(seconds, sent, parts - 1)
 
-    def _linked(self, operation: Operation, trace: Trace, ranks: int) -> Cost:
-        # Parts are neighbours. Stages are as far apart as there are replicas, and all replicas of a host send at a time.
-        if operation.kind == "exchange":
-            others = trace.tensor - 1
-            sent = others * operation.nbytes
-            across = trace.tensor > self.local
-            return Cost(
-                others * self.message + self._hop(sent * (self.local if across else 1), across), sent, others
-            )
+    def stage_message(self, nbytes: float, ranks: int, stages: int) -> Cost:
+        """A message to the next of the stages, which are as far apart as there are replicas; all replicas of a host send at a time."""
         across = ranks > self.local
-        together = min(self.local, ranks // trace.stages) if across else 1
-        return Cost(self._hop(operation.nbytes * together, across), operation.nbytes, 1)
+        together = min(self.local, ranks // stages) if across else 1
+        return Cost(self._hop(nbytes * together, across), nbytes, 1)

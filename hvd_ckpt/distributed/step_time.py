@@ -1,0 +1,382 @@
+"""The time of a training step on a stated network, and what a rank sends in it: formulas of sizes, for each way to train.
+
+Buckets, groups and units are those that the library lays out for the model, so the kinds and bytes of all collectives are exact. All ranks do the same at
+the same time. Collectives run one after the other, beside computation:
+
+    computation   forward ----- backward of block 3, 2, 1, 0 ----- wait ------ step
+    collectives                          [bucket 0]  [bucket 1][bucket 2]
+
+A layer-by-layer model of latency and bandwidth in the manner of Hockney, "The communication challenge for MPP" (1994); its collectives are those of
+:class:`hvd_ckpt.planning.network.Network`. Contention beyond the hosts' links, stragglers and the memory traffic of sums are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from hvd_ckpt.planning.network import Cost, Network
+from hvd_ckpt.planning.schedule import make_schedule, timeline
+from hvd_ckpt.reduction.assignment import lay_out
+from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.reduction.late import ControlFlags
+from hvd_ckpt.reduction.weights import Maxima, Sums
+from hvd_ckpt.sharding.flags import ShardFlags
+from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
+from hvd_ckpt.sharding.layout import RUN_BYTES, Group, Layout
+from hvd_ckpt.sharding.units import find_units
+
+Kind = Literal["allreduce", "scatter", "ring_scatter", "alltoall", "all_gather", "message", "exchange"]
+"""``scatter`` is this library's reduce-scatter, ``ring_scatter`` that of others; a ``message`` goes to another stage, an ``exchange`` to
+each other part of a layer."""
+
+WAYS = {
+    "none": 'shard="none"',
+    "optimizer": 'shard="optimizer"',
+    "gradients": 'shard="gradients"',
+    "parameters": 'shard="parameters"',
+    "replicas": "replicas=",
+    "local": "local SGD",
+    "stages": "stages=",
+    "tensor": "tensor=",
+    "ddp": "PyTorch DDP",
+    "fsdp2": "PyTorch FSDP2",
+    "ring": "ring reduce-scatter",
+}
+"""Ways to train, and their titles. The last three are other engines, whose collectives are rings that wait for no cycle of Horovod's;
+``ring`` has gradients in shards, as ZeRO-2."""
+BASELINES = ("ddp", "fsdp2", "ring")
+
+
+@dataclass(frozen=True)
+class Split:
+    """How ranks train together, beside the way.
+
+    Attributes:
+        ranks: of the job.
+        stages, parts: pipeline stages and parts of each layer, in their ways.
+        micro_batches: of a step in stages.
+        every: steps between two averages of local SGD.
+        cap: bytes of a bucket.
+    """
+
+    ranks: int
+    stages: int = 1
+    parts: int = 1
+    micro_batches: int = 32
+    every: int = 50
+    cap: float = 25 * MEBIBYTE
+
+
+class StepTime:
+    """A step of one rank: computation, collectives that run beside it, and waits for these.
+
+    Args:
+        cycles: whether collectives wait for Horovod's cycle, in which all ranks first agree on what is ready.
+
+    Attributes:
+        now: seconds until here.
+        computing, communicating: seconds of computation, and in which collectives or messages run, hidden or not.
+        sent, messages: bytes and messages that a rank sends.
+        operations: kind and bytes of each collective or message, in the order of launches.
+    """
+
+    def __init__(self, network: Network, split: Split, cycles: bool = True) -> None:
+        self._ranks, self._split = split.ranks // (split.stages * split.parts), split
+        self._network, self._links = network.every(split.parts), network
+        self.now = self.computing = self.communicating = self.sent = self.messages = 0.0
+        self.operations: list[tuple[Kind, int]] = []
+        self.cycles = cycles
+        agreement = self._network.agreement(self._ranks).seconds if cycles else 0.0
+        over_mpi = cycles and network.controller == "mpi"
+        self._agreement, self._period = agreement, max(network.cycle, agreement) if over_mpi else 0.0
+        self._cycle, self._free, self._link = -math.inf, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, with all that was launched."""
+        return max(self.now, self._free, self._link)
+
+    @property
+    def efficiency(self) -> float:
+        """The part of a step that is computation: the speed of a rank, to one that is alone."""
+        return self.computing / self.seconds if self.seconds else 1.0
+
+    def compute(self, seconds: float) -> None:
+        """Adds computation."""
+        self.now += seconds
+        self.computing += seconds
+
+    def launch(self, kind: Kind, nbytes: int, after: float = 0.0) -> float:
+        """Launches a collective or message; returns when it ends.
+
+        Args:
+            after: the end of another one, whose result it sends.
+        """
+        cost, ready = self._cost(kind, nbytes), max(self.now, after)
+        if kind in ("message", "exchange"):  # travel beside the collectives
+            end = self._link = max(ready, self._link) + cost.seconds
+        else:
+            end = self._free = self._begin(ready) + cost.seconds
+        self.operations.append((kind, nbytes))
+        self.communicating += cost.seconds
+        self.sent += cost.sent
+        self.messages += cost.messages
+        return end
+
+    def wait(self, *ends: float) -> None:
+        """Waits for what has these ends."""
+        self.now = max(self.now, *ends, 0.0)
+
+    def _begin(self, ready: float) -> float:
+        # What was ready when the present cycle began runs in it, after what is before it. The rest waits for the first
+        # cycle that begins after it is ready: over MPI at fixed intervals, over Gloo when something is ready. A cycle in
+        # which nothing is ready has an agreement, too:
+        #     ready    A B              C
+        #     thread   [agree] A B [agree] -- [agree] C
+        if ready > self._cycle:
+            begin = max(self._cycle + self._period, self._free)
+            if ready > begin:
+                cycles = math.ceil((ready - begin) / self._period) if self._period else 0
+                begin = begin + cycles * self._period if cycles else ready
+            self._cycle, self._free = begin, begin + self._agreement
+        return self._free
+
+    def _cost(self, kind: Kind, nbytes: int) -> Cost:
+        network, ranks = self._network, self._ranks
+        if kind == "message":
+            return self._links.stage_message(nbytes, self._split.ranks, self._split.stages)
+        if kind == "exchange":
+            return self._links.exchange(nbytes, self._split.parts)
+        if kind == "allreduce":
+            return network.allreduce(nbytes, ranks) if self.cycles else network.ring(nbytes, ranks, 2)
+        if kind in ("all_gather", "ring_scatter"):
+            return network.ring(nbytes, ranks)
+        return network.scatter(nbytes, ranks) if kind == "scatter" else network.alltoall(nbytes, ranks)
+
+
+@dataclass
+class ModelSizes:
+    """A model as a chain of blocks, which may be on the meta device, and the seconds that they take.
+
+    Attributes:
+        model: the chain.
+        forward, backward: seconds of each block; the latter with its recomputation.
+        activation: bytes of what a block hands to the next one, in a step.
+    """
+
+    model: nn.Sequential
+    forward: Sequence[float]
+    backward: Sequence[float]
+    activation: int = 0
+    _named: list[tuple[str, Any]] = field(init=False)
+    _block_of: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._named = list(self.model.named_parameters())
+        # A parameter of two blocks has its gradient when the backward pass is through the first one.
+        self._block_of = {
+            id(parameter): number
+            for number, block in reversed(list(enumerate(self.model)))
+            for parameter in block.parameters()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(parameter.nbytes for _, parameter in self._named)
+
+    def step(self, way: str, split: Split, network: Network) -> StepTime:
+        """A step in one of :data:`WAYS`; of local SGD, all steps from one average to the next."""
+        step = StepTime(network, split, cycles=way not in BASELINES)
+        if way in ("parameters", "fsdp2"):
+            self._sharded_parameters(step, split, "ring_scatter" if way == "fsdp2" else "scatter")
+        elif way in ("gradients", "ring"):
+            self._forward(step)
+            self._scattered(step, split, "ring_scatter" if way == "ring" else "scatter")
+        elif way == "local":
+            self._averages(step, split)
+        elif way == "stages":
+            self._stages(step, split)
+        elif way == "tensor":
+            self._parts(step, split)
+        else:
+            self._forward(step)
+            self._reduced(step, split, self.backward, "scatter" if way == "replicas" else "allreduce")
+            if way == "optimizer":
+                self._gather_weights(step, split)
+        return step
+
+    def _forward(self, step: StepTime) -> None:
+        for seconds in self.forward:
+            step.compute(seconds)
+
+    def _buckets(self, cap: float, parts: int) -> list[tuple[int, int]]:
+        """Bytes of each bucket, and the block whose backward pass completes it."""
+        parameters = [parameter for _, parameter in self._named]
+        # Within a block a parameter that another one shares is the last to be final.
+        users = Counter(id(parameter) for block in self.model for parameter in block.parameters())
+        block_of = {index: self._block_of[id(parameter)] for index, parameter in enumerate(parameters)}
+        order = sorted(block_of, key=lambda index: (-block_of[index], users[id(parameters[index])], -index))
+        return [
+            (bucket.nbytes // parts, min(self._block_of[id(entry.parameter)] for entry in bucket.entries))
+            for bucket in lay_out(order, parameters, cap)
+        ]
+
+    def _reduced(
+        self, step: StepTime, split: Split, backward: Sequence[float], kind: Kind, parts: int = 1
+    ) -> None:
+        """A backward pass from which whole gradients are reduced; the last bucket leaves at its end, with the flags."""
+        *buckets, last = self._buckets(split.cap, parts)
+        flags = 4 * (_flags(ControlFlags, len(self._named)) + Sums.SIZE) if step.cycles else 0
+        sent: list[tuple[float, int]] = []
+        for block in reversed(range(len(backward))):
+            step.compute(backward[block])
+            while len(sent) < len(buckets) and buckets[len(sent)][1] >= block:
+                nbytes = buckets[len(sent)][0]
+                sent.append((step.launch(kind, nbytes), nbytes))
+        sent += [(step.launch(kind, nbytes), nbytes) for nbytes, _ in buckets[len(sent) :]]
+        sent.append((step.launch(kind, last[0] + flags), last[0] + flags))
+        if kind == "scatter":  # parts of sums of replicas, which are then gathered
+            sent = [(step.launch("all_gather", nbytes, after=end), nbytes) for end, nbytes in sent]
+        step.wait(*(end for end, _ in sent))
+
+    def _gather_weights(self, step: StepTime, split: Split) -> None:
+        gathers = _InFlight(step, "all_gather")
+        for group in Layout(split.ranks).add(list(reversed(self._named)), split.cap):
+            gathers.add(_padded(group))
+        gathers.wait()
+
+    def _scattered(self, step: StepTime, split: Split, kind: Kind) -> None:
+        """A backward pass of which each rank keeps its shard of the gradients, then the gather of the weights."""
+        layout = Layout(split.ranks)
+        groups, launched = layout.add(list(reversed(self._named)), split.cap), _InFlight(step, kind)
+        done = [
+            min(self._block_of[id(parameter)] for parameter in layout.parameters_of([group]))
+            for group in groups
+        ]
+        left = 0
+        for block in reversed(range(len(self.backward))):
+            step.compute(self.backward[block])
+            while left < len(groups) and done[left] >= block:
+                launched.add(_padded(groups[left]))
+                left += 1
+        self._shard_flags(step, len(groups))
+        launched.wait()
+        self._gather_weights(step, split)
+
+    def _shard_flags(self, step: StepTime, groups: int) -> None:
+        if step.cycles:
+            count = _flags(ShardFlags, len(self._named), groups) + Maxima.SIZE
+            step.wait(step.launch("allreduce", 4 * count))
+
+    def _sharded_parameters(self, step: StepTime, split: Split, kind: Kind) -> None:
+        """Units are gathered before they run, each while the one before runs, and gradients scattered after they have run."""
+        layout = Layout(split.ranks)
+        *units, root = [
+            sum(map(_padded, layout.add([(str(id(parameter)), parameter) for parameter in unit.parameters])))
+            for unit in find_units(self.model)
+        ]
+        launched = _InFlight(step, kind)
+
+        def through(order: Sequence[int], seconds: Sequence[float], after: Callable[[int], None]) -> None:
+            gathered = step.launch("all_gather", units[order[0]])
+            for place, unit in enumerate(order):
+                step.wait(gathered)
+                if place + 1 < len(order):
+                    gathered = step.launch("all_gather", units[order[place + 1]])
+                step.compute(seconds[unit])
+                after(unit)
+
+        step.wait(step.launch("all_gather", root))
+        numbers = range(len(units))
+        through(numbers, self.forward, lambda unit: None)
+        through(numbers[::-1], self.backward, lambda unit: launched.add(units[unit]))
+        launched.add(root)
+        self._shard_flags(step, len(layout.groups))
+        launched.wait()
+
+    def _averages(self, step: StepTime, split: Split) -> None:
+        for seconds in (*self.forward, *self.backward) * split.every:
+            step.compute(seconds)
+        gathers: list[float] = []
+        # Rows to all, and the means of rows to all.
+        for group in Layout(split.ranks).add(list(reversed(self._named)), RUN_BYTES):
+            scattered = step.launch("alltoall", _padded(group))
+            # Two runs are under way at a time: one is added up while the one before is gathered.
+            step.wait(*gathers[-2:-1], scattered)
+            gathers.append(step.launch("all_gather", _padded(group)))
+        step.wait(*gathers[-2:])
+
+    def _stages(self, step: StepTime, split: Split) -> None:
+        """The first of several equal stages: what it computes and waits for, then a message for each other stage, twice."""
+        count = split.micro_batches
+        forward, backward = (
+            [sum(seconds) / split.stages / count] * split.stages for seconds in (self.forward, self.backward)
+        )
+        *others, last = timeline(make_schedule("1f1b", split.stages, count), forward, backward)[0]
+        before = others[-1].end if others else 0.0
+        step.compute(before)
+        for _ in range(2 * (split.stages - 1)):
+            step.wait(step.launch("message", self.activation // count))
+        step.compute(last.start - before)
+        blocks = [(last.end - last.start) / len(self.backward)] * len(self.backward)
+        self._reduced(step, split, blocks, "allreduce", split.stages)
+
+    def _parts(self, step: StepTime, split: Split) -> None:
+        """Two sums among the parts of a layer in its forward pass, in its recomputation and in its backward pass."""
+        # Two parts exchange all; more scatter and gather.
+        each, sums = (
+            (self.activation, 1) if split.parts == 2 else (self.activation // split.parts, 2)
+        )
+
+        def exchanges(count: int) -> None:
+            for _ in range(count * sums):
+                step.wait(step.launch("exchange", each))
+
+        for seconds in self.forward:
+            step.compute(seconds / split.parts)
+            exchanges(2)
+        backward = []
+        for seconds in self.backward:
+            exchanges(4)
+            backward.append(seconds / split.parts)
+        self._reduced(step, split, backward, "allreduce", split.parts)
+
+
+class _InFlight:
+    """Reduce-scatters or gathers, of which this library has few under way at a time."""
+
+    def __init__(self, step: StepTime, kind: Kind) -> None:
+        self._step, self._kind = step, kind
+        self._sent: list[tuple[float, int]] = []
+
+    def add(self, nbytes: int) -> None:
+        while self._step.cycles and len(self._sent) >= IN_FLIGHT:
+            if nbytes + sum(size for _, size in self._sent) <= SMALL_BYTES:
+                break
+            self._step.wait(self._sent.pop(0)[0])
+        self._sent.append((self._step.launch(self._kind, nbytes), nbytes))
+
+    def wait(self) -> None:
+        self._step.wait(*(end for end, _ in self._sent))
+        self._sent.clear()
+
+
+def _padded(group: Group) -> int:
+    return group.padded * group.dtype.itemsize
+
+
+def _flags(kind: type[Any], parameters: int, groups: int = 0) -> int:
+    """How many control flags so many parameters and groups have."""
+    vectors = [[0.0] * parameters] * 2
+    others = len(kind._fields) - 2
+    if groups:
+        vectors += [[0.0] * groups] * 2
+        others -= 2
+    return len(kind(*vectors, *[0.0] * others).tensor())
