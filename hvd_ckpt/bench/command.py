@@ -13,7 +13,6 @@ COMMANDS = {
     "recompute": "hvd_ckpt.bench.recompute.command",
     "reduce": "hvd_ckpt.bench.reduce",
     "replicas": "hvd_ckpt.bench.replicas",
-    "scale": "hvd_ckpt.bench.scale.command",
     "shard": "hvd_ckpt.bench.shard.command",
     "tensor": "hvd_ckpt.bench.tensor",
     "train": "hvd_ckpt.bench.train.command",

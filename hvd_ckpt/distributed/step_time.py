@@ -1,13 +1,14 @@
 """The time of a training step on a stated network, and what a rank sends in it: formulas of sizes, for each way to train.
 
-Buckets, groups and units are those that the library lays out for the model, so the kinds and bytes of all collectives are exact. All ranks do the same at
-the same time. Collectives run one after the other, beside computation:
+Buckets, groups and units are those that the library lays out for the model, so the kinds and bytes of all collectives are
+exact. All ranks do the same at the same time. Collectives run one after the other, beside computation:
 
     computation   forward ----- backward of block 3, 2, 1, 0 ----- wait ------ step
     collectives                          [bucket 0]  [bucket 1][bucket 2]
 
-A layer-by-layer model of latency and bandwidth in the manner of Hockney, "The communication challenge for MPP" (1994); its collectives are those of
-:class:`hvd_ckpt.planning.network.Network`. Contention beyond the hosts' links, stragglers and the memory traffic of sums are left out.
+Each collective takes a latency and its bytes over a bandwidth, as in Hockney, "The communication challenge for MPP" (1994), by
+:class:`hvd_ckpt.planning.network.Network`. Contention beyond the hosts' links, stragglers and the memory traffic of sums are left
+out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hvd_ckpt.planning.schedule import make_schedule, timeline
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.late import ControlFlags
+from hvd_ckpt.reduction.tree import SMALL_BYTES as TREE_SMALL_BYTES
 from hvd_ckpt.reduction.weights import Maxima, Sums
 from hvd_ckpt.sharding.flags import ShardFlags
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
@@ -32,8 +34,8 @@ from hvd_ckpt.sharding.layout import RUN_BYTES, Group, Layout
 from hvd_ckpt.sharding.units import find_units
 
 Kind = Literal["allreduce", "scatter", "ring_scatter", "alltoall", "all_gather", "message", "exchange"]
-"""``scatter`` is this library's reduce-scatter, ``ring_scatter`` that of others; a ``message`` goes to another stage, an ``exchange`` to
-each other part of a layer."""
+"""``scatter`` is this library's reduce-scatter, ``ring_scatter`` that of others; a ``message`` goes to another stage, an
+``exchange`` to each other part of a layer."""
 
 WAYS = {
     "none": 'shard="none"',
@@ -48,9 +50,10 @@ WAYS = {
     "fsdp2": "PyTorch FSDP2",
     "ring": "ring reduce-scatter",
 }
-"""Ways to train, and their titles. The last three are other engines, whose collectives are rings that wait for no cycle of Horovod's;
-``ring`` has gradients in shards, as ZeRO-2."""
+"""Ways to train, and their titles. The last three are other engines, whose collectives are rings that wait for no cycle of
+Horovod's; ``ring`` has gradients in shards, as ZeRO-2."""
 BASELINES = ("ddp", "fsdp2", "ring")
+NUMBER = 8  # bytes of a number of each rank
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class StepTime:
         now: seconds until here.
         computing, communicating: seconds of computation, and in which collectives or messages run, hidden or not.
         sent, messages: bytes and messages that a rank sends.
+        agreement: seconds in which all ranks agree on what is ready, in each cycle.
         operations: kind and bytes of each collective or message, in the order of launches.
     """
 
@@ -94,7 +98,7 @@ class StepTime:
         self.cycles = cycles
         agreement = self._network.agreement(self._ranks).seconds if cycles else 0.0
         over_mpi = cycles and network.controller == "mpi"
-        self._agreement, self._period = agreement, max(network.cycle, agreement) if over_mpi else 0.0
+        self.agreement, self._period = agreement, max(network.cycle, agreement) if over_mpi else 0.0
         self._cycle, self._free, self._link = -math.inf, 0.0, 0.0
 
     @property
@@ -144,7 +148,7 @@ class StepTime:
             if ready > begin:
                 cycles = math.ceil((ready - begin) / self._period) if self._period else 0
                 begin = begin + cycles * self._period if cycles else ready
-            self._cycle, self._free = begin, begin + self._agreement
+            self._cycle, self._free = begin, begin + self.agreement
         return self._free
 
     def _cost(self, kind: Kind, nbytes: int) -> Cost:
@@ -234,17 +238,26 @@ class ModelSizes:
         """A backward pass from which whole gradients are reduced; the last bucket leaves at its end, with the flags."""
         *buckets, last = self._buckets(split.cap, parts)
         flags = 4 * (_flags(ControlFlags, len(self._named)) + Sums.SIZE) if step.cycles else 0
-        sent: list[tuple[float, int]] = []
+        ends: list[float] = []
+        again: list[tuple[float, int]] = []  # parts of sums of replicas, which are then gathered
+
+        def send(nbytes: int) -> None:
+            # What travels of replicas is drawn in reduction/tree.py.
+            if kind == "scatter" and nbytes * split.ranks <= TREE_SMALL_BYTES and split.ranks > 2:
+                ends.append(step.launch("all_gather", nbytes * split.ranks))
+            else:
+                ends.append(step.launch("allreduce" if split.ranks == 2 else kind, nbytes))
+                if kind == "scatter" and split.ranks > 2:
+                    again.append((ends[-1], nbytes))
+
         for block in reversed(range(len(backward))):
             step.compute(backward[block])
-            while len(sent) < len(buckets) and buckets[len(sent)][1] >= block:
-                nbytes = buckets[len(sent)][0]
-                sent.append((step.launch(kind, nbytes), nbytes))
-        sent += [(step.launch(kind, nbytes), nbytes) for nbytes, _ in buckets[len(sent) :]]
-        sent.append((step.launch(kind, last[0] + flags), last[0] + flags))
-        if kind == "scatter":  # parts of sums of replicas, which are then gathered
-            sent = [(step.launch("all_gather", nbytes, after=end), nbytes) for end, nbytes in sent]
-        step.wait(*(end for end, _ in sent))
+            while len(ends) < len(buckets) and buckets[len(ends)][1] >= block:
+                send(buckets[len(ends)][0])
+        for nbytes, _ in buckets[len(ends) :]:
+            send(nbytes)
+        send(last[0] + flags)
+        step.wait(*ends, *(step.launch("all_gather", nbytes, after=end) for end, nbytes in again))
 
     def _gather_weights(self, step: StepTime, split: Split) -> None:
         gathers = _InFlight(step, "all_gather")
@@ -304,14 +317,17 @@ class ModelSizes:
     def _averages(self, step: StepTime, split: Split) -> None:
         for seconds in (*self.forward, *self.backward) * split.every:
             step.compute(seconds)
-        gathers: list[float] = []
+        numbers, gathers = NUMBER * split.ranks, list[float]()
+        step.wait(step.launch("all_gather", numbers))  # of samples, the weights of the mean
         # Rows to all, and the means of rows to all.
         for group in Layout(split.ranks).add(list(reversed(self._named)), RUN_BYTES):
             scattered = step.launch("alltoall", _padded(group))
             # Two runs are under way at a time: one is added up while the one before is gathered.
             step.wait(*gathers[-2:-1], scattered)
             gathers.append(step.launch("all_gather", _padded(group)))
-        step.wait(*gathers[-2:])
+        step.wait(
+            *gathers[-2:], step.launch("all_gather", numbers)
+        )  # the distances of the ranks from the mean
 
     def _stages(self, step: StepTime, split: Split) -> None:
         """The first of several equal stages: what it computes and waits for, then a message for each other stage, twice."""
@@ -331,9 +347,7 @@ class ModelSizes:
     def _parts(self, step: StepTime, split: Split) -> None:
         """Two sums among the parts of a layer in its forward pass, in its recomputation and in its backward pass."""
         # Two parts exchange all; more scatter and gather.
-        each, sums = (
-            (self.activation, 1) if split.parts == 2 else (self.activation // split.parts, 2)
-        )
+        each, sums = (self.activation, 1) if split.parts == 2 else (self.activation // split.parts, 2)
 
         def exchanges(count: int) -> None:
             for _ in range(count * sums):

@@ -141,7 +141,7 @@ class Network:
         return Cost(seconds, sent, parts - 1)
 
     def stage_message(self, nbytes: float, ranks: int, stages: int) -> Cost:
-        """A message to the next of the stages, which are as far apart as there are replicas; all replicas of a host send at a time."""
+        """A message to the next stage, as far away as there are replicas; all replicas of a host send at a time."""
         across = ranks > self.local
         together = min(self.local, ranks // stages) if across else 1
         return Cost(self._hop(nbytes * together, across), nbytes, 1)

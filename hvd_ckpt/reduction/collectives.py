@@ -27,7 +27,7 @@ long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
 TWO_LEVEL_BYTES, TWO_LEVEL_ROW_BYTES = 1 << 20, 2 << 10
 """Ranks on several hosts add up within hosts first if the sum has at least the first number of bytes, and at least the second times
 the number of ranks. That is two alltoalls in place of one. With less, their messages take longer than the bytes that they save
-(``hvd-ckpt bench scale``)."""
+(``python -m benchmarks scale``)."""
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
 # Dtypes that Horovod carries; all others are carried as one of these, bit for bit.

@@ -1,4 +1,4 @@
-"""The model behind ``hvd-ckpt bench scale``: costs by hand for few ranks, growth with their number, timelines."""
+"""Predicted steps: costs of collectives by hand for few ranks, growth with their number, what hides behind computation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
-from hvd_ckpt.bench.scale.command import WAYS
-from hvd_ckpt.bench.scale.network import Network
-from hvd_ckpt.bench.scale.replay import Saved, replay, snapshot, start
-from hvd_ckpt.bench.scale.sizes import BASELINES, Sizes, Split
-from hvd_ckpt.bench.scale.trace import Trace
+from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.distributed.step_time import WAYS, ModelSizes, Split, StepTime
+from hvd_ckpt.planning.network import Network
 
 MIB = 1 << 20
 # Easy numbers: 1 MB/s across hosts, 10 MB/s on a host, nothing else.
@@ -20,8 +19,15 @@ GPT = {"vocabulary": 512, "length": 32, "width": 128, "heads": 4, "layers": 4}
 
 
 @pytest.fixture(scope="module")
-def sizes() -> Sizes:
-    return Sizes(GPT, 4, 1e12)
+def sizes() -> ModelSizes:
+    with torch.device("meta"):
+        model = gpt(**GPT, checkpoint_interval=1)
+    seconds = [1e-4] * len(model)
+    return ModelSizes(model, seconds, [3 * each for each in seconds], 4 * GPT["length"] * GPT["width"] * 4)
+
+
+def split_of(way: str, ranks: int) -> Split:
+    return Split(ranks, 2 if way == "stages" else 1, 2 if way == "tensor" else 1, micro_batches=4, every=5)
 
 
 def test_a_ring_passes_each_link_once() -> None:
@@ -75,88 +81,58 @@ def test_groups_that_talk_at_the_same_time_share_the_link() -> None:
 
 
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
-def test_more_ranks_send_no_faster(sizes: Sizes, controller: str) -> None:
+def test_more_ranks_send_no_faster(sizes: ModelSizes, controller: str) -> None:
     network = Network(controller=controller)
-    for mode in WAYS:
-        found = [
-            replay(sizes.trace(mode, Split(ranks, 2, 2, 4)), network, ranks)
-            for ranks in (16, 64, 1024, 16384)
-        ]
+    narrow = dataclasses.replace(network, bandwidth=network.bandwidth / 10)
+    for way in WAYS:
+        found = [sizes.step(way, split_of(way, ranks), network) for ranks in (16, 64, 1024, 16384)]
         for fewer, more in itertools.pairwise(found):
             assert fewer.communicating < more.communicating and fewer.messages < more.messages
             assert 0 < more.efficiency <= fewer.efficiency <= 1
-        narrow = dataclasses.replace(network, bandwidth=network.bandwidth / 10)
-        trace = sizes.trace(mode, Split(64, 2, 2, 4))
-        assert replay(trace, narrow, 64).seconds > replay(trace, network, 64).seconds
+        assert sizes.step(way, split_of(way, 64), narrow).seconds > found[1].seconds
 
 
 def test_communication_hides_behind_computation_until_it_is_waited_for() -> None:
-    trace = Trace("one", queue=False)
-    first = trace.launch("all_gather", 4_000_000)  # 3 s
-    trace.compute(2.0)
-    second = trace.launch("all_gather", 4_000_000)  # after the first: until 6 s
-    trace.wait(first)
-    trace.compute(1.0)
-    trace.wait(second)
-    timeline = replay(trace, BARE, 4)
-    assert [*timeline.spans[0], *timeline.spans[1]] == pytest.approx([0.0, 3.0, 3.0, 6.0])
-    assert (timeline.seconds, timeline.computing, timeline.communicating) == pytest.approx((6.0, 3.0, 6.0))
-    assert timeline.efficiency == pytest.approx(0.5) and timeline.buffers == 8_000_000
+    step = StepTime(BARE, Split(4), cycles=False)
+    first = step.launch("all_gather", 4_000_000)  # 3 s
+    step.compute(2.0)
+    second = step.launch("all_gather", 4_000_000)  # after the first: until 6 s
+    step.wait(first)
+    step.compute(1.0)
+    step.wait(second)
+    assert (first, second) == pytest.approx((3.0, 6.0))
+    assert (step.seconds, step.computing, step.communicating) == pytest.approx((6.0, 3.0, 6.0))
+    assert step.efficiency == pytest.approx(0.5)
 
 
 def test_a_collective_waits_for_the_next_cycle_and_shares_it_with_what_is_ready() -> None:
     network = dataclasses.replace(BARE, cycle=1.0, local_latency=0.1, local_bandwidth=1e12)
-    trace = Trace("queued")
-    trace.compute(0.5)
-    trace.launch("all_gather", 8)
-    trace.launch("all_gather", 8)
-    timeline = replay(trace, network, 2)
-    first, second = timeline.spans
-    assert first[0] == pytest.approx(1.0 + 0.1)  # the next cycle, and the agreement of two ranks
-    assert first[1] == second[0] and second[1] - first[0] == pytest.approx(0.2)  # one agreement for both
-    over_gloo = replay(trace, dataclasses.replace(network, controller="gloo"), 2)
-    assert 0.5 < over_gloo.spans[0][0] < 1.0  # once it is ready, after an agreement
+
+    def ends(network: Network) -> list[float]:
+        step = StepTime(network, Split(2))
+        step.compute(0.5)
+        return [step.launch("all_gather", 8), step.launch("all_gather", 8)]
+
+    # The next cycle, the agreement of two ranks, and one gather after the other: one agreement for both.
+    assert ends(network) == pytest.approx([1.0 + 0.1 + 0.1, 1.0 + 0.1 + 0.2])
+    over_gloo = ends(dataclasses.replace(network, controller="gloo"))
+    assert 0.6 < over_gloo[0] < 1.0  # once it is ready, after an agreement
 
 
 def test_an_operation_begins_after_the_one_that_it_needs() -> None:
-    trace = Trace("sums", queue=False)
-    first = trace.launch("alltoall", 4_000_000)
-    trace.launch("all_gather", 4_000_000, after=first)
-    timeline = replay(trace, BARE, 4)
-    assert timeline.spans[1][0] == timeline.spans[0][1]
+    step = StepTime(BARE, Split(4), cycles=False)
+    first = step.launch("alltoall", 4_000_000)
+    second = step.launch("all_gather", 4_000_000, after=first)
+    assert second == pytest.approx(first + 3.0)
 
 
-def test_shards_send_what_they_say(sizes: Sizes) -> None:
+def test_shards_send_what_they_say(sizes: ModelSizes) -> None:
     """Whole gradients twice; with parameters in shards, two gathers and one scatter. In the mean over the steps of local SGD."""
-    sent = {
-        mode: replay(sizes.trace(mode, Split(4, 2, 2, 4, 5)), Network(local=4), 4).sent
-        / (0.75 * sizes.nbytes)
-        for mode in WAYS
-    }
-    expected = {"none": 2, "optimizer": 3, "gradients": 2, "parameters": 3, "replicas": 2, "local": 2 / 5}
+    expected = {"none": 2, "optimizer": 3, "gradients": 2, "parameters": 3, "local": 2}
     expected |= {"ddp": 2, "fsdp2": 3, "ring": 2}
-    # Embeddings, 8 % of the weights, are whole from the forward to the backward pass, and gathered once.
-    assert {mode: sent[mode] for mode in expected} == pytest.approx(expected, rel=0.03)
-
-
-def test_baselines_wait_for_no_cycle(sizes: Sizes) -> None:
-    assert not any(sizes.trace(mode, Split(8)).queue for mode in BASELINES)
-
-
-def test_a_start_over_gloo_asks_the_launcher_as_often_as_there_are_pairs(sizes: Sizes) -> None:
-    begun = {
-        (controller, ranks): start(sizes.start("none"), Network(controller=controller), ranks).processes
-        for controller in ("mpi", "gloo")
-        for ranks in (8, 1024)
+    sent = {
+        way: sizes.step(way, split_of(way, 4), Network(local=4)).sent / (0.75 * sizes.nbytes)
+        for way in expected
     }
-    assert begun["mpi", 8] == begun["mpi", 1024]
-    assert begun["gloo", 1024] > 60 > begun["gloo", 8]
-
-
-def test_shards_divide_what_a_rank_writes_and_what_hosts_read() -> None:
-    whole, parts = (
-        snapshot(Saved(10**9, 2 * 10**9, sharded, sharded), Network(local=8), 64, 1e10)
-        for sharded in (False, True)
-    )
-    assert parts.write < whole.write and parts.load < whole.load
-    assert whole.read == (1 + 8) * 3e9 and parts.read == (1 + 1) * 3e9
+    # Embeddings, 8 % of the weights, are whole from the forward to the backward pass, and gathered once.
+    assert sent == pytest.approx(expected, rel=0.03)
