@@ -5,7 +5,7 @@
 #   bash main.sh setup             set up only, with what the tests need
 #   bash main.sh test [ARGS]       the same, then the tests (ARGS go to pytest)
 #   bash main.sh docs              build the documentation into site/ (needs no PyTorch and no Horovod)
-#   bash main.sh gpu [ARGS]        set up, then check everything that runs on a GPU: hvd-ckpt doctor --gpu ARGS
+#   bash main.sh gpu [ARGS]        set up, then check everything that runs on a GPU, and write a report
 #   bash main.sh gpu --offline FOLDER   the same without a network; fill FOLDER elsewhere with hvd-ckpt doctor --fill FOLDER
 #   bash main.sh COMMAND [ARGS]    set up, then hvd-ckpt COMMAND: compare, doctor, ...
 #
@@ -136,6 +136,12 @@ install_test_requirements() {
     mark_done tests "$hash"
 }
 
+install_pytest() {
+    if "$venv/bin/python" -c 'import pytest' 2>/dev/null; then return; fi
+    install_with_pip --quiet "$(grep '^pytest==' "$root/install/requirements-tests.txt")" ||
+        die "pytest, which runs the checks, could not be installed; the reason is above."
+}
+
 install_offline() {
     # PyTorch and what else is missing in the folder are those of the Python that .venv is made with; wheels in it come first.
     local folder="$1" python hash
@@ -193,7 +199,10 @@ import importlib.metadata; importlib.metadata.version("horovod")' 2>/dev/null; t
 set_up() {
     make_venv
     if [[ -n "$offline" ]]; then install_offline "$offline"; else install_requirements; fi
-    case "$1" in setup | test) install_test_requirements ;; esac
+    case "$1" in
+        setup | test) install_test_requirements ;;
+        gpu) if [[ -z "$offline" ]]; then install_pytest; fi ;;
+    esac
     install_package
     rm -f "$busy"
     if [[ "$1" == gpu ]]; then return; fi   # it builds Horovod itself
@@ -233,6 +242,6 @@ case "${1:-}" in
     "") exec "$venv/bin/hvd-ckpt" compare --quick ;;
     setup) say "Ready: $venv" ;;
     test) shift; exec "$venv/bin/python" "$root/tests/run.py" "$@" ;;
-    gpu) exec "$venv/bin/hvd-ckpt" doctor --gpu "${@:2}" ;;
+    gpu) exec "$venv/bin/python" "$root/tests/gpu/run.py" "${@:2}" ;;
     *) exec "$venv/bin/hvd-ckpt" "$@" ;;
 esac

@@ -10,8 +10,6 @@ shard       memory and time of sharding
 tensor      layers in parts beside PyTorch's parallelize_module
 faults      runs that are killed, resumed and checked (the runs are in tests/faults)
 replicas    hashes of runs on several numbers of ranks (the runs are in tests/same_bits)
-gpu         the checks of ``hvd-ckpt doctor --gpu``
 train       overhead of the training loop
-scale       what communication costs on many ranks, predicted
 command     ``hvd-ckpt bench``: the group of commands
 """

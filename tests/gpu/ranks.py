@@ -7,12 +7,8 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.nn import functional
-
-import hvd_ckpt as hc
-from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
-from hvd_ckpt.bench.gpu.training import (
+from gpu.job import CheckJob, Outcome
+from gpu.training import (
     STEPS,
     Training,
     begin,
@@ -23,6 +19,10 @@ from hvd_ckpt.bench.gpu.training import (
     gpt2_small,
     make_optimizer,
 )
+from torch import nn
+from torch.nn import functional
+
+import hvd_ckpt as hc
 from hvd_ckpt.utils.measure import now
 
 REPLICAS = 8

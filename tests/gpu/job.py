@@ -19,7 +19,7 @@ class CheckJob(RankJob):
         tiny: small sizes, for a dry run.
     """
 
-    worker = "hvd_ckpt.bench.gpu.job:run_check"
+    worker = "gpu.job:run_check"
 
     check: str
     device: str
@@ -44,5 +44,5 @@ class Outcome:
 def run_check(job: CheckJob) -> Outcome:
     """Calls the function of the check."""
     module, name = job.check.split(".")
-    outcome: Outcome = getattr(import_module(f"hvd_ckpt.bench.gpu.{module}"), name)(job)
+    outcome: Outcome = getattr(import_module(f"gpu.{module}"), name)(job)
     return outcome

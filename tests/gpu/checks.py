@@ -10,11 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-import hvd_ckpt as hc
-from hvd_ckpt.bench.gpu.job import CheckJob, Outcome
-from hvd_ckpt.bench.gpu.training import (
+from gpu.job import CheckJob, Outcome
+from gpu.training import (
     MEDIUM,
     State,
     Training,
@@ -27,6 +24,9 @@ from hvd_ckpt.bench.gpu.training import (
     make_optimizer,
     same_bits,
 )
+from torch import Tensor, nn
+
+import hvd_ckpt as hc
 from hvd_ckpt.bench.harness.jobs import join_torch
 from hvd_ckpt.bench.harness.report import mebibytes
 from hvd_ckpt.utils.measure import now

@@ -1,6 +1,6 @@
 """What the checks need to know of this machine, each question with a time limit: GPUs, libraries, PyTorch, builds of Horovod.
 
-Run as ``python -m hvd_ckpt.bench.gpu.machine`` it prints the answers of PyTorch and Horovod, whose import may fail or hang.
+Run as a program it prints the answers of PyTorch and Horovod, whose import may fail or hang.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DRIVER_FOLDERS = (
 )
 QUERY = ("--query-gpu=name,memory.total,compute_cap,driver_version,mig.mode.current", "--format=csv,noheader")
 NEEDED = (
-    "--gpu: this machine has no NVIDIA GPU that its driver shows (nvidia-smi); the checks need a GPU with its driver, a PyTorch "
-    "built for CUDA, nvcc and a C++ compiler; `hvd-ckpt doctor --gpu --device cpu` runs them on the CPU"
+    "this machine has no NVIDIA GPU that its driver shows (nvidia-smi); the checks need a GPU with its driver, a PyTorch "
+    "built for CUDA, nvcc and a C++ compiler; `bash main.sh gpu --device cpu` runs them on the CPU"
 )
 BUILD_STAGED = "HOROVOD_GPU_OPERATIONS=HOST hvd-ckpt build-horovod --no-install"
 
@@ -86,6 +86,16 @@ def _nvcc(cuda: str) -> str:
     return f"{home / 'bin' / 'nvcc'} {release.group() if release else ''}".strip()
 
 
+def nccl_version() -> tuple[int, int]:
+    """The version of NCCL that a build of Horovod takes; (0, 0) if there is none."""
+    try:
+        header = (find_nccl()[0] / "nccl.h").read_text(errors="replace")
+    except (BuildError, OSError):
+        return 0, 0
+    found = dict(re.findall(r"#define NCCL_(MAJOR|MINOR) (\d+)", header))
+    return int(found.get("MAJOR", 0)), int(found.get("MINOR", 0))
+
+
 def _nccl() -> str:
     try:
         return str(find_nccl()[1])
@@ -110,7 +120,7 @@ class Builds:
 def builds(folder: Path) -> Builds:
     """The builds of this environment; a wheel of Horovod that stages through the host is unpacked into the folder."""
     # In a process of its own, since importing either may fail, crash or hang.
-    text = answer([sys.executable, "-m", __spec__.name], environment=launcher_environment())
+    text = answer([sys.executable, __file__], environment=launcher_environment())
     if text is None:
         missing = {"error": f"it does not load within {SECONDS:.0f} s: run `hvd-ckpt doctor`"}
         return Builds(missing, missing)

@@ -1,0 +1,188 @@
+"""A machine under check: its facts, its builds of Horovod, and the ranks of a check."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu import machine
+from gpu.job import CheckJob, Outcome
+from gpu.machine import Builds
+
+from hvd_ckpt.app.install.recipe import HOROVOD_VERSION
+from hvd_ckpt.bench.harness.jobs import JobError, rank_environment, run_command, run_job
+
+LEAST_SECONDS = 5.0  # a check is not started with less
+MULTI_RANK = (2, 30)
+"""The first NCCL that takes several ranks on one GPU, where ``NCCL_MULTI_RANK_GPU_ENABLE`` is 1."""
+STAGED = (
+    f"several ranks on one GPU need NCCL {MULTI_RANK[0]}.{MULTI_RANK[1]} (PyTorch's package nvidia-nccl), or a Horovod that stages "
+    f"through the host: {machine.BUILD_STAGED}"
+)
+
+
+@dataclass
+class Session:
+    """A run of the checks.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        jobs: the folder for their logs.
+        end: when time is over, on the monotonic clock.
+        offline: the folder that has what the build would fetch.
+        facts: of the machine, for the report.
+        digests: bits that a check ended in, by its name.
+    """
+
+    device: str
+    jobs: Path
+    end: float
+    offline: Path | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    builds: Builds = field(default_factory=Builds)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that PyTorch sees."""
+        return len(self.builds.torch.get("devices", ())) if self.device == "cuda" else 0
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of a check of several: one for each GPU, else 2."""
+        return max(2, self.gpus)
+
+    @property
+    def shares_by_nccl(self) -> bool:
+        """Whether NCCL takes several ranks on one GPU here."""
+        return bool(self.builds.horovod.get("nccl")) and machine.nccl_version() >= MULTI_RANK
+
+    def look(self) -> str:
+        """Finds the facts of the machine, of PyTorch and of Horovod; returns them in one line.
+
+        Raises:
+            JobError: PyTorch does not load, or finds no GPU.
+        """
+        self.builds = machine.builds(self.jobs / "staged")
+        torch = self.builds.torch
+        self.facts |= machine.system_facts(self.device, torch.get("cuda_built"))
+        if "error" in torch:
+            raise JobError(f"PyTorch: {torch['error']}")
+        self.facts["PyTorch"] = (
+            f"{torch['version']}, CUDA {torch['cuda_built']}, NCCL {torch['nccl']}, {len(torch['devices'])} GPUs"
+        )
+        self.note_build()
+        if self.device == "cuda" and not torch["devices"]:
+            cpu = torch["cuda_built"] is None
+            why = "is built for the CPU" if cpu else "finds no GPU, as with a driver that is too old for it"
+            raise JobError(
+                f"PyTorch {torch['version']} {why}: install one for this machine's driver, as pytorch.org says"
+            )
+        found = self.facts["GPUs"] if self.device == "cuda" else self.facts["system"]
+        missing = [name for name, text in self.facts.items() if not text and name != "topology"]
+        return f"{found}; not found: {', '.join(missing)}" if missing else found
+
+    def note_build(self) -> None:
+        """Adds Horovod's build to the facts."""
+        horovod = self.builds.horovod
+        self.facts["Horovod"] = ", ".join(f"{name} {value}" for name, value in horovod.items() if value)
+
+    def build(self, seconds: float) -> str:
+        """Builds Horovod for these GPUs, unless that is done, with an NCCL that takes several ranks on one GPU where there is one.
+
+        Raises:
+            JobError: it cannot be built.
+        """
+        seconds = self.left(seconds)
+        command = [sys.executable, "-m", "hvd_ckpt.app.install.build_horovod"]
+        if self.offline is not None:
+            command += ["--sdist", str(self.offline / f"horovod-{HOROVOD_VERSION}.tar.gz")]
+        if self.device == "cuda":
+            cuda = str(self.builds.torch["cuda_built"]).partition(".")[0]
+            if self.gpus == 1 and self.offline is None and machine.nccl_version() < MULTI_RANK:
+                newer = f"nvidia-nccl-cu{cuda}>={MULTI_RANK[0]}.{MULTI_RANK[1]}"
+                words = ["-m", "pip", "install", "--disable-pip-version-check", "--no-deps", newer]
+                try:
+                    run_command([sys.executable, *words], self.log("nccl"), rank_environment(), seconds)
+                except JobError as error:
+                    print(f"{newer} could not be installed: {error}")
+            run_command(command, self.log("build"), rank_environment(), seconds)
+            self.builds = machine.builds(self.jobs / "staged")
+        horovod = self.builds.horovod
+        if "error" in horovod:
+            raise JobError(str(horovod["error"]))
+        self.note_build()
+        if self.device == "cuda" and not horovod["cuda"]:
+            raise JobError("Horovod is built without CUDA; the build's log says why (is nvcc missing?)")
+        return self.facts["Horovod"]
+
+    def run(
+        self, function: str, name: str, seconds: float, several: bool, environment: Mapping[str, str]
+    ) -> Outcome:
+        """Runs a function of ``checks`` or ``ranks`` on the ranks of a check; returns what rank 0 found.
+
+        Raises:
+            JobError: a rank failed, or the check took longer than ``seconds``.
+        """
+        job = CheckJob(
+            self.jobs / name.replace(" ", "-"),
+            self.ranks if several else 1,
+            function,
+            self.device,
+            tiny=self.device == "cpu",
+        )
+        # A rank chooses its GPU before it calls use_deterministic_kernels(), which would set the first variable only then.
+        variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        if several and self.gpus == 1:
+            if self.shares_by_nccl:
+                variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+            else:
+                staged = self.builds.staged or {}
+                paths.insert(0, staged.get("PYTHONPATH", ""))
+                variables |= staged
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        controller = "gloo" if self.builds.horovod["gloo"] else "mpi"
+        # The same for all checks, as bits depend on it.
+        threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        limit = self.left(seconds)
+        return run_job(job, Outcome, controller, limit, threads=threads, environment=variables)[0]
+
+    def left(self, seconds: float) -> float:
+        """What is left of a time limit; skips the test where time is over."""
+        left = min(seconds, self.end - time.monotonic())
+        if left < LEAST_SECONDS:
+            pytest.skip("the time is over: give more --minutes, or choose checks with -k")
+        return left
+
+    def log(self, name: str) -> Path:
+        """The file for the output of a command."""
+        return self.jobs / name / "log.txt"
+
+    def need(self, *needs: str) -> None:
+        """Skips the test where one of these is missing: ``horovod``, ``GPU``, ``ranks`` (several), ``NCCL`` (over them)."""
+        horovod: dict[str, Any] = self.builds.horovod
+        if "error" in self.builds.torch:
+            pytest.skip("PyTorch does not load")
+        if "error" in horovod:
+            pytest.skip("Horovod does not load")
+        if self.device == "cuda" and not horovod["cuda"]:
+            pytest.skip("Horovod is built without CUDA")
+        if self.device == "cuda" and not self.gpus:
+            pytest.skip("PyTorch finds no GPU")
+        if "GPU" in needs and self.device == "cpu":
+            pytest.skip("it needs a GPU")
+        if "ranks" in needs and self.gpus == 1 and not self.shares_by_nccl and self.builds.staged is None:
+            pytest.skip(STAGED)
+        if (
+            "NCCL" in needs
+            and self.device == "cuda"
+            and not (horovod["nccl"] and (self.gpus > 1 or self.shares_by_nccl))
+        ):
+            pytest.skip(f"it needs NCCL and several GPUs, or NCCL {MULTI_RANK[0]}.{MULTI_RANK[1]}")

