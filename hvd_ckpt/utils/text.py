@@ -28,8 +28,10 @@ STAGES = ("none", "optimizer", "gradients", "parameters")
 """Values of ``shard``: the stages of ZeRO, in their order."""
 
 DOCUMENTS = ("lines", "jsonl")
-TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 """Formats of a text with one document per line: the document itself, or a JSON object with the document as "text"."""
+
+TOKEN_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+"""Types of the token ids in ``.bin`` files."""
 
 BUILD_HOROVOD = "run `hvd-ckpt build-horovod`, which builds it for the PyTorch at hand"
 
