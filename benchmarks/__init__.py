@@ -1,5 +1,16 @@
 """Measurements of speed and memory, beside other engines: ``python -m benchmarks SUITE --help``, in a clone of the repository.
 
-scale             steps on up to 16,384 ranks, predicted from sizes
-scale_on_hosts    such predictions, beside steps on hosts with slow links
+The runner is :mod:`hvd_ckpt.app.compare.runner`: jobs of ranks, statistics, reports, options of commands, engines, workloads.
+
+    reduce            speed of gradient reduction beside stock Horovod and DDP
+    recompute         plans beside other ways to recompute
+    shard             memory and time of sharding
+    pipeline          pipeline stages beside torch.distributed.pipelining
+    tensor            layers in parts beside PyTorch's parallelize_module
+    local             local SGD and DiLoCo beside synchronous training
+    train             overhead of the training loop
+    faults            runs that are killed, resumed and checked (the runs are in tests/faults)
+    replicas          hashes of runs on several numbers of ranks (the runs are in tests/same_bits)
+    scale             steps on up to 16,384 ranks, predicted from sizes
+    scale_on_hosts    such predictions, beside steps on hosts with slow links
 """

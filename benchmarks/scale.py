@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from hvd_ckpt.app.cli.command_line import BadArgument
+from hvd_ckpt.app.compare.runner.cases import Column, in_mib, results_of, table_of
+from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
+from hvd_ckpt.app.compare.runner.report import save_figure
+from hvd_ckpt.app.compare.runner.settings import BenchSettings, names_of, ranks_setting, setting
 from hvd_ckpt.app.models.gpt import GPTBlock, gpt
-from hvd_ckpt.bench.harness.cases import Column, in_mib, results_of, table_of
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command
-from hvd_ckpt.bench.harness.report import save_figure
-from hvd_ckpt.bench.harness.settings import BenchSettings, names_of, ranks_setting, setting
 from hvd_ckpt.distributed.step_time import BASELINES, WAYS, ModelSizes, Split, StepTime
 from hvd_ckpt.planning.network import Network
 
@@ -215,7 +215,7 @@ JOB = [
 ]
 
 
-@bench_command(Settings, group="")
+@bench_command(Settings)
 def scale(run: BenchRun, settings: Settings) -> None:
     """Predict what communication costs on up to 16,384 ranks of a network that the options describe."""
     predictions = predict(settings)

@@ -23,8 +23,8 @@ import torch
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.compare.runner.jobs import RANK, RankJob, launch_command, load_json
 from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.bench.harness.jobs import RANK, RankJob, launch_command, load_json
 from hvd_ckpt.distributed.step_time import WAYS, ModelSizes, Split
 from hvd_ckpt.planning.network import Network
 from hvd_ckpt.processes.runtime import allowed_cpus

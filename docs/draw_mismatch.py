@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.report import save_figure
+from hvd_ckpt.app.compare.runner.report import save_figure
 
 PICTURE = Path(__file__).resolve().parent / "mismatch.png"
 STEPS, BATCH, WIDTH, BLOCKS = 400, 64, 64, 4

@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "rooms.svg"
-PARTS = ("library", "application", "laboratory")
-COLORS = {"library": "#e3f0fb", "application": "#e8f6e3", "laboratory": "#fdf1dc"}
+PARTS = ("library", "application")
+COLORS = {"library": "#e3f0fb", "application": "#e8f6e3"}
 
 WIDTH, HEIGHT = 128, 36  # of a box
 LANE, ROW = 30, 74  # width of a column that only an arrow passes; distance of two rows
@@ -44,7 +44,7 @@ def rooms() -> list[str]:
 
 def part(room: str) -> str:
     """The part of the code that a room belongs to, one of ``PARTS``."""
-    return {"app": "application", "bench": "laboratory"}.get(room.split(".")[0], "library")
+    return "application" if room.split(".")[0] == "app" else "library"
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -145,7 +145,7 @@ def _fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         return
     from controllers import HOROVODRUN
 
-    from hvd_ckpt.bench.harness import jobs
+    from hvd_ckpt.app.compare.runner import jobs
 
     folder = Path(__file__).parent / "helpers" / "forking"
     path = tempfile.mktemp(prefix="hvd_ckpt_tests_")  # short, as addresses of sockets are

@@ -103,8 +103,8 @@ class Pipeline(nn.Module):
 
     Attributes:
         recorder: None, or a function that makes a context for each part of the next steps, for a timeline as in
-            ``hvd-ckpt bench pipeline``. It takes the kind (``"forward"``, ``"backward"``, ``"wait"``, ``"recompute"``), the chunk
-            and the micro-batch.
+            ``python -m benchmarks pipeline``. It takes the kind (``"forward"``, ``"backward"``, ``"wait"``, ``"recompute"``), the
+            chunk and the micro-batch.
 
     Raises:
         TypeError: the model is not a chain.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.command import bench
-from hvd_ckpt.bench.compare.command import compare
+from benchmarks.__main__ import benchmarks as bench
+from hvd_ckpt.app.compare.command import compare
 
 COMPARE = [
     ("--np 0", "'--np'"),
@@ -45,7 +45,6 @@ BENCH = [
     ("recompute --np 1,2 --batches 16,5", "--batches: 5"),
     ("recompute --np 0", "--np: '0'"),
     ("scale --np 12", "--np 12"),
-    ("scale --recorded 3", "--recorded 3"),
     ("shard --stages 4", "--stages: '4'"),
     ("shard --peers apex", "--peers: 'apex'"),
     ("shard --text no/such/text", "--text: "),

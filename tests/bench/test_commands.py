@@ -15,9 +15,9 @@ import torch
 from click.testing import CliRunner
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench import reduce as reduce_module
-from hvd_ckpt.bench.command import bench
-from hvd_ckpt.bench.harness.jobs import JobError, RankJob, load_json, reason, save_json
+from benchmarks import reduce as reduce_module
+from benchmarks.__main__ import benchmarks as bench
+from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, load_json, reason, save_json
 from hvd_ckpt.utils.named import import_named
 
 pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]
@@ -29,7 +29,7 @@ Command = Callable[..., tuple[int, str, dict[str, Any]]]
 
 @pytest.fixture
 def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Runs ``hvd-ckpt bench`` with arguments; returns its exit status, its output and ``results.json``."""
+    """Runs a suite with arguments; returns its exit status, its output and ``results.json``."""
 
     def run_here(job: RankJob, result: Any, controller: str, timeout: float, **_: object) -> list[Any]:
         assert (job.size, controller) == (hc.size(), "gloo")
@@ -48,8 +48,9 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
                 raise JobError(told)
         return [load_json(result, job.result_file(rank)) for rank in range(job.size)]
 
-    for module in ("reduce", "train.command", "recompute.command", "shard.command", "harness.jobs"):
-        monkeypatch.setattr(f"hvd_ckpt.bench.{module}.run_job", run_here, raising=False)
+    monkeypatch.setattr("hvd_ckpt.app.compare.runner.jobs.run_job", run_here)
+    for module in ("reduce", "train.command", "recompute.command", "shard.command"):
+        monkeypatch.setattr(f"benchmarks.{module}.run_job", run_here, raising=False)
 
     def run(*arguments: str) -> tuple[int, str, dict[str, Any]]:
         output = folder / f"output{hc.rank()}"

@@ -12,10 +12,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.command import bench
-from hvd_ckpt.bench.compare import stages
-from hvd_ckpt.bench.compare.command import compare
-from hvd_ckpt.bench.local.command import can_throttle
+from benchmarks.__main__ import benchmarks as bench
+from benchmarks.local.command import can_throttle
+from hvd_ckpt.app.compare import stages
+from hvd_ckpt.app.compare.command import compare
 
 pytestmark = pytest.mark.launch
 with_torch_1f1b = pytest.mark.skipif(

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.bench.compare.catalog import make_workload
-from hvd_ckpt.bench.compare.cells import KEEP, Cell, Settings, find_variant, make_cells
-from hvd_ckpt.bench.compare.launch import EventReader, Failure
-from hvd_ckpt.bench.compare.recording import Recording, executed
-from hvd_ckpt.bench.compare.reference import largest_difference, make_reference
-from hvd_ckpt.bench.compare.report import make_report
-from hvd_ckpt.bench.compare.scenarios import SCENARIOS
-from hvd_ckpt.bench.compare.training import fingerprint, step_seed, train
-from hvd_ckpt.bench.compare.verdict import Result, add_ratios, judge
-from hvd_ckpt.bench.compare.worker import EventWriter
-from hvd_ckpt.bench.compare.workloads import Workload
-from hvd_ckpt.bench.harness.engines import ENGINES, HvdCkpt, find_engine
-from hvd_ckpt.bench.harness.jobs import launched_rank_and_size
+from hvd_ckpt.app.compare.catalog import make_workload
+from hvd_ckpt.app.compare.cells import KEEP, Cell, Settings, find_variant, make_cells
+from hvd_ckpt.app.compare.launch import EventReader, Failure
+from hvd_ckpt.app.compare.recording import Recording, executed
+from hvd_ckpt.app.compare.reference import largest_difference, make_reference
+from hvd_ckpt.app.compare.report import make_report
+from hvd_ckpt.app.compare.runner.engines import ENGINES, HvdCkpt, find_engine
+from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
+from hvd_ckpt.app.compare.scenarios import SCENARIOS
+from hvd_ckpt.app.compare.training import fingerprint, step_seed, train
+from hvd_ckpt.app.compare.verdict import Result, add_ratios, judge
+from hvd_ckpt.app.compare.worker import EventWriter
+from hvd_ckpt.app.compare.workloads import Workload
 from hvd_ckpt.data.objectives import IGNORED, Batch
 
 CELL = Cell("densenet", "reentrant", 2)
@@ -343,7 +343,7 @@ def test_a_gradient_is_reduced_with_the_memory_it_lies_in():
 
 def test_engines_are_found_by_name_or_path():
     assert find_engine("ddp") is ENGINES["ddp"]
-    assert find_engine("hvd_ckpt.bench.harness.engines:DDP") is ENGINES["ddp"]
+    assert find_engine("hvd_ckpt.app.compare.runner.engines:DDP") is ENGINES["ddp"]
     for name in ("nccl", "nowhere.at_all:Engine", "json:Nothing", "json:JSONDecoder"):
         with pytest.raises(ValueError, match=name):
             find_engine(name)

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.compare.command import compare
-from hvd_ckpt.bench.compare.launch import Launcher, Outcome
+from hvd_ckpt.app.compare.command import compare
+from hvd_ckpt.app.compare.launch import Launcher, Outcome
 
 pytestmark = pytest.mark.launch
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.harness.jobs import JobError, RankJob, run_job
-from hvd_ckpt.bench.harness.options import BenchRun, bench_command
-from hvd_ckpt.bench.harness.report import Report, Table
-from hvd_ckpt.bench.harness.settings import BenchSettings, setting
-from hvd_ckpt.bench.harness.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
-from hvd_ckpt.bench.harness.workloads import WORKLOADS, workload
+from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, run_job
+from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
+from hvd_ckpt.app.compare.runner.report import Report, Table
+from hvd_ckpt.app.compare.runner.settings import BenchSettings, setting
+from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.app.compare.runner.workloads import WORKLOADS, workload
 from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.launchers import launched_rank
 

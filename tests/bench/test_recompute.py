@@ -1,4 +1,4 @@
-"""Tests of ``hvd-ckpt bench recompute`` on tiny models: all methods compute the same, and the figures are right."""
+"""Tests of ``python -m benchmarks recompute`` on tiny models: all methods compute the same, and the figures are right."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from hvd_ckpt.bench.command import bench
-from hvd_ckpt.bench.harness.workloads import workload
-from hvd_ckpt.bench.recompute.case import Case, RecomputeJob, merged, run_case
-from hvd_ckpt.bench.recompute.measure import BITWISE, Bench, Entry, predicted_peak, twin
-from hvd_ckpt.bench.recompute.report import method_table, plan_table, remarks
+from benchmarks.__main__ import benchmarks as bench
+from benchmarks.recompute.case import Case, RecomputeJob, merged, run_case
+from benchmarks.recompute.measure import BITWISE, Bench, Entry, predicted_peak, twin
+from benchmarks.recompute.report import method_table, plan_table, remarks
+from hvd_ckpt.app.compare.runner.workloads import workload
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,4 +1,4 @@
-"""Tests of ``hvd-ckpt bench shard`` without ranks: comparisons and counts of bytes."""
+"""Tests of ``python -m benchmarks shard`` without ranks: comparisons and counts of bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.shard import worker
-from hvd_ckpt.bench.shard.job import Configuration, Findings, configurations
-from hvd_ckpt.bench.shard.results import Result, Results
-from hvd_ckpt.bench.shard.worker import storage_bytes
+from benchmarks.shard import worker
+from benchmarks.shard.job import Configuration, Findings, configurations
+from benchmarks.shard.results import Result, Results
+from benchmarks.shard.worker import storage_bytes
 
 ELEMENTS = 1000
 

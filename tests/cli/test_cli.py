@@ -20,13 +20,14 @@ pytestmark = pytest.mark.launch
 def test_help_and_bad_flags_import_neither_torch_nor_horovod() -> None:
     code = """
 import click, sys
+from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import COMMANDS, main
 
-BENCHES = ("faults", "pipeline", "recompute", "reduce", "shard", "train")
-for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)):
+SUITES = ("faults", "pipeline", "recompute", "reduce", "shard", "train")
+for group, words in ((main, []), *((main, [name]) for name in COMMANDS), *((benchmarks, [name]) for name in SUITES)):
     try:
-        main([*words, "--help"], standalone_mode=False)
-        main([*words, "--no-such-flag"], standalone_mode=False)
+        group([*words, "--help"], standalone_mode=False)
+        group([*words, "--no-such-flag"], standalone_mode=False)
     except click.ClickException as error:
         print(error.exit_code, error.format_message())
     heavy = [name for name in ("torch", "horovod", "transformers", "mpi4py.MPI") if name in sys.modules]
@@ -44,12 +45,12 @@ for words in ([], *([name] for name in COMMANDS), *(["bench", name] for name in 
 
 
 def test_defaults_that_help_lists_name_all_there_is() -> None:
-    from hvd_ckpt.bench.compare import command as compare
-    from hvd_ckpt.bench.compare.scenarios import SCENARIOS
-    from hvd_ckpt.bench.compare.workloads import WORKLOADS
-    from hvd_ckpt.bench.harness.engines import ENGINES
-    from hvd_ckpt.bench.recompute import command as recompute
-    from hvd_ckpt.bench.recompute.methods import FAMILIES
+    from benchmarks.recompute import command as recompute
+    from benchmarks.recompute.methods import FAMILIES
+    from hvd_ckpt.app.compare import command as compare
+    from hvd_ckpt.app.compare.runner.engines import ENGINES
+    from hvd_ckpt.app.compare.scenarios import SCENARIOS
+    from hvd_ckpt.app.compare.workloads import WORKLOADS
 
     for told, known in (
         (

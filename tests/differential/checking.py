@@ -11,7 +11,7 @@ from programs import Program
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.compare.training import fingerprint
+from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.processes.grid import current
 
 MARGIN = 16.0  # over what rounding the gradients of one process does; programs differ in their roundings, and in where they fall

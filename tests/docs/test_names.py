@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,10 +65,11 @@ def commands(
 
 
 def test_commands_and_flags_exist() -> None:
-    known = dict(commands(main, "hvd-ckpt"))
+    known = {**dict(commands(main, "hvd-ckpt")), **dict(commands(benchmarks, "python -m benchmarks"))}
     for page in PAGES:
         for words, rest in re.findall(
-            r"(hvd-ckpt (?:bench )?[a-z][a-z-]*)([^\n|&]*)", code(page.read_text(encoding="utf-8"))
+            r"((?:hvd-ckpt|python -m benchmarks) [a-z][a-z_-]*)([^\n|&]*)",
+            code(page.read_text(encoding="utf-8")),
         ):
             assert words in known, f"{page}: {words}"
             for flag in re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from hvd_ckpt.bench.harness.jobs import launch_command, rank_environment
+from hvd_ckpt.app.compare.runner.jobs import launch_command, rank_environment
 from hvd_ckpt.processes.commands import Process, end_processes, error_line
 from hvd_ckpt.processes.launchers import RANK_VARIABLES
 from hvd_ckpt.snapshots.folder import names_in

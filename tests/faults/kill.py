@@ -20,8 +20,8 @@ from typing import Any, Literal
 from faults.checks import differences, digest, newest_good, unreadable
 from faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step, write_text
 
-from hvd_ckpt.bench.harness.jobs import JobError
-from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.app.compare.runner.jobs import JobError
+from hvd_ckpt.app.compare.runner.report import Report, Table
 
 STEPS = 60
 ELASTIC_STEPS = 300  # so that a rank that has gone can come back

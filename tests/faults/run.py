@@ -1,4 +1,4 @@
-"""What ``hvd-ckpt bench faults`` does: the parts one after the other, a report, and the results of several calls in one file.
+"""What ``python -m benchmarks faults`` does: the parts one after the other, a report, and the results of several calls in one file.
 
 ``kill`` has the kill test, ``save`` the save test, ``soak`` the leak test, ``stall`` the time of snapshots. ``job`` observes
 ``hvd-ckpt train`` from outside, and ``checks`` looks into the snapshots that it leaves.
@@ -17,11 +17,11 @@ from faults.soak import soak, soak_report
 from faults.stall import measure_stall, stall_report
 from pydantic import Field, TypeAdapter, ValidationError
 
+from benchmarks.faults import FaultSettings
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
-from hvd_ckpt.bench.faults import FaultSettings
-from hvd_ckpt.bench.harness.jobs import JobError
-from hvd_ckpt.bench.harness.options import BenchRun
-from hvd_ckpt.bench.harness.report import Report, machine_facts
+from hvd_ckpt.app.compare.runner.jobs import JobError
+from hvd_ckpt.app.compare.runner.options import BenchRun
+from hvd_ckpt.app.compare.runner.report import Report, machine_facts
 
 Result = Killed | SaveKill
 

@@ -23,7 +23,7 @@ import torch
 from faults.checks import differing
 from torch import Tensor
 
-from hvd_ckpt.bench.harness.report import Report, Table
+from hvd_ckpt.app.compare.runner.report import Report, Table
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.folder import SnapshotError

@@ -1,4 +1,4 @@
-"""``hvd-ckpt bench faults``: fault plans, growth, checks of snapshots, sums over results, and a short run of the command."""
+"""``python -m benchmarks faults``: fault plans, growth, checks of snapshots, sums over results, and a short run of the command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.command import bench
+from benchmarks.__main__ import benchmarks as bench
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.writer import SnapshotWriter

@@ -1,4 +1,4 @@
-"""``hvd-ckpt bench faults`` in short: one run that is killed, and two processes that are killed within a save."""
+"""``python -m benchmarks faults`` in short: one run that is killed, and two processes that are killed within a save."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvd_ckpt.bench.command import bench
+from benchmarks.__main__ import benchmarks as bench
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faults.kill import FaultPlan, Kill

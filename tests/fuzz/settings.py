@@ -19,9 +19,9 @@ from torch import nn
 from watch import Finding, Kind, check_message
 
 from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.bench.harness.jobs import launched_rank_and_size
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
 from hvd_ckpt.processes import launchers, parts, runtime
@@ -206,7 +206,7 @@ STOPS = (
     "hvd_ckpt.app.cli.train.supervise",
     "hvd_ckpt.app.cli.plan.output_folder",
     "hvd_ckpt.app.cli.plan_models.build",
-    "hvd_ckpt.bench.harness.options.output_folder",
+    "hvd_ckpt.app.compare.runner.options.output_folder",
 )
 COMMANDS = (
     ("train",), ("train",), ("plan",), ("compare",), ("bench", "reduce"), ("bench", "recompute"), ("bench", "train"), ("doctor",),

@@ -27,8 +27,8 @@ from gpu.training import (
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import join_torch
-from hvd_ckpt.bench.harness.report import mebibytes
+from hvd_ckpt.app.compare.runner.jobs import join_torch
+from hvd_ckpt.app.compare.runner.report import mebibytes
 from hvd_ckpt.utils.measure import now
 
 ROUNDS = 10

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from hvd_ckpt.bench.harness.jobs import RankJob
+from hvd_ckpt.app.compare.runner.jobs import RankJob
 
 
 @dataclass(frozen=True)

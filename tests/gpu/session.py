@@ -15,8 +15,8 @@ from gpu import machine
 from gpu.job import CheckJob, Outcome
 from gpu.machine import Builds
 
+from hvd_ckpt.app.compare.runner.jobs import JobError, rank_environment, run_command, run_job
 from hvd_ckpt.app.install.recipe import HOROVOD_VERSION
-from hvd_ckpt.bench.harness.jobs import JobError, rank_environment, run_command, run_job
 
 LEAST_SECONDS = 5.0  # a check is not started with less
 MULTI_RANK = (2, 30)

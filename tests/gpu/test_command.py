@@ -36,7 +36,7 @@ def test_a_check_that_fails_hangs_or_is_skipped_is_one_row(pytester: pytest.Pyte
     pytester.makepyfile(
         test_gpu="""
         import json, pytest
-        from hvd_ckpt.bench.harness.jobs import JobError, run_command
+        from hvd_ckpt.app.compare.runner.jobs import JobError, run_command
 
         def test_machine(record_property):
             record_property("found", "one GPU")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from gpu.session import Session
 
-from hvd_ckpt.bench.harness.jobs import JobError, rank_environment, run_command
+from hvd_ckpt.app.compare.runner.jobs import JobError, rank_environment, run_command
 
 pytestmark = [pytest.mark.launch, pytest.mark.gpu]
 

@@ -13,8 +13,8 @@ from gpu.job import CheckJob
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.harness.jobs import own_device
-from hvd_ckpt.bench.harness.workloads import Gpt, workload
+from hvd_ckpt.app.compare.runner.jobs import own_device
+from hvd_ckpt.app.compare.runner.workloads import Gpt, workload
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.utils.measure import now
 

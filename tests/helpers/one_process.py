@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.compare.cells import Cell, Settings
-from hvd_ckpt.bench.compare.reference import largest_difference, make_reference
-from hvd_ckpt.bench.compare.training import train as train_cell
-from hvd_ckpt.bench.compare.workloads import Workload
-from hvd_ckpt.bench.harness.engines import HvdCkpt
+from hvd_ckpt.app.compare.cells import Cell, Settings
+from hvd_ckpt.app.compare.reference import largest_difference, make_reference
+from hvd_ckpt.app.compare.runner.engines import HvdCkpt
+from hvd_ckpt.app.compare.training import train as train_cell
+from hvd_ckpt.app.compare.workloads import Workload
 
 WIDTH = 8
 SMALL = 0.0002  # MiB: a bucket per parameter of a chain

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 pytest.importorskip("transformers")
 
+from hvd_ckpt.app.compare.cells import Recompute
+from hvd_ckpt.app.compare.scenarios import Scenario
+from hvd_ckpt.app.compare.workloads import Step
 from hvd_ckpt.app.models import bert, gpt2, xlnet
-from hvd_ckpt.bench.compare.cells import Recompute
-from hvd_ckpt.bench.compare.scenarios import Scenario
-from hvd_ckpt.bench.compare.workloads import Step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated"),

@@ -27,9 +27,9 @@ from one_process import (
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.compare.cells import Recompute
-from hvd_ckpt.bench.compare.scenarios import Scenario
-from hvd_ckpt.bench.compare.workloads import Step
+from hvd_ckpt.app.compare.cells import Recompute
+from hvd_ckpt.app.compare.scenarios import Scenario
+from hvd_ckpt.app.compare.workloads import Step
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 

@@ -12,9 +12,9 @@ from one_process import check
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.compare.cells import Chain, Recompute
-from hvd_ckpt.bench.compare.scenarios import LAYERS, SCENARIOS, WIDTH, Scenario, layer, run_along
-from hvd_ckpt.bench.compare.workloads import Step, Workload
+from hvd_ckpt.app.compare.cells import Chain, Recompute
+from hvd_ckpt.app.compare.scenarios import LAYERS, SCENARIOS, WIDTH, Scenario, layer, run_along
+from hvd_ckpt.app.compare.workloads import Step, Workload
 from hvd_ckpt.data.objectives import Batch
 
 pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))

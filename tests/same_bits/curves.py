@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.compare.runner.jobs import RankJob
 from hvd_ckpt.app.training.build import Assembly, assemble
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.bench.harness.jobs import RankJob
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.data.sampler import DistributedSampler
 

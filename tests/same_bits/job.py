@@ -1,4 +1,4 @@
-"""The ranks' part of ``hvd-ckpt bench replicas``: trains every workload, whole and resumed, and hashes what comes of it."""
+"""The ranks' part of ``python -m benchmarks replicas``: trains every workload, whole and resumed, and hashes what comes of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.compare.runner.jobs import RankJob
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.logs import TIMES
 from hvd_ckpt.app.training.trainer import Trainer
-from hvd_ckpt.bench.harness.jobs import RankJob
 
 TEXT = bytes(range(32, 127)) * 40
 NOT_BITS = ("rate", "memory", "seconds", *TIMES)  # of a log entry

@@ -1,4 +1,4 @@
-"""What ``hvd-ckpt bench replicas`` does: the same training runs on several numbers of ranks and over both controllers, and hashes.
+"""``python -m benchmarks replicas``: the same training runs on several numbers of ranks and over both controllers, and hashes.
 
 ``job`` has the runs of one number of ranks, ``curves`` the losses of a GPT beside those of stock Horovod.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from same_bits.curves import CurveJob
 from same_bits.job import WORKLOADS, Job, RankResult
 
+from benchmarks.replicas import ReplicaSettings
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.bench.harness.options import ONE_THREAD, TESTS, BenchRun
-from hvd_ckpt.bench.harness.report import Report, Table, save_figure
-from hvd_ckpt.bench.harness.settings import CONTROLLERS
-from hvd_ckpt.bench.replicas import ReplicaSettings
+from hvd_ckpt.app.compare.runner.options import ONE_THREAD, TESTS, BenchRun
+from hvd_ckpt.app.compare.runner.report import Report, Table, save_figure
+from hvd_ckpt.app.compare.runner.settings import CONTROLLERS
 from hvd_ckpt.processes.probe import probe
 
 # Ranks find the modules of this folder.

@@ -23,9 +23,9 @@ class _Entry(NamedTuple):
 
 COMMANDS = {
     "bench": _Entry(
-        "hvd_ckpt.bench.command",
+        "hvd_ckpt.app.cli.bench",
         "bench",
-        "Time reduction, recomputation and training beside their peers.",
+        "Say where the benchmarks are.",
     ),
     "build-horovod": _Entry(
         "hvd_ckpt.app.install.build_horovod",
@@ -33,7 +33,7 @@ COMMANDS = {
         "Build Horovod for the PyTorch at hand and install it.",
     ),
     "compare": _Entry(
-        "hvd_ckpt.bench.compare.command",
+        "hvd_ckpt.app.compare.command",
         "compare",
         "Compare engines and recomputation: results, time, memory.",
     ),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.bench.compare.training import fingerprint
+from hvd_ckpt.app.compare.training import fingerprint
 
 STEPS = 6
 

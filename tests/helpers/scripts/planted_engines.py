@@ -7,9 +7,9 @@ import time
 
 import horovod.torch as hvd
 
-from hvd_ckpt.bench.harness.engine import Engine
-from hvd_ckpt.bench.harness.engines import HvdCkpt
-from hvd_ckpt.bench.harness.jobs import launched_rank_and_size
+from hvd_ckpt.app.compare.runner.engine import Engine
+from hvd_ckpt.app.compare.runner.engines import HvdCkpt
+from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
 
 
 class Alone(Engine):

@@ -1,0 +1,157 @@
+"""The right answer: what training gives in one process, without an engine and without recomputation.
+
+One process computes each rank's batch in turn, with that rank's random state and that rank's own buffers (batch-norm
+statistics), averages the gradients and takes the step. Parameters of every rank must come out as the reference's,
+and each rank's buffers as the reference has them for that rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+import torch
+
+from hvd_ckpt.app.compare.cells import KEEP, Settings
+from hvd_ckpt.app.compare.runner.engines import OneProcess
+from hvd_ckpt.app.compare.training import EnginePrecision, build_seed, step_seed
+from hvd_ckpt.app.compare.workloads import Step, Workload
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Reference:
+    """The state of training in one process.
+
+    Attributes:
+        start: parameters and buffers before the first step.
+        parameters: parameters after the last step.
+        buffers: for each rank, buffers after the last step.
+        losses: for each rank, its loss before each step.
+        layers: blocks in the chain.
+    """
+
+    start: Tensors
+    parameters: Tensors
+    buffers: list[Tensors]
+    losses: list[list[float]]
+    layers: int
+
+    def save(self, path: Path) -> None:
+        torch.save(vars(self), path)
+
+    @classmethod
+    def load(cls, path: Path) -> Reference:
+        return cls(**torch.load(path, weights_only=True))
+
+
+def make_reference(
+    workload: Workload,
+    size: int,
+    settings: Settings,
+    after_step: Callable[[int], object] = lambda step: None,
+) -> Reference:
+    """Trains ``workload`` as ``size`` ranks should, in this process.
+
+    Gradients are averaged in float64 and rounded once. A rank that has no batches left adds nothing, and the sum is still
+    divided by the number of all ranks.
+    """
+    seed, steps, device = settings.seed, settings.steps, torch.device(settings.device)
+    torch.manual_seed(build_seed(seed, 0))
+    bare = workload.model(KEEP).to(device)
+    precise = EnginePrecision(settings.precision, device, OneProcess(), workload.scales_loss)
+    model, optimizer = precise.wrap(bare, workload.optimizer(bare.parameters()), workload.passes)
+    parameters = list(bare.parameters())
+    start = _copy({**dict(bare.named_parameters()), **dict(bare.named_buffers())})
+    buffers = [_copy(dict(bare.named_buffers())) for _ in range(size)]
+    random_states = [torch.Generator().manual_seed(step_seed(seed, rank)).get_state() for rank in range(size)]
+    losses: list[list[float]] = [[] for _ in range(size)]
+
+    for number in range(steps):
+        workload.before_step(bare, number)
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        for rank in range(size):
+            if number >= workload.steps_of(rank, size, steps):
+                continue
+            _load_buffers(bare, buffers[rank])
+            torch.set_rng_state(random_states[rank])
+            batches = [batch.to(device) for batch in workload.batches(rank, size, number)]
+            optimizer.zero_grad()
+            step = Step(
+                model, rank, size, number, batches, autocast=precise.autocast, backward=precise.backward
+            )
+            each = workload.run(step)
+            losses[rank].append(sum(loss.item() for loss in each) / len(each))
+            for index, parameter in enumerate(parameters):
+                # A gradient that no rank has stays None, so that weight decay and momentum skip its parameter.
+                if parameter.grad is not None:
+                    gradient, before = parameter.grad.double(), sums[index]
+                    sums[index] = gradient if before is None else before + gradient
+            # The ranks take turns in this process, each with the state that its own process would have.
+            random_states[rank] = torch.get_rng_state()
+            buffers[rank] = _copy(dict(bare.named_buffers()))
+        for parameter, total in zip(parameters, sums, strict=True):
+            # Scaled gradients are averaged before they are unscaled. An overflow on any rank is still
+            # infinite in the mean, so that the scaler skips the step for all ranks, as they must.
+            parameter.grad = None if total is None else (total / size).to(parameter.dtype)
+        precise.step(optimizer)
+        after_step(number)
+
+    return Reference(start, _copy(dict(bare.named_parameters())), buffers, losses, len(bare))  # type: ignore[arg-type]
+
+
+def largest_difference(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
+) -> tuple[float, float, str]:
+    """How far tensors are from the expected ones after training from ``start``.
+
+    Returns the largest absolute difference; the largest difference relative to what training changed; and the name
+    of the tensor where that is. Relative means: to the largest change in that tensor plus a hundredth of
+    the largest change in any, so that a tensor which should not change at all does not measure rounding by rounding.
+    A missing tensor or a value that is not a number is infinitely far. So is everything if an expected value is not finite, since
+    such a reference proves nothing.
+    """
+    if not expected:
+        return 0.0, 0.0, ""
+    for name, tensor in expected.items():
+        if not tensor.isfinite().all():
+            return inf, inf, name
+    changes = {
+        name: float((tensor.double() - start[name].double()).abs().max()) for name, tensor in expected.items()
+    }
+    floor = max(changes.values()) / 100
+    absolute, relative, worst = 0.0, 0.0, ""
+    for name, tensor in expected.items():
+        if name not in found or found[name].shape != tensor.shape:
+            return inf, inf, name
+        gap = float(
+            (found[name].detach().double() - tensor.double()).abs().nan_to_num(nan=inf, posinf=inf).max()
+        )
+        absolute = max(absolute, gap)
+        share = 0.0 if gap == 0 else gap / (changes[name] + floor) if changes[name] + floor else inf
+        if share > relative:
+            relative, worst = share, name
+    return absolute, relative, worst
+
+
+def mean_losses(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean loss of each step over those ranks that did it."""
+    longest = max((len(losses) for losses in ranks), default=0)
+    return tuple(
+        statistics.fmean(float(losses[number]) for losses in ranks if number < len(losses))
+        for number in range(longest)
+    )
+
+
+def _copy(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _load_buffers(model: torch.nn.Module, buffers: Tensors) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])

@@ -1,0 +1,202 @@
+"""The interface of an engine: how a rank joins the others, how it wraps model and optimizer, and how it recomputes activations."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from hvd_ckpt.app.compare.runner.jobs import join_torch, launched_rank_and_size
+
+if TYPE_CHECKING:
+    from hvd_ckpt.app.compare.runner.workloads import Workload
+    from hvd_ckpt.planning.plan import Plan
+
+Functions = Sequence[Callable[..., Any]]
+
+
+class Held(NamedTuple):
+    """The tensors that are held for training, by kind."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    state: list[Tensor]
+
+
+class Engine(ABC):
+    """One way to train on several ranks.
+
+    Args:
+        **options: of the project's own wrapper, beside those that the engine always gives it.
+
+    Attributes:
+        title: the name in tables.
+        uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
+        wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
+        plans: it has :meth:`plan`.
+        reduces_by: the project whose calls reduce its gradients, one tensor or bucket at a time: ``horovod``, ``ddp`` or ``apex``;
+            empty where no gradient is reduced as a whole.
+        defaults: of the options.
+        device: of this process; set before :meth:`start`.
+        schedules: of the pipeline stages that it makes of a model.
+        rank: number of this process, from 0; set by :meth:`start`.
+        size: number of processes; set by :meth:`start`. With pipeline stages, rank and size count replicas.
+        stages: number of pipeline stages; set by :meth:`start`.
+    """
+
+    title: ClassVar[str]
+    uses_horovod: ClassVar[bool] = False
+    wraps_after_apex: ClassVar[bool] = True
+    plans: ClassVar[bool] = False
+    reduces_by: ClassVar[str] = ""
+    defaults: ClassVar[dict[str, Any]] = {}
+    schedules: ClassVar[tuple[str, ...]] = ()
+    stages = 1
+    device = torch.device("cpu")
+    rank: int
+    size: int
+
+    def __init__(self, **options: Any) -> None:
+        self.options = {**self.defaults, **options}
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why it cannot run here, in a clause; None where it can."""
+        return None
+
+    def refuses(self, workload: Workload) -> str | None:
+        """Why it cannot train this by design, in a clause; None where it can."""
+        return None
+
+    def start(self, folder: Path) -> None:
+        """Join the other ranks. ``folder`` is the same on all ranks, and free to use."""
+        self.rank, self.size = launched_rank_and_size()
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        """Make every rank's weights rank 0's, and training reduce gradients; returns what to train with.
+
+        ``passes`` is the most backward passes before an update.
+        """
+
+    def checkpoint(self, function: Callable[..., Any], *inputs: Any, use_reentrant: bool) -> Any:
+        """Apply ``function``, recomputed: PyTorch's own unless the engine brings another."""
+        return checkpoint(function, *inputs, use_reentrant=use_reentrant)
+
+    def checkpoint_sequential(
+        self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
+    ) -> Any:
+        """Apply ``functions`` in turn, recomputed by segment: PyTorch's own unless the engine brings another.
+
+        PyTorch's takes one input and no keyword arguments; those that every function shares are bound beforehand.
+        """
+        bound = (
+            [functools.partial(function, **shared) for function in functions] if shared else list(functions)
+        )
+        return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
+
+    def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
+        """A plan of what ``model`` recomputes, the same on all ranks: :func:`hvd_ckpt.plan`, for engines with ``plans``.
+
+        Raises:
+            ValueError: on every rank, where no chain is found in the model or no plan stays within the budget.
+        """
+        raise NotImplementedError(f"{self.title} has no plans")
+
+    def backward_passes(self, optimizer: Any) -> Iterable[AbstractContextManager[Any]]:
+        """The backward passes of a step, each as a context."""
+        return (nullcontext(),)
+
+    def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
+        """The forward and backward passes of a step's micro-batches, until the gradients are ready; returns the mean loss.
+
+        Args:
+            model, optimizer: as :meth:`wrap` returned them.
+            losses: for each micro-batch, a function that runs the forward pass and returns the loss.
+        """
+        optimizer.zero_grad()
+        return sum(run_backward(loss, len(losses)) for loss in losses)
+
+    def update(self, model: nn.Module, optimizer: Any) -> None:
+        """The update after :meth:`accumulate`."""
+        optimizer.step()
+
+    def held(self, model: nn.Module, optimizer: Any) -> Held:
+        """The tensors that are held between :meth:`accumulate` and :meth:`update`; of what is distributed, this rank's part."""
+        return held_by(model.parameters(), optimizer)
+
+    def sent(self, optimizer: Any) -> int | None:
+        """Bytes that this rank has sent since the start, by the engine's own count; None if it has no count."""
+        return None
+
+    def grad_scaler(self, device: str) -> torch.amp.GradScaler:
+        """Scales losses: PyTorch's own unless the engine brings another."""
+        return torch.amp.GradScaler(device)
+
+    def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        """The update after a backward pass of a scaled loss."""
+        scaler.step(optimizer)
+
+    def after_apex_backward(self, optimizer: Any) -> None:  # noqa: B027  # most engines have nothing to do
+        """Called at the end of Apex's ``scale_loss``."""
+
+    def apex_step(self, optimizer: Optimizer) -> None:
+        """The update after a backward pass within Apex's ``scale_loss``."""
+        optimizer.step()
+
+    def uneven(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The context of a loop whose number of steps differs between ranks; afterwards their weights are equal."""
+        return nullcontext()
+
+    def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The parameters of the trained, unwrapped model, by name, whole on every rank; every rank calls it."""
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def stop(self) -> None:  # noqa: B027  # most engines have nothing to do
+        """Leave the other ranks."""
+
+
+class OnTorch(Engine):
+    """An engine on ``torch.distributed``, over Gloo, and on GPUs over NCCL."""
+
+    def start(self, folder: Path) -> None:
+        super().start(folder)
+        if not torch.distributed.is_initialized():
+            join_torch(folder, self.device)
+
+    def stop(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+def run_backward(loss: Callable[[], Tensor], passes: int) -> float:
+    """The forward and backward pass of a micro-batch; its part of the mean loss."""
+    part = loss() / passes
+    part.backward()  # type: ignore[no-untyped-call]
+    return part.item()
+
+
+def held_by(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> Held:
+    """The parameters, their gradients and the optimizer's state without step counts; of what is distributed, this rank's part."""
+    parameters = list(parameters)
+    # A count of steps is a tensor without dimensions, or a number.
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    state = [local_part(value) for value in values if isinstance(value, Tensor) and value.dim()]
+    return Held([local_part(parameter) for parameter in parameters], gradients_of(parameters), state)
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part

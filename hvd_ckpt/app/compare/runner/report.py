@@ -1,0 +1,230 @@
+"""Reports: tables in the terminal, ``report.md`` and ``details.md`` for people, ``results.json`` for programs, pictures, and
+the facts of the machine to print beside a measured number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.table
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.text import Text
+
+from hvd_ckpt.utils.extras import installed_version, say_no_pictures
+from hvd_ckpt.utils.plain_data import write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hvd_ckpt.app.compare.runner.stats import Quartiles
+
+PACKAGES = ("torch", "horovod", "transformers")
+PREFIXES = ("HOROVOD_", "OMPI_MCA_", "GLOO_")
+MIB = 1 << 20
+
+
+@dataclass
+class Table:
+    """Rows of text under column titles.
+
+    Attributes:
+        columns: titles.
+        rows: of the table.
+        title: above it.
+        left: titles of columns that are aligned left; others are aligned right.
+        folded: number of leading columns whose entry is not repeated in the terminal while it stays the same; a change in the first
+            column begins a section.
+        style: the rich style of an entry in the terminal.
+        mark: the entry as Markdown.
+        note: a line of Markdown below the table.
+        printed: whether the table is printed in the terminal, too.
+    """
+
+    columns: Sequence[str]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    title: str = ""
+    left: Sequence[str] = ()
+    folded: int = 0
+    style: Callable[[str], str] = lambda entry: ""
+    mark: Callable[[str], str] = lambda entry: entry
+    note: str = ""
+    printed: bool = True
+
+    def for_terminal(self) -> rich.table.Table:
+        """The table as rich prints it."""
+        table = rich.table.Table(
+            title=self.title or None,
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for name in self.columns:
+            table.add_column(name, justify="left" if name in self.left else "right", no_wrap=True)
+        before: tuple[str, ...] = ()
+        for row in self.rows:
+            same = 0
+            while same < self.folded and before and row[same] == before[same]:
+                same += 1
+            if self.folded and before and same == 0:
+                table.add_section()
+            table.add_row(*(Text(entry, self.style(entry)) for entry in ("",) * same + row[same:]))
+            before = row
+        return table
+
+    def markdown(self) -> list[str]:
+        """The table as lines of Markdown."""
+        lines = ["| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
+        lines += ["| " + " | ".join(map(self.mark, row)) + " |" for row in self.rows]
+        return [f"## {self.title}", "", *lines] if self.title else lines
+
+
+@dataclass
+class Report:
+    """Everything that a benchmark found.
+
+    Attributes:
+        title: of the page.
+        facts: lines ``name: value`` beside the tables: machine, versions, settings.
+        tables: in the terminal and on the page.
+        results: for programs: dicts, lists, texts, numbers, None and dataclasses.
+        remarks: lines below the tables: failures and their reasons, conclusions.
+        notes: lines on the page alone: how the columns are to be read.
+        details: long tables, and ``detail_remarks``: lines below them, on a page of their own.
+        draw: draws pictures into a folder and returns their file names; only called where matplotlib is installed.
+        settings: the options, for programs.
+        data: further values for programs, beside the results.
+        conclusion: the last line in the terminal, the first on the page.
+        success: whether the conclusion is good; decides its colour.
+    """
+
+    title: str
+    facts: dict[str, str]
+    tables: list[Table]
+    results: Any = None
+    remarks: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
+    details: list[Table] = field(default_factory=list)
+    detail_remarks: list[str] = field(default_factory=list)
+    draw: Callable[[Path], Sequence[str]] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    conclusion: str = ""
+    success: bool = True
+
+    def print(self, console: Console) -> None:
+        """Prints the tables, the remarks and the facts."""
+        for table in self.tables:
+            if table.printed:
+                console.print(table.for_terminal())
+        for line in (*self.remarks, *(f"{name}: {value}" for name, value in self.facts.items())):
+            console.print(line, highlight=False, markup=False)
+        if self.conclusion:
+            color = "green" if self.success else "red"
+            console.print(self.conclusion, style=f"bold {color}", highlight=False, markup=False)
+
+    def save(self, folder: Path) -> None:
+        """Writes all files of the report into ``folder``, over earlier ones."""
+        values = {**self.facts, **self.data, "settings": self.settings, "results": self.results}
+        write_json(plain(values), folder / "results.json")
+        page = self.markdown(self._pictures(folder))
+        (folder / "report.md").write_text(page, encoding="utf-8")
+        if self.details:
+            lines = [f"# {self.title}: details", ""]
+            lines += [line for table in self.details for line in (*table.markdown(), "")]
+            lines += _list((*self.detail_remarks, *self.notes))
+            (folder / "details.md").write_text("\n".join(lines), encoding="utf-8")
+
+    def _pictures(self, folder: Path) -> Sequence[str]:
+        try:
+            return self.draw(folder) if self.draw is not None else ()
+        except ImportError as error:
+            say_no_pictures(error)
+            return ()
+
+    def markdown(self, pictures: Sequence[str] = ()) -> str:
+        """The report as a page of Markdown that shows the pictures with these file names."""
+        lines = [f"# {self.title}", "", *([self.conclusion, ""] if self.conclusion else [])]
+        lines += _list(f"{name}: {value}" for name, value in self.facts.items())
+        lines += [f"![{Path(name).stem}]({name})\n" for name in pictures]
+        for table in self.tables:
+            lines += [*table.markdown(), "", *([table.note, ""] if table.note else [])]
+        lines += [*_list(self.remarks), *_list(() if self.details else self.notes)]
+        if self.details:
+            lines.append("Everything in detail: [details.md](details.md)")
+        return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _list(lines: Iterable[str]) -> list[str]:
+    items = [f"- {line}" for line in lines]
+    return [*items, ""] if items else []
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: dataclasses as dicts, paths as text, infinite and undefined numbers as text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+def shown(value: float | Quartiles | None, form: str) -> str:
+    """An entry of a table: the value in this format, or ``-`` for None."""
+    return "-" if value is None else f"{value:{form}}"
+
+
+def mebibytes(count: float | None, form: str = ".1f") -> str:
+    """Bytes as an entry of a table whose column is in MiB, or ``-`` for None."""
+    return shown(None if count is None else count / MIB, form)
+
+
+def save_figure(figure: Figure, file: Path) -> str:
+    """Writes a matplotlib figure as PNG; returns the file name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    figure.savefig(file, dpi=110, bbox_inches="tight")
+    return file.name
+
+
+def machine_facts(threads: int | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Machine, versions, variables that are set for Horovod and Open MPI, and settings, as lines for a report.
+
+    Args:
+        threads: CPU threads of each rank, where that is one number.
+        settings: of the benchmark.
+    """
+    from hvd_ckpt.processes.runtime import allowed_cpus  # which imports PyTorch
+
+    per_rank = "" if threads is None else f", {threads} thread(s) per rank"
+    versions = [
+        f"Python {platform.python_version()}",
+        *(f"{name} {installed_version(name) or 'missing'}" for name in PACKAGES),
+    ]
+    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)]
+    return {
+        "machine": f"{platform.system()} {platform.machine()}, {allowed_cpus()} CPUs{per_rank}",
+        "versions": ", ".join(versions),
+        "environment": " ".join(chosen) or "no HOROVOD_*, OMPI_MCA_* or GLOO_* variables set",
+        **{name: str(value) for name, value in (settings or {}).items()},
+    }
+
+
+def device_name(kind: str) -> str:
+    """The kind of device in words, for a report."""
+    import torch
+
+    return "CPU" if kind == "cpu" else torch.cuda.get_device_name()

@@ -1,0 +1,210 @@
+"""From the ranks' events to a judgement: is the result of a cell right, how was it reached, and what did it cost?
+
+A result is *right* if all of this holds: every rank ends with the same parameters, bit for bit; they equal the
+reference's; each rank's buffers equal the reference's for that rank; every run of the cell ends in the same bits; each
+gradient took part in one reduction per step; and two runs reduced in the same order. If only the last two fail the result is
+*loose*: right here, but dearer than it should be, or by luck. Equal to the reference means up to rounding: ranks may sum
+in another order than the reference does.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hvd_ckpt.app.compare.catalog import CATALOG
+from hvd_ckpt.app.compare.cells import Cell
+from hvd_ckpt.app.compare.launch import Event, Failure
+from hvd_ckpt.app.compare.reference import mean_losses
+from hvd_ckpt.app.compare.runner.stats import ratios, slowest
+
+ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
+WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
+SEVERITY = ("right", "loose", "wrong", "error", "hang")
+BASELINE = "horovod"  # step times are told as a ratio to this engine's
+
+
+@dataclass
+class Result:
+    """The result of one engine in one cell.
+
+    Attributes:
+        engine, workload, variant, chunks: the cell.
+        status: ``right``, ``loose``, ``wrong``, ``error`` or ``hang``.
+        reason: what is wrong, or the error; empty when right.
+        ranks_equal: whether all ranks' parameters are equal, bit for bit.
+        weights_right, buffers_right: whether they equal the reference's, up to rounding.
+        difference, buffer_difference: the largest absolute difference from the reference of a parameter, of a buffer.
+        repeatable: whether all runs of the cell ended in the same bits on every rank.
+        runs: how many runs that says something about.
+        least, most: reductions of a gradient per step, of the parameter with fewest and with most; None if unknown.
+        same_order: whether two runs reduced in the same order; None if unknown.
+        pass_seconds: median time of a step (of its slowest rank) in each timed pass.
+        ratio: median over the passes of this time by the baseline's in the same pass.
+        peak_bytes: most bytes allocated at one time, weights included, on the rank with most.
+        losses: mean loss of all ranks before each step.
+    """
+
+    engine: str
+    workload: str
+    variant: str
+    chunks: int
+    status: str
+    reason: str = ""
+    ranks_equal: bool | None = None
+    weights_right: bool | None = None
+    buffers_right: bool | None = None
+    difference: float | None = None
+    buffer_difference: float | None = None
+    repeatable: bool | None = None
+    runs: int = 0
+    least: int | None = None
+    most: int | None = None
+    same_order: bool | None = None
+    pass_seconds: tuple[float, ...] = ()
+    ratio: float | None = None
+    peak_bytes: int | None = None
+    losses: tuple[float, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        return self.status == "right"
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median over the passes."""
+        return statistics.median(self.pass_seconds) if self.pass_seconds else None
+
+
+def judge(
+    cell: Cell,
+    engine: str,
+    checks: Sequence[Event],
+    timed: Sequence[Sequence[Event]],
+    failure: Failure | None,
+    size: int,
+    precision: str = "fp32",
+) -> Result:
+    """Judges one cell from the events of its check and of each timed pass, or from its failure."""
+    result = Result(engine, cell.workload, cell.variant, cell.chunks, status="right")
+    if failure:
+        result.status, result.reason = failure.kind, failure.message
+        return result
+    passes = [[event for event in events if event.get("cell") == cell.key] for events in timed]
+    mine = [event for event in checks if event.get("cell") == cell.key]
+    trained = [event for event in mine if event["event"] == "trained"]
+    wrong = [*_judge_runs(result, [mine, *passes], size), *_judge_weights(result, trained, precision)]
+    loose = _judge_reductions(result, [event for event in mine if "order" in event])
+    result.status = "wrong" if wrong else "loose" if loose else "right"
+    result.reason = "; ".join([*wrong, *loose])
+
+    result.peak_bytes = max((event["peak_bytes"] for event in mine if "peak_bytes" in event), default=None)
+    result.losses = mean_losses([event["losses"] for event in trained])
+    result.pass_seconds = tuple(statistics.median(_step_seconds(events)) for events in passes if events)
+    return result
+
+
+def engines_of(results: Iterable[Result]) -> list[str]:
+    """The engines of results, each once, in order."""
+    return list(dict.fromkeys(result.engine for result in results))
+
+
+def by_variant(results: Iterable[Result]) -> dict[tuple[str, str], dict[str, list[Result]]]:
+    """The results of each workload and variant, by engine: one for each number of segments."""
+    groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for result in results:
+        group = groups.setdefault((result.workload, result.variant), {})
+        group.setdefault(result.engine, []).append(result)
+    return groups
+
+
+def worst(results: Sequence[Result]) -> tuple[str, list[str]]:
+    """The worst verdict over numbers of segments, and those that it holds for; empty if it holds for all."""
+    status = max((result.status for result in results), key=SEVERITY.index)
+    where = [str(result.chunks) for result in results if result.status == status]
+    return status, where if len(where) < len(results) else []
+
+
+def _judge_weights(result: Result, trained: Sequence[Event], precision: str) -> list[str]:
+    """Compare with the reference; returns what is wrong."""
+    tolerance = max(CATALOG[result.workload].tolerance, 0.0 if precision == "fp32" else ROUNDING)
+
+    def off(kind: str, prefix: str) -> tuple[float, list[str]]:
+        """The largest difference, and what is wrong."""
+        worst = max(trained, key=lambda event: float(event[f"{prefix}relative"]))
+        share, name = float(worst[f"{prefix}relative"]), worst[f"{prefix}worst"]
+        wrong = [f"{kind} off by {100 * share:.3g} % of what training changes ({name})"]
+        return max(float(event[f"{prefix}difference"]) for event in trained), wrong * (share > tolerance)
+
+    result.difference, weights = off("weights", "")
+    result.buffer_difference, buffers = off("buffers", "buffer_")
+    result.weights_right, result.buffers_right = not weights, not buffers
+    return weights + buffers
+
+
+def _judge_runs(result: Result, jobs: Sequence[Sequence[Event]], size: int) -> list[str]:
+    """Compare ranks with each other, and runs; returns what is wrong."""
+    hashed = [event for events in jobs for event in events if "weights" in event]
+    # Pipeline stages have weights of their own, which only the reference can be compared with.
+    result.ranks_equal = CATALOG[result.workload].staged or all(
+        len({event["weights"] for event in events if event["event"] == kind}) <= 1
+        for events in jobs
+        for kind in ("trained", "measured", "timed")
+    )
+    result.runs = len(hashed) // size
+    result.repeatable = all(
+        len({(event["weights"], event["buffers"]) for event in hashed if event["rank"] == rank}) == 1
+        for rank in range(size)
+    )
+    wrong = [] if result.ranks_equal else ["ranks differ"]
+    return wrong if result.repeatable else [*wrong, "runs differ"]
+
+
+def _judge_reductions(result: Result, recorded: Sequence[Event]) -> list[str]:
+    """Count reductions and compare their order; returns what is not as it should be."""
+    if not recorded:
+        return []
+    result.most = max(event["most"] for event in recorded)
+    result.least = min((event["least"] for event in recorded if event["least"] is not None), default=None)
+    ranks = {event["rank"] for event in recorded}
+    result.same_order = all(
+        len({event["order"] for event in recorded if event["rank"] == rank}) == 1 for rank in ranks
+    )
+    loose = []
+    if result.most > 1 and CATALOG[result.workload].static:
+        loose.append(f"a gradient is reduced {result.most} times in a step")
+    if not result.same_order:
+        loose.append("the order of reductions differs between runs")
+    return loose
+
+
+def add_ratios(results: Sequence[Result]) -> None:
+    """Give each result its step time relative to the baseline engine's, pass by pass: to its time without recomputation
+    where that is among the cells, else to its time in the same cell."""
+    baselines = {
+        (result.workload, result.variant, result.chunks): result.pass_seconds
+        for result in results
+        if result.engine == BASELINE and result.pass_seconds
+    }
+    for result in results:
+        same = (result.workload, result.variant, result.chunks)
+        baseline = baselines.get((result.workload, "none", 0), baselines.get(same))
+        if baseline and len(baseline) == len(result.pass_seconds):
+            result.ratio = statistics.median(ratios(result.pass_seconds, baseline))
+
+
+def _step_seconds(events: Sequence[Event]) -> list[float]:
+    """The time of each step after the warm-up: that of the slowest rank, as all wait for it."""
+    steps = slowest(event["seconds"] for event in events if event["event"] == "timed")
+    return steps[min(WARM_UP, len(steps) - 1) :]
+
+
+def recomputed(result: Result) -> str:
+    """The variant and the number of segments, such as ``reentrant x4``."""
+    return result.variant if not result.chunks else f"{result.variant} x{result.chunks}"
+
+
+def short_name(engine: str) -> str:
+    """An engine's name without the module it comes from."""
+    return engine.rpartition(":")[2]
