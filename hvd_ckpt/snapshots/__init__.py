@@ -10,4 +10,5 @@ reader, files  reading, with size and hash of each file
 resume, loading   from saved shards to those of this job
 export         whole weights in one file
 stopping       requests to stop
+lock           one run at a time in a folder
 """
