@@ -113,7 +113,7 @@ class _Changed(torch.autograd.Function):
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
 _LONGEST = 64  # a container of more values that a module has is data, no list of losses
 _LONGEST_ARGUMENT = 1024  # of caches with some tensors for each layer
-_DEPTH = 4  # of what a module has: tensors in a layer, in a list of layers, in a cache
+_DEPTH = 8  # of what a module has: tensors in a layer, in a list of layers, in a cache
 
 
 def tensors_within(value: Any, longest: float = math.inf, depth: float = math.inf) -> Iterator[torch.Tensor]:
