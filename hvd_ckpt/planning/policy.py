@@ -101,7 +101,7 @@ def apply_to_chain(module: nn.Module, items: Sequence[Any]) -> None:
 
 def remove_policy(module: nn.Module) -> None:
     """Restores the class of a module that has a policy."""
-    if _POLICY in module.__dict__ or _ITEMS in module.__dict__:
+    if is_planned(module):
         module.__class__ = base_class(module)
         module.__dict__.pop(_POLICY, None)
         module.__dict__.pop(_ITEMS, None)
@@ -110,7 +110,7 @@ def remove_policy(module: nn.Module) -> None:
 
 def expect_autocast(module: nn.Module, dtype: str | None) -> None:
     """Makes a module with a policy warn if it trains under another autocast than to ``dtype``; None means no autocast."""
-    if _POLICY in module.__dict__ or _ITEMS in module.__dict__:
+    if is_planned(module):
         module.__dict__[_AUTOCAST] = dtype
 
 
@@ -137,6 +137,11 @@ def policy_parts(module: nn.Module) -> list[list[nn.Module]]:
         return [[module]]
     items = module.__dict__.get(_ITEMS, {}).values()
     return [[module.get_submodule(name) for name in _names(item)] for item in items]
+
+
+def is_planned(module: nn.Module) -> bool:
+    """Whether the module itself, or some of its children together, run under a policy."""
+    return _POLICY in module.__dict__ or _ITEMS in module.__dict__
 
 
 def in_chunks(chunks: int) -> CheckpointPolicy:

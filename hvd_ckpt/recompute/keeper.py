@@ -40,10 +40,9 @@ class Keeper:
         Args:
             user: the function that needs the tensor, for the error if it is changed in place before the backward pass.
         """
-        version = version_of(tensor)
         if not self.collecting:
-            # Without its graph: the graph holds what this method returns, so the graph of the tensor would close a cycle.
-            return Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version, user)
+            return plain(tensor, user)
+        version = version_of(tensor)
         # Without an address, no two tensors are known to be the same: each gets a slot of its own.
         key: tuple[Any, ...] = (len(self._slots),)
         if memory_of(tensor) is not None:
@@ -230,6 +229,11 @@ class Plain(NamedTuple):
         if version_of(self.tensor) != self.version:
             raise changed_in_place(self.version, version_of(self.tensor), self.user)
         return present(self.tensor)
+
+
+def plain(tensor: Tensor, user: str) -> Plain:
+    """The tensor, kept without its graph. The graph holds what this function returns, and would close a cycle."""
+    return Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor), user)
 
 
 def saving_nothing(note: Callable[[Tensor], None] = lambda tensor: None) -> AbstractContextManager[Any]:

@@ -7,13 +7,21 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from hvd_ckpt.planning.policy import is_planned
 from hvd_ckpt.recompute.deferred import DeferredLogits
-from hvd_ckpt.utils.torch_private import DisableTorchFunction, pytree, unsafe_preserve_version_counter
+from hvd_ckpt.recompute.keeper import Plain, plain
+from hvd_ckpt.utils.torch_private import (
+    DisableTorchFunction,
+    pytree,
+    top_saved_tensors_default_hooks,
+    unsafe_preserve_version_counter,
+)
 
 
 class UnitCall:
@@ -160,6 +168,33 @@ def apart(output: Any, holds: Callable[[torch.Tensor], bool]) -> Any:
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.clone() if holds(tensor) else tensor, output
     )
+
+
+class SavedInPass:
+    """Hooks on what autograd saves in the forward pass of a unit's module that uses parameters of its own.
+
+    What it computes with these is no module's output, and may leave in a way that nobody sees. So a backward pass that asks for a
+    saved tensor gathers the unit if the tensor lies in its memory. Saved-tensor hooks around it (of a region, of a tape) stay in
+    force.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Pre-forward hook of the module."""
+        is_kept = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_planned(module)
+        name = type(module).__name__
+        context: AbstractContextManager[Any] = nullcontext()
+        if is_kept and top_saved_tensors_default_hooks(False) is None:
+            context = torch.autograd.graph.saved_tensors_hooks(lambda tensor: plain(tensor, name), Plain.get)
+        context.__enter__()
+        self._entered.append(context)
+
+    def after(self, *_: Any) -> None:
+        """Post-forward hook."""
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
 
 
 _USUAL = frozenset(nn.Module().__dict__)

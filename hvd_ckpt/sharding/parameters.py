@@ -13,6 +13,7 @@ from torch import nn
 
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.layout import Group
+from hvd_ckpt.sharding.module_hooks import SavedInPass
 from hvd_ckpt.sharding.passes import Passes
 from hvd_ckpt.sharding.unshard import Gathering, UnitParameters
 from hvd_ckpt.utils.unmaterialized import forget_split, note_split
@@ -217,7 +218,7 @@ def _hook(
     Args:
         modules: by unit, those that run one after the other; of the last unit, also those that have its parameters, which may run
             by themselves.
-        layers: by unit, further modules that have its parameters.
+        layers: by unit, the modules that have its parameters; none for the last one.
     """
     handles: list[Any] = []
     for unit, used, inside in zip(passes.units, modules, layers):
@@ -225,6 +226,14 @@ def _hook(
             if module not in used:
                 ran = _Hook(passes, functools.partial(passes.post_layer, unit))
                 handles.append(module.register_forward_hook(ran))
+            elif not type(module).__module__.startswith(
+                "torch.nn."
+            ):  # those hand on nothing but their output
+                saved = SavedInPass()
+                handles += [
+                    module.register_forward_pre_hook(_Hook(passes, saved.before)),
+                    module.register_forward_hook(_Hook(passes, saved.after), always_call=True),
+                ]
     whole_only = _Hook(passes, lambda *_: _require_whole(passes, "give or take a state_dict"))
     for unit, used in zip(passes.units, modules):
         for number, module in enumerate(used):

@@ -342,6 +342,7 @@ class Leaves(Block):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.kept: Any = None
+        self.hand_on: Any = None
 
     def forward(self, x: Any, cache: Any = None) -> Any:
         hidden = nn.functional.gelu(self.inner(self.norm(x)))
@@ -353,6 +354,8 @@ class Leaves(Block):
             self.kept = hidden
         elif self.place == "objects in an attribute":
             self.kept = [{"inner": Output(hidden, {"scaled": [x * self.scale]})}]
+        elif self.place == "what nobody sees":
+            self.hand_on(x * self.scale + nn.functional.linear(x, self.inner.weight[:WIDTH].t()))
         elif self.place == "part of the output":
             return x + self.outer(hidden), hidden
         return x + self.outer(hidden)
@@ -372,7 +375,7 @@ def left_by(model: Any, place: str, x: torch.Tensor) -> list[torch.Tensor]:
     ]
     cache: Any = Slots() if place == "slots" else Cache()
     for block in model.blocks:
-        block.place = place
+        block.place, block.hand_on = place, left.append
         given = {"cache": cache} if place in ("cache", "slots") else {}
         out = block(x, **given)
         if place == "part of the output":
@@ -394,6 +397,7 @@ def left_by(model: Any, place: str, x: torch.Tensor) -> list[torch.Tensor]:
 
 PLACES = [
     "cache", "slots", "attribute", "objects in an attribute", "part of the output", "a list of a hook",
+    "what nobody sees",
 ]  # fmt: skip
 
 
