@@ -121,43 +121,45 @@ class _Changed(torch.autograd.Function):
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
 _LONGEST = 64  # a container of more values that a module has is data, no list of losses
 _LONGEST_ARGUMENT = 1024  # of caches with some tensors for each layer
-_DEPTH = 8  # of what a module has: tensors in a layer, in a list of layers, in a cache
 
 
-def tensors_within(value: Any, longest: float = math.inf, depth: float = math.inf) -> Iterator[torch.Tensor]:
+def tensors_within(value: Any, longest: float = math.inf, objects: bool = True) -> Iterator[torch.Tensor]:
     """The tensors in nested containers, data classes and other objects, each once; not those inside of modules. Logits that are not
     computed yet are where the gradient of their input comes back to.
 
     Args:
         longest: containers of more values are not opened.
-        depth: how many containers and objects are opened on the way to a tensor.
+        objects: whether objects that are neither containers nor data classes are opened.
     """
     seen: set[int] = set()
-    open_values = [(value, depth)]
+    open_values = [value]
     while open_values:
-        inner, depth = open_values.pop()
+        inner = open_values.pop()
         if isinstance(inner, _PLAIN) or id(inner) in seen:
             continue
         seen.add(id(inner))
         if isinstance(inner, torch.Tensor):
             yield inner.hidden if isinstance(inner, DeferredLogits) else inner
-        elif depth:
-            held = _held_by(inner)
-            if len(held) <= longest:
-                open_values += ((item, depth - 1) for item in held)
+            continue
+        held = _held_by(inner, objects)
+        if len(held) <= longest:
+            open_values += held
 
 
-def _held_by(value: Any) -> Collection[Any]:
+def _held_by(value: Any, objects: bool) -> Collection[Any]:
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, part.name, None) for part in dataclasses.fields(value)]
-    if callable(value):
+    if callable(value) or not objects:
         return ()
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    held = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        held += (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+    return held
 
 
 def apart(output: Any, holds: Callable[[torch.Tensor], bool]) -> Any:
@@ -209,19 +211,17 @@ def tensors_left_in(module: nn.Module, arguments: Any, since: int) -> Iterator[t
     Args:
         since: the number of autograd's next node when the call began.
     """
-    # Most modules have no attributes but those of every module; this runs in each forward pass of a unit.
+    # Most modules have no attributes but those of every module; this runs in each forward pass of a unit. Objects are not opened in
+    # attributes, since they may lead to all of a program.
     own = [
-        value
+        tensors_within(value, _LONGEST, objects=False)
         for inner in module.modules()
         if len(inner.__dict__) != len(_USUAL)
         for name, value in inner.__dict__.items()
         if name not in _USUAL and not isinstance(value, _PLAIN)
     ]
     seen: set[int] = set()
-    for tensor in itertools.chain(
-        tensors_within(arguments, _LONGEST_ARGUMENT),
-        *(tensors_within(value, _LONGEST, _DEPTH) for value in {id(value): value for value in own}.values()),
-    ):
+    for tensor in itertools.chain(tensors_within(arguments, _LONGEST_ARGUMENT), *own):
         node = tensor.grad_fn
         # A loss may stay in its attribute for many passes, and a cache has what the other units have left there.
         if node is not None and node._sequence_nr() >= since and id(tensor) not in seen:
