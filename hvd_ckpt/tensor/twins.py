@@ -27,6 +27,7 @@ NOISE = 0.02  # added to weights, relative to 1 + their absolute value
 # Relative differences that are rounding. Layers of a float64 model may compute in float32.
 ALLOWED = {torch.float64: 1e-4, torch.float32: 5e-3}
 ALLOWED_IN_HALVES = 0.2
+SMALL = 1e-5  # a gradient beside the largest, which may be none
 NAMES = 3  # of parameters in a message
 
 
@@ -136,13 +137,11 @@ class Pass:
                 gradient,
                 there if there is None or cut is None else cut.of(there, count, part),
             )
-        floor = (
-            max((float(there.norm()) for _, there in pairs.values() if there is not None), default=0.0) * 1e-5
-        )
+        largest = max((float(there.norm()) for _, there in pairs.values() if there is not None), default=0.0)
         wrong = {
             name: far
             for name, (own, there) in pairs.items()
-            if (far := _distance_of(own, there, floor)) > allowed
+            if (far := _distance_of(own, there, largest, allowed)) > allowed
         }
         if not wrong:
             return ""
@@ -234,10 +233,14 @@ def _distance(own: Tensor, there: Tensor, floor: float = 1e-9) -> float:
     return far / max(norm, floor) if far == far else float("inf")
 
 
-def _distance_of(own: Tensor | None, there: Tensor | None, floor: float) -> float:
+def _distance_of(own: Tensor | None, there: Tensor | None, largest: float, allowed: float) -> float:
     if own is None or there is None:
         one = own if own is not None else there
-        return 0.0 if one is None or float(one.norm()) <= floor else float("inf")
+        return 0.0 if one is None or float(one.norm()) <= SMALL * largest else float("inf")
     if own.is_sparse or there.is_sparse:
         own, there = own.to_dense(), there.to_dense()
-    return float("inf") if own.shape != there.shape else _distance(own, there, max(floor, 1e-9))
+    if own.shape != there.shape:
+        return float("inf")
+    # A gradient that is zero but for rounding is another one in another order: of a bias before a batch normalization, say, or
+    # of that of the keys of attention. Twins in float64 round as float32 where the model converts its activations.
+    return _distance(own, there, max(max(SMALL, 1e-6 / allowed) * largest, 1e-9))
