@@ -100,8 +100,8 @@ class Hand:
 
     def _targets(self, act: Act) -> list[Tensor]:
         owned = [p for group in self._run.optimizers[0].param_groups for p in group["params"]]
-        # One of which the optimizer has no state would break its state_dict().
-        own = act.through == "groups" or act.kind.startswith("state")
+        # State of another one would break state_dict(), and its gradient is each rank's own after synchronize().
+        own = act.through == "groups" or act.kind.startswith("state") or act.place == "synchronized"
         those = owned if own else self._run.parameters
         return [those[target % len(those)] for target in act.targets] or list(those)
 
