@@ -371,7 +371,7 @@ class StatePart(torch.Tensor):
         for row, part in zip(rows, parts):
             if part is not None and (name in _NOT_ELEMENTWISE or not all(map(part.goes_with, row))):
                 raise part.refused(name)
-            if name == "__setitem__" and not (
+            if name in ("__getitem__", "__setitem__") and not (
                 isinstance(args[1], (StatePart, type(...))) or args[1] == slice(None)
             ):
                 raise args[0].refused(name)

@@ -90,14 +90,16 @@ def test_groups_hold_the_parameters_of_the_model_and_pieces_for_the_wrapped_step
             look("step", self)
             return super().step(closure)
 
-    model, optimizer = build(
-        lambda groups: Watching(groups, lr=0.1, momentum=0.9), stage, elementwise=True, offload=offload
-    )
-    own = list(map(id, model.parameters()))
+    own: list[int] = []
 
     def look(where: str, optimizer: Any) -> None:
         seen.append((where, list(map(id, parameters(optimizer))) == own))
 
+    model, optimizer = build(
+        lambda groups: Watching(groups, lr=0.1, momentum=0.9), stage, elementwise=True, offload=offload
+    )
+    own += map(id, model.parameters())
+    seen.clear()  # offload has tried out a step
     handles = [
         optimizer.register_step_pre_hook(lambda optimizer, *_: look("before", optimizer)),
         optimizer.register_step_post_hook(lambda optimizer, *_: look("after", optimizer)),
@@ -191,7 +193,7 @@ def test_weights_written_by_way_of_the_groups(act: Any, dtype: Any, stage: int) 
         theirs = whole_weights(wanted, plain)
         for name, value in whole_weights(model, optimizer).items():
             torch.testing.assert_close(value, theirs[name], rtol=2e-2, atol=1e-3)
-        for number, master in optimizer.state_dict()["master_weights"].items():
+        for number, master in optimizer.state_dict().get("master_weights", {}).items():
             assert torch.equal(master.bfloat16(), optimizer.pieces[number].weights)
     if stage == 3:
         with pytest.raises(RuntimeError, match="parameter '0.weight' is split over the ranks"):
@@ -378,9 +380,7 @@ def test_what_needs_other_elements_of_a_state_is_refused(use: Any, stage: int) -
     model, optimizer = build(adam, stage)
     step(model, optimizer, 0)
     value, other = (optimizer.state[parameter]["exp_avg"] for parameter in model[0].parameters())
-    with pytest.raises(
-        RuntimeError, match=r"state of parameter '0.weight'.*full_state_dict|state of parameter '0.weight'"
-    ):
+    with pytest.raises(RuntimeError, match="state of parameter '0.weight'.*full_state_dict"):
         use(value, other)
     if optimizer.state[model[0].weight]:
         with pytest.raises(ValueError, match=r"'exp_avg' of parameter '0.weight' .* shape \(7, 60\)"):
