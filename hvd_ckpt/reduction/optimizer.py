@@ -198,6 +198,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             RuntimeError: within :meth:`skip_synchronize`, a backward pass has added to gradients since ``synchronize()``.
         """
         self.check_own_weights("step()")
+        self.keep_groups(self)  # somebody may have assigned others
         reducer = self.reducer
         if reducer is None:
             self._take_note()
@@ -306,6 +307,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         stay the list of the wrapped optimizer, with the same dicts, so that schedules made for either reach this one.
         """
         self.check_own_weights("load_state_dict()")
+        self.keep_groups(self)
         result: Any = self.wrapped_class.load_state_dict(self, *args, **kwargs)
         self.keep_groups(self)  # some classes load without the hooks of torch.optim.Optimizer
         self.note_state_loaded()

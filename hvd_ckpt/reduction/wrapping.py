@@ -50,24 +50,30 @@ def wrapping(optimizer: torch.optim.Optimizer, methods_of: type[ReducedOptimizer
 def _keep_groups(
     bare: weakref.ref[torch.optim.Optimizer], new: weakref.ref[ReducedOptimizer], groups: list[dict[str, Any]]
 ) -> Callable[[torch.optim.Optimizer], None]:
-    """A function that is called after either optimizer has loaded a state.
+    """A function that is called when either optimizer may have other groups: it has loaded a state, or was assigned some.
 
-    Loading makes new groups. Schedules hold the old ones, or the other optimizer: both keep the same list of the same groups.
+    Schedules hold the groups that there were, or the other optimizer. So both keep the same list of the same groups, with what the
+    new ones have; further groups are added.
     """
 
-    def loaded(loader: torch.optim.Optimizer) -> None:
+    def keep(changed: torch.optim.Optimizer) -> None:
         wrapped, distributed = bare(), new()
-        if distributed is None or loader not in (wrapped, distributed):
+        if distributed is None or changed not in (wrapped, distributed):
             return
-        for group, fresh in zip(groups, loader.param_groups):
-            if group is not fresh:
-                group.clear()
-                group.update(fresh)
-        loader.param_groups = groups
+        fresh, number = changed.param_groups, len(groups)
+        if fresh is not groups:
+            del groups[len(fresh) :]
+            for group, other in zip(groups, fresh):
+                if group is not other:
+                    group.clear()
+                    group.update(other)
+            changed.param_groups = groups
+            for group in fresh[number:]:
+                distributed.add_param_group(group)
         if wrapped is not None:
-            distributed.share_state(wrapped, loader is wrapped)
+            distributed.share_state(wrapped, changed is wrapped)
 
-    return loaded
+    return keep
 
 
 def _tell_schedulers(reference: weakref.ref[torch.optim.Optimizer]) -> Callable[..., None]:

@@ -377,6 +377,7 @@ class ShardedOptimizer(ReducedOptimizer):
                 )
             return state_dict
 
+        self.keep_groups(self)
         if "pieces" in state_dict:
             state.load(self, own)
         else:

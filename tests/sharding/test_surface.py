@@ -496,3 +496,38 @@ def test_groups_stay_those_of_the_wrapped_optimizer_whoever_loads_a_state(loads:
     again = optimizer.full_state_dict(all_ranks=True)
     assert all(bool((value["exp_avg"] == 3).all()) for value in again["state"].values())
     step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("stage", [0, *STAGES])
+@pytest.mark.parametrize("loads", [False, True])
+def test_groups_that_are_assigned_become_those_of_both_optimizers(loads: bool, stage: int) -> None:
+    """As Lightning's BackboneFinetuning does in a resume."""
+    weights = []
+    for assigned in (True, False):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 3))
+        bare = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+        optimizer: Any = hc.DistributedOptimizer(bare, model.named_parameters(), model=model, shard=stage)
+        step(model, optimizer, 0)
+        first, more = optimizer.param_groups[0], {**optimizer.param_groups[0], "lr": 0.2}
+        more["params"] = list(model[0].parameters())
+        if assigned:
+            optimizer.param_groups = [{**first, "params": list(first["params"])}, more]
+            if loads:
+                optimizer.load_state_dict({"state": {}, "param_groups": numbered(optimizer)})
+        else:
+            optimizer.add_param_group(more)
+            if loads:
+                optimizer.load_state_dict({"state": {}, "param_groups": numbered(optimizer)})
+        for number in range(1, 3):
+            step(model, optimizer, number)
+        assert bare.param_groups is optimizer.param_groups and bare.param_groups[0] is first
+        weights.append(whole_weights(model, optimizer))
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+def numbered(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {**group, "params": [2 * number, 2 * number + 1]}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
