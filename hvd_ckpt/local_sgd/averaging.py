@@ -29,7 +29,7 @@ from hvd_ckpt.local_sgd.weights import WeightRun
 from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.reduction.collectives import Collectives, Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
-from hvd_ckpt.sharding.surface import COUNTERS
+from hvd_ckpt.sharding.state_view import COUNTERS
 
 MOMENT = "moment."
 

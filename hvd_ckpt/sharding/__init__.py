@@ -8,7 +8,7 @@ All stages:
     layout           which rank has which elements of which parameter
     optimizer        the methods of the optimizer, which updates shards
     sharding         the parts of an optimizer, as one object
-    surface          what a user finds in its groups and state: parameters of the model, over pieces
+    surface, state_view    what a user finds in its groups and state: parameters of the model, over pieces
     exchange         reduce-scatter and all-gather
     formats          the number formats in which ranks send values
     elementwise      optimizers that can update shards

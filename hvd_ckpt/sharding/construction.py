@@ -26,11 +26,11 @@ from hvd_ckpt.sharding.formats import FP32, INT4, INT8, WireFormat, wire_formats
 from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import Offload, raised_everywhere
-from hvd_ckpt.sharding.optimizer import ShardedOptimizer, on_pieces
+from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
 from hvd_ckpt.sharding.sharding import Masters, Sharding
-from hvd_ckpt.sharding.surface import Surface
+from hvd_ckpt.sharding.surface import Surface, on_pieces
 from hvd_ckpt.sharding.units import UnitModules
 from hvd_ckpt.sharding.unshard import Gathering
 from hvd_ckpt.utils.text import stage_of

@@ -9,7 +9,6 @@ in a store (:mod:`.flat`, :mod:`.parameters`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -470,17 +469,3 @@ def _ranges(pieces: Iterable[Piece]) -> list[list[str | int]]:
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().clone()
-
-
-def on_pieces(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the wrapped class that may write weights, as one that all ranks call together. Afterwards they gather."""
-
-    @functools.wraps(method)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.sharding.follow_model()
-        with self.surface.pieces_in(self):
-            result = method(self, *args, **kwargs)
-        self.sharding.shards_changed()
-        return result
-
-    return called

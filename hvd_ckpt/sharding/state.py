@@ -11,7 +11,8 @@ import torch
 from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.sharding import Sharding
-from hvd_ckpt.sharding.surface import COUNTERS, stepped_parameters
+from hvd_ckpt.sharding.state_view import COUNTERS
+from hvd_ckpt.sharding.surface import stepped_parameters
 
 if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer

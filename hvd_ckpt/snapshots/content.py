@@ -20,7 +20,7 @@ from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange, ranges_of
-from hvd_ckpt.sharding.surface import COUNTERS
+from hvd_ckpt.sharding.state_view import COUNTERS
 from hvd_ckpt.snapshots.barrier import RankManifest, not_shared
 from hvd_ckpt.snapshots.folder import Warn, discard, name_of, put_in_place, reason_of, sync_folder
 from hvd_ckpt.snapshots.schema import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import ShardRange, assembled
-from hvd_ckpt.sharding.surface import COUNTERS
+from hvd_ckpt.sharding.state_view import COUNTERS
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import ShardingMetadata, ShardMetadata, TensorMetadata
 from hvd_ckpt.utils.cuts import Cut, cut_of
