@@ -244,7 +244,7 @@ class FineTuned(Regression):
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
-def test_fine_tuning_unfreezes_the_backbone_and_a_rate_is_found(shard: str, folder) -> None:
+def test_fine_tuning_unfreezes_the_backbone(shard: str, folder) -> None:
     found = []
     for stage in (shard, "none"):
         module = FineTuned()
@@ -255,13 +255,8 @@ def test_fine_tuning_unfreezes_the_backbone_and_a_rate_is_found(shard: str, fold
         groups = [len(group["params"]) for group in run.optimizers[0].param_groups]
         assert groups == [len(list(module.parameters())) - 2, 2]
         hc.check_equal_weights(module)
-        other = Sgd(rate=0.0)
-        run = trainer(folder, HorovodStrategy(shard=stage), max_epochs=1)
-        rate = Tuner(run).lr_find(other, data(shuffle=False), num_training=8, update_attr=False)
-        run.fit(other, data(shuffle=False))
-        found.append((weights(module), rate.results["loss"], weights(other)))
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        found.append(weights(module))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
 
 def test_whole_parameters_that_a_callback_needs_are_named(folder) -> None:

@@ -492,6 +492,7 @@ def test_fragments_are_averaged_in_turn_and_gathered_after_half_of_the_delay() -
     assert run.train(1).optimizer.traffic.sent["all_gather"] > 0
 
 
+@several
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 @pytest.mark.parametrize("loads", ["wrapper", "wrapped"])
 def test_a_schedule_of_the_wrapped_optimizer_goes_on_after_a_state_is_loaded(loads: str, shard: str) -> None:
