@@ -191,16 +191,18 @@ class Gan(pl.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.judge)], []
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
-def test_a_gan_with_two_optimizers(shard: str) -> None:
+@pytest.mark.parametrize(
+    "shard, precision", [("none", "32-true"), ("none", "bf16-mixed"), ("optimizer", "32-true")]
+)
+def test_a_gan_with_two_optimizers(shard: str, precision: str) -> None:
     module, other = Gan(toggled=False), Gan(toggled=True)
     before = weights(module)
     torch.manual_seed(1)
-    trainer(strategy=HorovodStrategy(shard=shard)).fit(module, data())
+    trainer(strategy=HorovodStrategy(shard=shard), precision=precision).fit(module, data())
     hc.check_equal_weights(module)
     assert not any(torch.equal(before[name], now) for name, now in weights(module).items())
     torch.manual_seed(1)
-    trainer().fit(other, data())
+    trainer(precision=precision).fit(other, data())
     for value, expected in zip(module.parameters(), other.parameters()):
         torch.testing.assert_close(value, expected)
 
@@ -467,6 +469,7 @@ class Saves(ModelCheckpoint):
     "shard, when",
     [
         ("none", {"every_n_train_steps": 5}),
+        ("none", {"every_n_train_steps": 8}),  # of the second epoch
         ("optimizer", {"every_n_epochs": 1}),
         ("parameters", {"every_n_train_steps": 5}),
     ],
