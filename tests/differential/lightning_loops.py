@@ -40,11 +40,20 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
     """The loop of a seed, as Lightning's users may have it."""
     loop = draw_loop(seed, ranks, budget=False)
-    if loop.optimizers > 1 and loop.precision == "fp16":
+    if is_manual(loop) and loop.precision == "fp16":
         loop = dataclasses.replace(loop, clip="")  # Lightning clips before it unscales
+    if loop.schedule == "plateau" and loop.save % loop.steps == 0:
+        loop = dataclasses.replace(
+            loop, save=0
+        )  # Lightning takes no such step when it resumes behind a last batch
     if loop.sampler == "trainer":
         loop = dataclasses.replace(loop, shuffle=True)  # as Lightning's own sampler does in training
     return loop
+
+
+def is_manual(loop: Loop) -> bool:
+    """Whether the user takes the steps of a loop."""
+    return loop.optimizers > 1 or loop.seed % 4 == 0
 
 
 class Module(pl.LightningModule):
@@ -56,41 +65,45 @@ class Module(pl.LightningModule):
         self.data = samples_of(dataclasses.replace(loop, bad=()))
         self.losses: list[float] = []
         self.rates: list[float] = []
-        self.automatic_optimization = loop.optimizers == 1
+        self.steps = False  # whether a step follows this pass
+        self.automatic_optimization = not is_manual(loop)
         bad = loop.bad and loop.precision != "fp16"  # whose scaler skips steps
         self.skips = SKIPS[loop.seed % len(SKIPS)] if bad else ""
 
-    @property
-    def is_last(self) -> bool:
+    def is_last(self, batch_idx: int) -> bool:
         """Whether this is the last pass before a step."""
-        return not self.trainer.fit_loop._should_accumulate()
+        return (batch_idx + 1) % self.loop.accumulate == 0 or batch_idx + 1 == self.loop.passes
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if self.is_last:
+        self.steps = self.is_last(batch_idx)
+        if self.steps:
             self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         if self.automatic_optimization:
             loss = self.net.loss(*batch)
             self.losses.append(loss.item())
             return loss
-        for number, optimizer in enumerate(self.optimizers()):
-            self.manual_step(number, optimizer, batch)
-        if self.loop.schedule == "step":
+        optimizers = self.optimizers()
+        for number, optimizer in enumerate(optimizers if isinstance(optimizers, list) else [optimizers]):
+            self.manual_step(number, optimizer, batch, batch_idx)
+        if self.loop.schedule == "step" and self.steps:
             for schedule in self.schedules:
                 schedule.step()
         return None
 
-    def manual_step(self, number: int, optimizer: Any, batch: Any) -> None:
-        if self.loop.toggles:
+    def manual_step(self, number: int, optimizer: Any, batch: Any, batch_idx: int) -> None:
+        loop = self.loop
+        if loop.toggles:
             self.toggle_optimizer(optimizer)
         loss = self.net.loss(*batch, number)
         self.losses.append(loss.item())
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        if not self.skips or self.is_finite(optimizer):
-            if self.loop.clip:
-                self.clip_gradients(optimizer, NORM if self.loop.clip == "norm" else VALUE, self.loop.clip)
+        if batch_idx % loop.accumulate == 0:
+            optimizer.zero_grad()
+        self.manual_backward(loss / loop.accumulate)
+        if self.steps and (not self.skips or self.is_finite(optimizer)):
+            if loop.clip:
+                self.clip_gradients(optimizer, NORM if loop.clip == "norm" else VALUE, loop.clip)
             optimizer.step()
-        if self.loop.toggles:
+        if loop.toggles:
             self.untoggle_optimizer(optimizer)
 
     @property
@@ -108,7 +121,7 @@ class Module(pl.LightningModule):
 
     def skip(self) -> None:
         """Skips this step, if its gradients are not finite."""
-        if self.is_last and not self.is_finite(self.trainer.optimizers[0]):
+        if self.steps and not self.is_finite(self.trainer.optimizers[0]):
             self.zero_grad()
 
     def on_after_backward(self) -> None:
@@ -158,7 +171,7 @@ class Acts(pl.Callback):
             module.skip()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
-        if not module.is_last:
+        if not module.is_last(number):
             return
         done = trainer.current_epoch * self.loop.steps + number // self.loop.accumulate + 1
         if done == self.loop.save:
@@ -175,7 +188,7 @@ def fitted(loop: Loop, path: Path, resume: bool = False) -> Module:
         given["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     else:
         given["precision"] = {"32": "32-true", "bf16": "bf16-mixed"}[loop.precision]
-    if loop.clip and loop.optimizers == 1:
+    if loop.clip and not is_manual(loop):
         given["gradient_clip_val"] = NORM if loop.clip == "norm" else VALUE
         given["gradient_clip_algorithm"] = loop.clip
     module, data = Module(loop), TensorDataset(*samples_of(loop))
@@ -189,7 +202,7 @@ def fitted(loop: Loop, path: Path, resume: bool = False) -> Module:
         strategy=HorovodStrategy(shard=loop.stage),
         accelerator="cpu",
         max_epochs=loop.epochs,
-        accumulate_grad_batches=loop.accumulate,
+        accumulate_grad_batches=1 if is_manual(loop) else loop.accumulate,
         use_distributed_sampler=loop.sampler == "trainer",
         callbacks=[Acts(loop, path)],
         num_sanity_val_steps=0,

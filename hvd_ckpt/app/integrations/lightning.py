@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
@@ -260,8 +259,6 @@ class HorovodStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training or not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
-        # A resumed epoch begins in its middle, before Lightning tells samplers its number.
-        _set_sampler_epoch(dataloader, trainer.current_epoch)
         if self._replicas is not None:
             take_own_batches(dataloader, self._replicas)
         if hasattr(dataloader, "state_dict"):
@@ -271,6 +268,10 @@ class HorovodStrategy(ParallelStrategy):
         return ResumableLoader(dataloader, lambda: trainer.current_epoch, lambda: trainer.is_last_batch)
 
     # -------------------------------------------------------------------------------- a step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Else Lightning leaves out schedules on a plateau at the end of an epoch that was resumed in its middle.
+        self.lightning_module.trainer.fit_loop._restarting = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._replicas is not None:

@@ -12,7 +12,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 
 # What a wrapper does itself; all else is the optimizer's.
 _OWN = frozenset(
-    {"_optimizer", "_strategy", "_on_before_step", "_on_after_step", "optimizer", "step", "toggle_model", "zero_grad"}
+    {"_optimizer", "_strategy", "_on_before_step", "_on_after_step", "optimizer", "step", "toggle_model", "zero_grad",
+     "_step_supports_amp_scaling"}
 )  # fmt: skip
 
 
@@ -29,6 +30,11 @@ class _HandsOn:
             object.__setattr__(self, name, value)
         else:
             setattr(self._optimizer, name, value)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # The optimizer's own is also an error where PyTorch's scaler asks; Lightning's is of this library.
+        return bool(getattr(self._optimizer, "_wrapped_supports_amp_scaling", False))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears gradients, also those that another loss's backward pass has left, as in a GAN whose optimizers are not toggled."""

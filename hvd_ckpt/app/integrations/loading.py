@@ -38,6 +38,10 @@ class SeededLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        # Begins with the first batch: a resumed run asks for an iterator before samplers know the epoch.
+        yield from self._begin()
+
+    def _begin(self) -> Iterator[Any]:
         epoch = self._epoch()
         if epoch != self._place[0]:
             self._place = (epoch, 0)
@@ -82,11 +86,11 @@ class ResumableLoader(SeededLoader):
     def _order_state(self) -> torch.Tensor | None:
         return None if self._order is None else self._order.get_state()
 
-    def __iter__(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[Any]:
         # Passed over once: the next epoch starts at its beginning.
         self._batches, self._passed_over = self._passed_over, 0
         self._drawn = self._order_state()
-        batches = super().__iter__()
+        batches = super()._begin()
         for _ in range(self._batches):
             next(batches)
         return batches
@@ -102,7 +106,7 @@ class ResumableLoader(SeededLoader):
         """Seed, and the number of batches of the epoch that the loader has returned; batches of the next epoch are not counted."""
         is_last = self._is_last()
         return {
-            "batches": 0 if is_last else self._batches,
+            "batches": 0 if is_last else self._passed_over or self._batches,
             "seed": self._seed,
             "place": list(self._place),
             "order": self._order_state() if is_last else self._drawn,
