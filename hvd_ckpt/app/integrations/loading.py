@@ -118,6 +118,7 @@ class ResumableLoader(SeededLoader):
         self._place, self._ended = tuple(state["place"]), False
         if self._order is not None and state["order"] is not None:
             self._order.set_state(state["order"])
+            self._drawn = state["order"]
 
 
 def local_replicas(replicas: int, ranks: int) -> int:
