@@ -263,7 +263,11 @@ class _OverHorovod:
         return hc.allreduce(torch.as_tensor(items, dtype=torch.float32), name="items of a batch")
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
-        return hc.clip_grad_norm_(self._distributed, self.args.max_grad_norm)
+        # In the order of the model, not of the optimizer's groups, since the norm's last bit depends on it: as
+        # the Trainer itself does, but without parameters whose gradients are not reduced.
+        stepped = {id(one) for group in self._distributed.param_groups for one in group["params"]}
+        chosen = [one for one in self.model.parameters() if id(one) in stepped]
+        return hc.clip_grad_norm_(chosen, self.args.max_grad_norm)
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         # Without clipping there is no norm yet. A limit of infinity changes no gradient, and gives the norm
