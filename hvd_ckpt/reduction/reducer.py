@@ -77,13 +77,11 @@ class Reducer(OwningReducer):
         self._counts = AccumulationCounts(len(assignment.parameters))
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
         self._lock = threading.RLock()
-        self._shared: set[int] = (
-            set()
-        )  # parameters that optimizers take turns with; their buckets leave in synchronize()
+        # Parameters that optimizers take turns with; their buckets leave in synchronize().
+        self._shared: set[int] = set()
         self._gradients = list(map(TrackedGradient, assignment.parameters, assignment.names))
-        self._late: dict[
-            int, torch.Tensor
-        ] = {}  # parts that have come after the rest of their gradient has left
+        # Parts that have come after the rest of their gradient has left.
+        self._late: dict[int, torch.Tensor] = {}
         self._left = Results(assignment)
         self._in_flight: list[tuple[Bucket, Work]] = []
         self._next = 0  # position of the bucket that leaves next

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 # State of torch.optim's classes that is not of a parameter's elements.
 COUNTERS = ("step", "eta", "mu", "mu_product")
-# Of the shape of their argument, and not of each element by itself; or values of some elements.
+# Of the shape of their argument, and not of each element by itself; values of some elements; or draws, which one process would
+# make for all elements at once.
 _OTHERS = """cummax cummin cumprod cumprod_ cumsum cumsum_ flip fliplr item log_softmax logcumsumexp numpy renorm renorm_ roll
-    softmax sort tolist __array__ __bool__ __contains__ __float__ __int__ __iter__"""
+    softmax sort tolist __array__ __bool__ __contains__ __float__ __int__ __iter__ bernoulli bernoulli_ cauchy_ dropout dropout_
+    exponential_ geometric_ log_normal_ normal_ rand_like randint_like randn_like random_ uniform_"""
 _NOT_ELEMENTWISE = frozenset(_OTHERS.split())
 
 

@@ -18,6 +18,7 @@ from hostile import ODD, TEXTS, Draw
 from torch import nn
 from watch import Finding, Kind, check_message
 
+from benchmarks.__main__ import benchmarks
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
 from hvd_ckpt.app.models.gpt import gpt
@@ -208,8 +209,9 @@ STOPS = (
     "hvd_ckpt.app.cli.plan_models.build",
     "hvd_ckpt.app.compare.runner.options.output_folder",
 )
+BENCH = "python -m benchmarks"  # the program before the name of a suite
 COMMANDS = (
-    ("train",), ("train",), ("plan",), ("compare",), ("bench", "reduce"), ("bench", "recompute"), ("bench", "train"), ("doctor",),
+    ("train",), ("train",), ("plan",), ("compare",), ("doctor",), (BENCH, "reduce"), (BENCH, "recompute"), (BENCH, "train"),
 )  # fmt: skip
 WORDS = (
     "--help", "--version", "-x", "--", "-", "", "@file", "nowhere.yaml", "/dev/zero", "/", "model=gpt-tiny", "--=", "--model=",
@@ -226,9 +228,9 @@ def command_lines(_: Path) -> Callable[[Draw, Path], str]:
     """Any flags with any values: the work begins, help is shown, or one line says why not, with exit status 2."""
     flags: dict[tuple[str, ...], list[str]] = {}
     for command in COMMANDS:
-        found: Any = main
+        found: Any = benchmarks if command[0] == BENCH else main
         for word in command:
-            found = found.get_command(None, word)
+            found = found if word == BENCH else found.get_command(None, word)
         flags[command] = [name for one in found.params for name in one.opts if name.startswith("-")]
 
     def feed(draw: Draw, folder: Path) -> str:
@@ -253,7 +255,8 @@ def command_lines(_: Path) -> Callable[[Draw, Path], str]:
 
 def answer(words: list[str]) -> str:
     """Runs a command line; returns what came of it."""
-    result = CliRunner().invoke(main, words)
+    program = (benchmarks, words[1:]) if words[:1] == [BENCH] else (main, words)
+    result = CliRunner().invoke(*program)
     if isinstance(result.exception, Stop):
         return "accepted"
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -14,9 +14,10 @@ from pathlib import Path
 from same_bits.curves import CurveJob
 from same_bits.job import WORKLOADS, Job, RankResult
 
+from benchmarks.checks import TESTS
 from benchmarks.replicas import ReplicaSettings
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.app.compare.runner.options import ONE_THREAD, TESTS, BenchRun
+from hvd_ckpt.app.compare.runner.options import ONE_THREAD, BenchRun
 from hvd_ckpt.app.compare.runner.report import Report, Table, save_figure
 from hvd_ckpt.app.compare.runner.settings import CONTROLLERS
 from hvd_ckpt.processes.probe import probe

@@ -369,6 +369,8 @@ def test_state_is_reset_and_set_by_parameter(offload: str | None, act: Any, stag
         lambda value, _: value[0],
         lambda value, _: value.__setitem__(0, 1.0),
         lambda value, _: value.cumsum(0),
+        lambda value, _: value.mul_(torch.rand_like(value) > 0.9),
+        lambda value, _: value.normal_(),
         lambda value, _: torch.ones(70, 6).lerp_(value, 0.5),
         lambda value, _: value.copy_(torch.ones(value.shape)),
         lambda value, _: torch._foreach_add_([value], [torch.ones(value.shape)]),

@@ -379,8 +379,10 @@ class HorovodStrategy(ParallelStrategy):
             now = local_replicas(self._replicas, hc.size())
             loop = checkpoint["loops"]["fit_loop"]
             batches = loop["epoch_loop.batch_progress"]
-            for counts in (batches["total"], batches["current"], *loop["state_dict"]["combined_loader"]):
+            for counts in (batches["total"], batches["current"]):
                 counts.update({name: count * now // before for name, count in counts.items()})
+            for loader in loop["state_dict"]["combined_loader"]:
+                loader["batches"] = loader["batches"] * now // before
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
