@@ -65,10 +65,9 @@ class Pass:
             module.eval()
         with _apart(device, how.double), silent():
             leaves = [_own(tensor, how.double, device) for tensor in arguments.tensors]
-            # No leaves, which a model could not change in place.
-            args, kwargs = arguments.rebuild(
-                [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
-            )
+            # No leaves, which a model could not change in place, and copies of objects, such as a cache, which it fills.
+            given = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
+            args, kwargs = copy.deepcopy(arguments.rebuild(given), {id(one): one for one in given})
             outputs = Arguments(module(*args, **kwargs)).tensors
             for hook in hooks:
                 hook.remove()

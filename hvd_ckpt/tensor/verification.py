@@ -79,6 +79,8 @@ class Verification:
         _agree_on_frozen(module)
         if not _in_a_thread(lambda: self._compare(name, Arguments((args, kwargs)))):
             return False
+        # Modules within it have been compared with it.
+        self._evaluated.update(f"{name}.{inner}".strip(".") for inner, _ in module.named_modules())
         return module.training
 
     def _compare(self, name: str, arguments: Arguments) -> bool:

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config, T5Model
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5Model,
+)
 
 import hvd_ckpt as hc
 from hvd_ckpt.processes.grid import current
@@ -309,7 +317,8 @@ LLAMA = {
     "*.down_proj": "row", "model.layers.*": "block",
 }  # fmt: skip
 T5 = {
-    "shared": "vocabulary", "*.SelfAttention": "heads:n_heads,inner_dim", "*.EncDecAttention": "heads:n_heads,inner_dim",
+    "shared": "vocabulary", "*.embed_tokens": "vocabulary", "*.SelfAttention": "heads:n_heads,inner_dim",
+    "*.EncDecAttention": "heads:n_heads,inner_dim",
     **{f"*.{name}": "column" for name in "qkv"}, "*.o": "row", "*.wi": "column", "*.wo": "row",
     "*.relative_attention_bias": "column",
 }  # fmt: skip
@@ -331,6 +340,10 @@ def transformers() -> None:
         recipe = {**LLAMA, **adapted("q_proj", kind="column")}
         del recipe["*.q_proj"]
         assert_equal(model, recipe, TOKENS, sequence=sequence)
+        cache = DynamicCache(config=model.config)
+        split = hc.tensor_parallel(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), LLAMA, sequence=sequence)
+        split(TOKENS, past_key_values=cache)
+        assert cache.get_seq_length() == LENGTH, "the verification has filled a cache"
     config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.1)
     assert_equal(T5Model(config), T5, TOKENS, torch.ones_like(TOKENS), TOKENS)
 
