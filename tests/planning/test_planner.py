@@ -399,22 +399,21 @@ def test_autocast_and_a_warning_under_another_one(make, budget):
 
 def test_the_surrounding_autocast_is_that_of_the_plan():
     model, args, _ = sequential()
+    plain = hc.plan(model, *args, loss=loss_of, budget="0.6x")
     mixed = hc.plan(model, *args, loss=loss_of, budget="0.6x", autocast=torch.bfloat16)
     for around in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         with torch.autocast("cpu", torch.bfloat16), around:
             within = hc.plan(model, *args, loss=loss_of, budget="0.6x")
             other = hc.plan(model, *args, loss=loss_of, budget="0.6x", autocast=torch.float16)
         assert (within.autocast, other.autocast) == ("bfloat16", "float16")
-        assert within.baseline.peak_bytes == mixed.baseline.peak_bytes
-        # Which policies are candidates depends on the seconds that were measured.
-        assert within.smallest.peak_bytes == pytest.approx(mixed.smallest.peak_bytes, rel=0.02)
-        assert within.measured.peak_bytes == pytest.approx(mixed.measured.peak_bytes, rel=0.02)
+        # To the byte: with the casts that autocast frees at its end. Other peaks depend on the seconds that were measured.
+        assert within.baseline.peak_bytes == mixed.baseline.peak_bytes != plain.baseline.peak_bytes
     with torch.autocast("cpu", torch.bfloat16):
         with torch.autocast("cpu", enabled=False):
             assert hc.plan(model, *args, loss=loss_of, budget="0.6x").autocast is None
         _, plan = hc.largest_batch(model, lambda batch: torch.randn(batch, 16), 400_000, loss=loss_of, most=8)
         assert plan.autocast == "bfloat16"
-    assert hc.plan(model, *args, loss=loss_of, budget="0.6x").autocast is None
+    assert plain.autocast is None
 
 
 def test_arguments_in_one_container_are_named():
