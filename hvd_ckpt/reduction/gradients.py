@@ -169,6 +169,12 @@ class TrackedGradient:
             and self.error is None
         )
 
+    @property
+    def may_be_changed(self) -> bool:
+        """Whether ``grad`` has another version than when it was noted; False in the usual case."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient._version != self._version
+
     def note(self) -> None:
         """``grad`` is what the last accumulation has made of it, or the same values in another place."""
         gradient = self.parameter.grad
@@ -177,13 +183,7 @@ class TrackedGradient:
 
     def check(self) -> None:
         """Finds out whether ``grad`` was changed in place since it was noted. Another tensor is the user's, and taken as it is."""
-        gradient, seen = self.parameter.grad, self._seen
-        if (
-            gradient is not None
-            and gradient._version != self._version
-            and seen is not None
-            and seen() is gradient
-        ):
+        if self.may_be_changed and self._seen is not None and self._seen() is self.parameter.grad:
             self.error = self.error or changed_in_place(self.name)
 
     def send(self, view: torch.Tensor) -> None:
@@ -208,11 +208,11 @@ class TrackedGradient:
 
     def arrived(self) -> None:
         """A gradient has been accumulated."""
-        if self.state is ARRIVING:
-            self.part = self.parameter.grad
-            self.settle()
-        else:
+        if self.state is not ARRIVING:
             self.note()
+            return
+        self.part = self.parameter.grad
+        self.settle()
 
     def settle(self) -> None:
         """No accumulation is under way."""

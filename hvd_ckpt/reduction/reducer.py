@@ -276,7 +276,7 @@ class Reducer(OwningReducer):
         for index in indices:
             gradient = gradients[index]
             if gradient.state is OWN:
-                if held or arrived[index]:
+                if gradient.may_be_changed and (held or arrived[index]):
                     report.error = gradient.look() or report.error
             elif not gradient.stands or gradient.state is not SENT:
                 report.error = gradient.look() or report.error
