@@ -287,6 +287,12 @@ class OwningReducer(ABC):
                 frozen.append(index)
         self._unhooked = frozen
 
+    def hook_unfrozen(self, indices: Container[int]) -> None:
+        """Hooks parameters whose gradients are about to leave: the next ones must find room, and some may have been frozen when the
+        step began."""
+        if any(index in indices for index in self._unhooked):
+            self.hook_parameters()
+
     @property
     def naming(self) -> tuple[int, int]:
         """Identity and generation, as :meth:`rename` has set them."""

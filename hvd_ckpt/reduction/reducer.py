@@ -332,6 +332,7 @@ class Reducer(OwningReducer):
     def _launch(self, with_flags: bool = False) -> None:
         """Fills the next bucket and sends it on its way."""
         bucket = self.assignment.buckets[self._next]
+        self.hook_unfrozen(bucket.indices)
         bucket.void = not bucket.fits_parameters()
         if bucket.void:
             # The model has been converted since. The other ranks (which should find the same) still expect this bucket; its

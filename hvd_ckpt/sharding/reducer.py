@@ -230,6 +230,7 @@ class ShardReducer(OwningReducer):
             self._mismatch = self._mismatch or self._sent.check(indices)
 
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
+        self.hook_unfrozen(group.indices)
         self._look_at(group.indices)
         if self._sums_once:
             for index in group.indices:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import SMALL, chain, difference, loss, loss_of_all, same_everywhere, train, wrap
+from one_process import SMALL, chain, difference, loss, loss_of_all, same_everywhere, sgd, train, wrap
 from torch import nn
 
 import hvd_ckpt as hc
@@ -285,3 +285,24 @@ def test_gradients_may_change_places(bucket_cap_mb: float, shard: int) -> None:
         assert torch.equal(second.grad, torch.full((3,), 21 * mean))
         with optimizer.skip_synchronize():
             optimizer.step()
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [SMALL, ONE_BUCKET])
+@pytest.mark.parametrize("shard", [0, 1, 2, 3])
+def test_parameters_may_be_unfrozen_between_passes(bucket_cap_mb: float, shard: int) -> None:
+    model, whole = chain(), chain()
+    for one in (model, whole):
+        one[2].requires_grad_(False)
+    optimizer, plain = wrap(model, bucket_cap_mb=bucket_cap_mb, shard=shard), sgd(whole)
+    for step in range(3):
+        for one in (model, whole):
+            one.zero_grad()  # the optimizer's would look for parameters that are not frozen any more
+        for part in range(3):
+            loss(model, 3 * step + part).backward()
+            loss_of_all(whole, 3 * step + part).backward()
+            for one in (model, whole) if step else ():
+                one[2].requires_grad_(True)
+        optimizer.step()
+        plain.step()
+    with optimizer.gathered_parameters():
+        assert difference(model, whole) < 1e-6
