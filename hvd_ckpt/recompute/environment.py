@@ -21,6 +21,7 @@ from torch.nn.attention import sdpa_kernel
 
 from hvd_ckpt.recompute.keeper import attention_kernels, default_dtype
 from hvd_ckpt.utils.torch_private import (
+    PRIVATE_OBSERVERS,
     DeviceContext,
     TorchDispatchMode,
     disable_current_modes,
@@ -33,9 +34,8 @@ from hvd_ckpt.utils.torch_private import (
 
 # Modules of modes that belong to a run and not to what it computes: those of this library, selective checkpointing, and observers.
 _OF_A_RUN = (
-    "hvd_ckpt.planning.", "hvd_ckpt.recompute.", "hvd_ckpt.utils.", "torch.autograd.graph", "torch.cuda._sanitizer",
-    "torch.distributed._tools.", "torch.distributed.tensor.debug.", "torch.utils._debug_mode", "torch.utils.checkpoint",
-    "torch.utils.flop_counter",
+    "hvd_ckpt.planning.", "hvd_ckpt.recompute.", "hvd_ckpt.utils.", "torch.autograd.graph", "torch.distributed.tensor.debug.",
+    "torch.utils.checkpoint", "torch.utils.flop_counter", *PRIVATE_OBSERVERS,
 )  # fmt: skip
 
 

@@ -12,8 +12,6 @@ import weakref
 import torch
 from torch import Tensor
 
-from hvd_ckpt.utils.frames import aside
-
 LEAST_BYTES = 1 << 20  # smaller tensors are not worth a copy
 
 _streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}  # to the host, and back
@@ -64,7 +62,7 @@ class HostTensor:
         # The copy waits for the kernel that computes the tensor. record_stream() below keeps the allocator from reusing its memory
         # before the copy has ended.
         to_host.wait_event(torch.cuda.current_stream(tensor.device).record_event())
-        with aside(), torch.cuda.stream(to_host):
+        with torch.no_grad(), torch.cuda.stream(to_host):
             self._host = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True
             )
@@ -78,7 +76,7 @@ class HostTensor:
             return
         _, from_host = _streams_of(self._device)
         from_host.wait_event(self._copied)
-        with aside(), torch.cuda.stream(from_host):
+        with torch.no_grad(), torch.cuda.stream(from_host):
             host = self._host
             tensor = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
             tensor.copy_(host, non_blocking=True)

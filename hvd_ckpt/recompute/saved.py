@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvd_ckpt.utils.frames import aside
-
 # Elements that are read before all are: enough to refuse a tensor of ordinary values at once.
 _SAMPLE = 256
 
@@ -80,14 +78,14 @@ class Compressed:
         """Bytes of the payload."""
         return self.payload.nbytes
 
+    @torch.no_grad()
     def restore(self) -> torch.Tensor:
         """The tensor with its dtype, shape and values, in new memory; with its strides if it was dense, else contiguous."""
-        with aside():
-            if self._pattern is None:
-                flat = self.payload.to(self.dtype)
-            else:
-                flat = _unpack(self.payload, self._layout.shape.numel(), self._pattern, self.dtype)
-            return self._layout.apply(flat)
+        if self._pattern is None:
+            flat = self.payload.to(self.dtype)
+        else:
+            flat = _unpack(self.payload, self._layout.shape.numel(), self._pattern, self.dtype)
+        return self._layout.apply(flat)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvd_ckpt.processes import parts
 from hvd_ckpt.tensor.functions import enter
+from hvd_ckpt.utils.torch_private import assert_async
 
 
 class SplitVocabulary(NamedTuple):
@@ -39,9 +40,7 @@ class SplitVocabulary(NamedTuple):
                     f"over the parts; give tokens and targets from 0 to {self.size - 1}"
                 )
         elif tokens.device.type == "cuda":
-            torch._assert_async(
-                ((tokens >= 0) & (tokens < self.size)).all(), "a token is outside of the vocabulary"
-            )
+            assert_async(((tokens >= 0) & (tokens < self.size)).all(), "a token is outside of the vocabulary")
         here = (tokens >= self.start) & (tokens < self.stop)
         return (tokens - self.start).masked_fill(~here, 0), here
 

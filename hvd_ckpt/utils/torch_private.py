@@ -186,3 +186,10 @@ def identity_of(storage: torch.UntypedStorage) -> int:
 def dual_level() -> int:
     """The level of forward-mode derivatives; -1 outside."""
     return forward_ad._current_level
+
+
+assert_async = torch._assert_async
+"""Raises on the device where a condition does not hold, without a wait of the host."""
+
+PRIVATE_OBSERVERS = ("torch.cuda._sanitizer", "torch.distributed._tools.", "torch.utils._debug_mode")
+"""Modules whose modes watch a run."""

@@ -308,7 +308,7 @@ def empty(model: Any, optimizer: Any) -> None:
 
 def replace(model: Any, optimizer: Any) -> None:
     for parameter in model.parameters():
-        ramp = torch.arange(float(parameter.numel())).view(parameter.shape) / 100
+        ramp = torch.arange(float(parameter.numel())).view(parameter.shape) / 1e4
         optimizer.state[parameter]["exp_avg"] = ramp
     optimizer.state[model[0].weight]["exp_avg_sq"] *= 0.5
     optimizer.state[model[0].bias].update(exp_avg=torch.zeros_like(model[0].bias), exp_avg_sq=torch.ones(70))

@@ -79,8 +79,8 @@ class Job:
         shards = state if offload == "parameters" else None
         store = ShardedParameters(model, units, Gathering(layout, exchange, weights, shards))
         self.sharding = Sharding(3, layout, exchange, store, state, Masters(False, None), float("inf"))
-        pieces = self.sharding.add_param_group(layout.parameters)
-        self.optimizer = torch.optim.AdamW(pieces, lr=0.01)
+        self.sharding.add_param_group(layout.parameters)
+        self.optimizer = torch.optim.AdamW([piece.parameter for piece in self.sharding.pieces], lr=0.01)
         self.reducer = ShardReducer(layout, exchange, HowReduced(gradients, Average), shards, store)
         self.reducer.begin(self.optimizer)
         self.reducer.rename(identity, 0)
