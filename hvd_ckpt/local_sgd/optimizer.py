@@ -45,7 +45,7 @@ class LocalOptimizer(_Base):
             added_sets: ranks of the process sets that :meth:`close` releases.
         """
         self.averaging, self.added_sets = averaging, added_sets
-        # By a hook, which sees the gradients: when a sharded optimizer's step returns, there are none any more.
+        # By a hook, which sees the gradients: a sharded optimizer has dropped them when its step returns.
         self.register_step_post_hook(_note_work)
 
     # -------------------------------------------------------------------------------- what can be asked

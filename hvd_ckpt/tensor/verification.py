@@ -150,7 +150,7 @@ class Verification:
 
 @disable_dynamo
 def _before_call(module: nn.Module, args: Any, kwargs: Any) -> None:
-    watched = _watched.get(module)  # of a copy of a model there is none
+    watched = _watched.get(module)  # None for a copy of a model
     if watched is None or parts.is_alone() or is_undisturbed() or current().tensor == 1:
         return
     if any(one.is_meta for one in (*Arguments((args, kwargs)).tensors, *module.parameters())):

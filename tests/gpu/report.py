@@ -37,11 +37,6 @@ def rows_of(junit: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return rows, facts
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row in the terminal."""
-    return f"{row['verdict']:7} {row['name']:19} {row['seconds']:4.0f} s  {row['text']}"
-
-
 def write(junit: Path, folder: Path, device: str) -> bool:
     """Writes ``report.md`` and ``results.json`` into the folder; returns whether nothing failed."""
     rows, facts = rows_of(junit)
