@@ -13,6 +13,7 @@ This module does not import PyTorch.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -75,28 +76,36 @@ class FolderLock:
         content = {"token": self._token, "time": time.strftime("%Y-%m-%d %H:%M:%S %z"), **self._owner}
         own.write_text(json.dumps(content))
         try:
-            while not _link(own, self._path):
-                holder = _read(self._path)
-                if holder is None:
-                    continue  # released meanwhile
-                if _is_dead(self._path, holder):
-                    self._move_aside(holder)
-                elif _read(self._path) == holder:
-                    raise SnapshotError(_in_use(self._path, holder, self._owner))
+            self._take(own, self._path)
         finally:
             own.unlink(missing_ok=True)
 
-    def _move_aside(self, dead: dict[str, Any]) -> None:
-        """Removes a dead lock, which one of several starters succeeds in."""
-        aside = self._path.with_name(f"{LOCK_FILE}-{self._token}.dead")
-        try:
-            os.rename(self._path, aside)
-        except FileNotFoundError:
-            return
-        # Between the reading and the renaming another starter may have replaced it: then its lock is put back.
-        if _read(aside) != dead:
-            _link(aside, self._path)
-        aside.unlink(missing_ok=True)
+    def _take(self, own: Path, path: Path) -> None:
+        """Gives the file ``own`` the name ``path``, if nobody who is alive has it.
+
+        Only who holds the lock of a dead lock replaces it: of several starters that have read the same dead lock, the slower
+        ones would remove the lock of the first otherwise.
+        """
+        while not _link(own, path):
+            holder = _read(path)
+            if holder is None:
+                continue  # released meanwhile
+            if not _is_dead(path, holder):
+                if _read(path) == holder:
+                    raise SnapshotError(_in_use(self._path, holder, self._owner))
+                continue
+            replacing = path.with_name(f"{path.name}-dead-{_digest(holder)}")
+            self._take(own, replacing)
+            try:
+                if _read(path) == holder:
+                    os.replace(own, path)
+                    return
+            finally:
+                replacing.unlink(missing_ok=True)
+
+
+def _digest(holder: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -107,13 +107,12 @@ def test_of_starters_at_once_one_takes_a_dead_lock_over(tmp_path: Path) -> None:
     for _ in range(5):
         dead = FolderLock(tmp_path)
         rewrite(tmp_path, started=1.0, token="0")
-        results, begin = context.Queue(), context.Event()
+        results, judged = context.Queue(), context.Barrier(6)
         starters = [
-            context.Process(target=_start, args=(tmp_path, begin, results)) for _ in range(6)
+            context.Process(target=_start, args=(tmp_path, judged, results)) for _ in range(6)
         ]  # fmt: skip
         for starter in starters:
             starter.start()
-        begin.set()
         assert sorted(results.get(timeout=60) for _ in starters) == [False] * 5 + [True]
         for starter in starters:
             starter.kill()
@@ -121,8 +120,18 @@ def test_of_starters_at_once_one_takes_a_dead_lock_over(tmp_path: Path) -> None:
         dead.release()
 
 
-def _start(folder: Path, begin: Any, results: Any) -> None:
-    begin.wait()
+def _start(folder: Path, judged: Any, results: Any) -> None:
+    """Takes the lock of a folder once all starters have found that the lock there is dead."""
+    is_dead, first = lock._is_dead, [True]
+
+    def dead_for_all(path: Path, holder: dict[str, Any]) -> bool:
+        dead = is_dead(path, holder)
+        if first:
+            first.clear()
+            judged.wait()
+        return dead
+
+    lock._is_dead = dead_for_all
     try:
         held = FolderLock(folder)
     except SnapshotError:
