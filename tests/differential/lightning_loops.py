@@ -42,10 +42,10 @@ def draw(seed: int, ranks: int, tensor: int = 1) -> Loop:
     loop = draw_loop(seed, ranks, budget=False)
     if is_manual(loop) and loop.precision == "fp16":
         loop = dataclasses.replace(loop, clip="")  # Lightning clips before it unscales
-    if loop.schedule == "plateau" and loop.save % loop.steps == 0:
-        loop = dataclasses.replace(
-            loop, save=0
-        )  # Lightning takes no such step when it resumes behind a last batch
+    at_epoch_end = loop.schedule == "plateau" or (loop.schedule == "epoch" and is_manual(loop))
+    if at_epoch_end and loop.save % loop.steps == 0:
+        # Lightning calls no hook of an epoch's end when it resumes behind the last batch.
+        loop = dataclasses.replace(loop, save=0)
     if loop.sampler == "trainer":
         loop = dataclasses.replace(loop, shuffle=True)  # as Lightning's own sampler does in training
     return loop
