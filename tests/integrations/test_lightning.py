@@ -233,6 +233,20 @@ def test_toggled_optimizers_freeze_the_parameters_of_others() -> None:
         torch.testing.assert_close(value, expected)
 
 
+class Tuned(Regression):
+    """A model with a learning rate that the tuner searches for."""
+
+    def __init__(self) -> None:
+        super().__init__(rate=0.0)
+        self.learning_rate = 0.01
+
+    def train_dataloader(self):
+        return data(shuffle=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
 class FineTuned(Regression):
     """Its first layer joins the optimizer later."""
 
@@ -261,11 +275,19 @@ def test_fine_tuning_unfreezes_the_backbone(shard: str, folder) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
 
-def test_whole_parameters_that_a_callback_needs_are_named(folder) -> None:
-    """At stage 3: the tuner's trials, and a search of parameters by their values."""
-    run = trainer(folder, HorovodStrategy(shard="parameters"))
-    with pytest.raises(ValueError, match="shard='parameters'.*lr_find"):
-        Tuner(run).lr_find(Sgd(), data(shuffle=False), num_training=8, update_attr=False)
+@pytest.mark.parametrize("given", [{"shard": "optimizer"}, {"shard": "parameters"}, {"replicas": 4}], ids=str)
+def test_a_search_for_the_learning_rate_leaves_no_trace(given: dict[str, Any], folder) -> None:
+    """Its trials find the same at each stage, and the fit after them is that without them."""
+    found, modules = [], []
+    for options, tuned in ((given, True), ({**given, "shard": "none"}, True), (given, False)):
+        run, module = trainer(folder, HorovodStrategy(**options)), Tuned()
+        if tuned:
+            found.append(Tuner(run).lr_find(module, num_training=8, update_attr=False).results["loss"])
+        run.fit(module)
+        hc.check_equal_weights(module)
+        modules.append(module)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    same_bits(modules[0], modules[2])
 
 
 class Manual(Regression):

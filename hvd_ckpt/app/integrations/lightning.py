@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,7 @@ from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader, loc
 from hvd_ckpt.snapshots.random_state import set_random_state
 
 STATE = "hvd_ckpt"  # key of a checkpoint
-TRIALS = (
-    ".lr_find_",
-    ".scale_batch_size_",
-)  # names of checkpoints that Lightning's tuner writes before it trains on trial
+TRIAL = ".lr_find_"  # checkpoints that Lightning's tuner saves before it trains on trial
 OPERATIONS = {"mean": hc.Average, "avg": hc.Average, "sum": hc.Sum, "max": hc.Max, "min": hc.Min}
 
 
@@ -84,6 +81,7 @@ class HorovodStrategy(ParallelStrategy):
         self._accumulates = False  # more backward passes follow before the step
         self._asks = True  # code of the user's runs between a backward pass and the step
         self._weights_only: bool | None = None  # of the checkpoint that was loaded
+        self._trial = ""  # of the tuner: "runs", or "over", when the state of before is there again
         self._random: Any = None  # random state to resume with
 
     # -------------------------------------------------------------------------------- processes and messages
@@ -360,11 +358,8 @@ class HorovodStrategy(ParallelStrategy):
         return getattr(optimizer, "optimizer", optimizer).full_state_dict() or {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if Path(filepath).name.startswith(TRIALS) and any(each.shard_stage == 3 for each in self.optimizers):
-            raise ValueError(
-                "HorovodStrategy(shard='parameters') cannot be used with Tuner.lr_find() or scale_batch_size(), which train on "
-                "trial within fit() and load the model again: call them with shard='gradients', whose steps are the same"
-            )
+        if Path(filepath).name.startswith(TRIAL):
+            self._trial = "runs"
         if "optimizer_states" in checkpoint:
             # Lightning calls this on every rank, and its own method writes on rank 0 alone: the place to gather what each rank has.
             checkpoint[STATE] = states_of_ranks(self.lightning_module, self.optimizers)
@@ -381,26 +376,41 @@ class HorovodStrategy(ParallelStrategy):
             batches = loop["epoch_loop.batch_progress"]
             for counts in (batches["total"], batches["current"]):
                 counts.update({name: count * now // before for name, count in counts.items()})
-            for loader in loop["state_dict"]["combined_loader"]:
+            for loader in loop["state_dict"].get("combined_loader", ()):  # none before training
                 loader["batches"] = loader["batches"] * now // before
         return checkpoint
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with ExitStack() as whole:
+            for optimizer in self.optimizers if self._trial == "runs" else ():
+                whole.enter_context(optimizer.gathered_parameters())
+            super().load_model_state_dict(checkpoint, strict)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._trial == "runs":
+            self._trial = "over"
         super().load_optimizer_state_dict(checkpoint)
         state, objects = checkpoint.get(STATE), self._weights_only is False
         self._random = load_states(state, self.lightning_module, self.optimizers, objects)
 
     def on_train_start(self) -> None:
+        if self._trial == "over":
+            self._trial = ""
         if self._random is not None:
             # As late as this: until here, Lightning may draw numbers for its loaders and checks.
             set_random_state(self._random)
             self._random = None
 
     def teardown(self) -> None:
+        if self._trial == "over":  # without training after it
+            self._trial = ""
+            self.on_train_end()
         super().teardown()
         self._launcher.restore()
 
     def on_train_end(self) -> None:
+        if self._trial:
+            return
         if self._replicas is not None:
             self.lightning_module.trainer.accumulate_grad_batches = 1  # as it was
         for optimizer in self.optimizers:
