@@ -194,9 +194,11 @@ class Net(nn.Module):
             widths = [WIDTH] * (loop.optimizers + 1) + [1]
             self.parts = nn.ModuleList()
             for number, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
-                layers: list[nn.Module] = [nn.Linear(inputs, outputs)]
+                normed = loop.batch_norm and number == 0
+                # A bias before a batch norm has no gradient but rounding, which Adam would make a step of full size of.
+                layers: list[nn.Module] = [nn.Linear(inputs, outputs, bias=not normed)]
                 if number == 0:
-                    layers += [nn.BatchNorm1d(outputs)] if loop.batch_norm else []
+                    layers += [nn.BatchNorm1d(outputs)] if normed else []
                     layers += [Running()] if loop.running else []
                 if outputs > 1:
                     layers.append(nn.Tanh())
