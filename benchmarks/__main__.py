@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pkgutil
 from importlib import import_module
 
 import click
+
+from benchmarks import suites
+from benchmarks.suite import Suite
 
 SUITES = {
     "faults": "benchmarks.faults",
     "local": "benchmarks.local.command",
     "pipeline": "benchmarks.pipeline.command",
     "recompute": "benchmarks.recompute.command",
-    "reduce": "benchmarks.reduce",
     "replicas": "benchmarks.replicas",
     "scale": "benchmarks.scale",
     "scale_on_hosts": "benchmarks.scale_on_hosts",
@@ -24,13 +27,14 @@ SUITES = {
 
 class _Suites(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(SUITES)
+        return sorted([*(module.name for module in pkgutil.iter_modules(suites.__path__)), *SUITES])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in SUITES:
+        if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = getattr(import_module(SUITES[cmd_name]), cmd_name)
-        return command
+        module = SUITES.get(cmd_name, f"{suites.__name__}.{cmd_name}")
+        found: Suite | click.Command = getattr(import_module(module), cmd_name)
+        return found.command if isinstance(found, Suite) else found
 
 
 @click.group("benchmarks", cls=_Suites)

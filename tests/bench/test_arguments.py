@@ -38,7 +38,7 @@ BENCH = [
     ("reduce --controller nccl", "--controller: 'nccl'"),
     ("reduce --workloads resnet", "--workloads: 'resnet'"),
     ("reduce --engines ddp,ddp", "--engines: 'ddp'"),
-    ("reduce --pairs 0", "'--pairs'"),
+    ("reduce --rounds 0", "'--rounds'"),
     ("reduce --device cuda", "--device cuda"),
     ("shard --device cuda", "--device cuda"),
     ("recompute --device meta", "--device: 'meta'"),

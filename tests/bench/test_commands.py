@@ -15,7 +15,6 @@ import torch
 from click.testing import CliRunner
 
 import hvd_ckpt as hc
-from benchmarks import reduce as reduce_module
 from benchmarks.__main__ import benchmarks as bench
 from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, load_json, reason, save_json
 from hvd_ckpt.utils.named import import_named
@@ -49,7 +48,7 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
         return [load_json(result, job.result_file(rank)) for rank in range(job.size)]
 
     monkeypatch.setattr("hvd_ckpt.app.compare.runner.jobs.run_job", run_here)
-    for module in ("reduce", "train.command", "recompute.command", "shard.command"):
+    for module in ("train.command", "recompute.command", "shard.command"):
         monkeypatch.setattr(f"benchmarks.{module}.run_job", run_here, raising=False)
 
     def run(*arguments: str) -> tuple[int, str, dict[str, Any]]:
@@ -68,20 +67,16 @@ def test_reduce_times_engines_and_names_one_that_fails(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(PLANTED)])
-    monkeypatch.setitem(reduce_module.WORKLOADS, "densenet", ("densenet-narrow", "many gradients", 1, 1))
-    monkeypatch.setattr(reduce_module, "COUNTS", 1)
     status, output, report = command(
         *("reduce", "--np", "2", "--controller", "gloo", "--workloads", "densenet"),
-        *("--pairs", "1", "--steps", "1", "--engines", "hvd_ckpt,horovod,planted_engines:Broken"),
+        *("--rounds", "1", "--steps", "1", "--engines", "hvd_ckpt,horovod,planted_engines:Broken"),
     )
     assert status == 1
     assert "planted_engines:Broken, 2 ranks over gloo: RuntimeError: no network for you" in output
     ours, stock, broken = report["results"]
-    assert ours["of_horovod"]["median"] == pytest.approx(ours["jobs"][0] / stock["jobs"][0])
-    assert all(4 < one["gradient_bytes"] / MIB < 5 for one in (ours, stock)), (
-        "4.2 MiB of gradients, held once"
-    )
-    assert broken["jobs"] == [] and "no network" in broken["failure"]
+    assert ours["of_horovod"]["median"] == pytest.approx(ours["rounds"][0] / stock["rounds"][0])
+    assert all(4 < one["beyond_bytes"] / MIB < 5 for one in (ours, stock)), "4.2 MiB of gradients, held once"
+    assert broken["rounds"] == [] and "no network" in broken["failure"]
 
 
 def test_recompute_merges_what_the_ranks_found(command: Command) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -47,6 +47,10 @@ class Engine(ABC):
         defaults: of the options.
         device: of this process; set before :meth:`start`.
         schedules: of the pipeline stages that it makes of a model.
+        suites: of ``benchmarks`` whose engines it is one of without being asked for.
+        shares: models of one job may share their parameters, as :meth:`wrap` changes nothing of them.
+        workload: what is trained; set by the benchmarks before :meth:`wrap`, as are ``example``, inputs and targets of the first
+            batch, and ``peaks``, bytes of a step with the engines before this one.
         rank: number of this process, from 0; set by :meth:`start`.
         size: number of processes; set by :meth:`start`. With pipeline stages, rank and size count replicas.
         stages: number of pipeline stages; set by :meth:`start`.
@@ -59,7 +63,12 @@ class Engine(ABC):
     reduces_by: ClassVar[str] = ""
     defaults: ClassVar[dict[str, Any]] = {}
     schedules: ClassVar[tuple[str, ...]] = ()
+    suites: ClassVar[tuple[str, ...]] = ()
+    shares: ClassVar[bool] = False
     stages = 1
+    workload: Any = None
+    example: tuple[Tensor, Tensor]
+    peaks: Mapping[str, int]
     device = torch.device("cpu")
     rank: int
     size: int
@@ -160,6 +169,10 @@ class Engine(ABC):
         """The parameters of the trained, unwrapped model, by name, whole on every rank; every rank calls it."""
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of all ranks' tensors; every rank calls it."""
+        return tensor
+
     def stop(self) -> None:  # noqa: B027  # most engines have nothing to do
         """Leave the other ranks."""
 
@@ -171,6 +184,11 @@ class OnTorch(Engine):
         super().start(folder)
         if not torch.distributed.is_initialized():
             join_torch(folder, self.device)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        torch.distributed.all_reduce(total)
+        return total / self.size
 
     def stop(self) -> None:
         torch.distributed.destroy_process_group()

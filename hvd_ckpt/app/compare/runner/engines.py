@@ -6,7 +6,7 @@ enter it in :data:`ENGINES`, or name it on the command line as ``module:Class``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -71,6 +71,12 @@ class HorovodFamily(Engine):
     def update(self, model: nn.Module, optimizer: Any) -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        import horovod.torch as hvd
+
+        mean: Tensor = hvd.allreduce(tensor)
+        return mean
 
     def after_apex_backward(self, optimizer: Any) -> None:
         optimizer.synchronize()
@@ -149,6 +155,15 @@ class LogicalReplicas(HvdCkpt):
     def backward_passes(self, optimizer: Any) -> Iterable[AbstractContextManager[Any]]:
         passes: Iterable[AbstractContextManager[Any]] = optimizer.local_replicas()
         return passes
+
+    def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
+        optimizer.zero_grad()
+        mean = 0.0
+        for backward_pass in self.backward_passes(optimizer):
+            with backward_pass:
+                mean += sum(run_backward(loss, len(losses)) for loss in losses)
+        optimizer.synchronize()
+        return mean
 
     def refuses(self, workload: Workload) -> str | None:
         return "replicas draw random numbers of their own; python -m benchmarks replicas compares them"
@@ -331,16 +346,16 @@ def start_engine(name: str, job: RankJob, device: torch.device) -> Engine:
     return engine
 
 
-def find_engine(name: str) -> type[Engine]:
-    """The engine of that name in :data:`ENGINES`, or the class that ``module:Class`` names.
+def find_engine(name: str, known: Mapping[str, type[Engine]] = ENGINES) -> type[Engine]:
+    """The engine of that name among ``known`` ones, or the class that ``module:Class`` names.
 
     Raises:
         ValueError: the name is unknown, or ``module:Class`` is not an engine.
     """
-    if name in ENGINES:
-        return ENGINES[name]
+    if name in known:
+        return known[name]
     if ":" not in name:
-        raise ValueError(f"no engine '{name}': choose among {', '.join(ENGINES)} or give module:Class")
+        raise ValueError(f"no engine '{name}': choose among {', '.join(known)} or give module:Class")
     engine = import_named("engine", name)
     if not (isinstance(engine, type) and issubclass(engine, Engine)):
         raise ValueError(f"'{name}' is not an engine: it must be a subclass of {Engine.__module__}.Engine")

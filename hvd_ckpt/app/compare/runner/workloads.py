@@ -53,6 +53,7 @@ class RandomBatch(Workload):
     Attributes:
         name: in options and tables.
         attention: whether the model has attention layers.
+        changes: each step has another batch.
         saved_regions: selective recomputation: for each variant, how the names of those submodules within a block end whose
             activations are saved.
         batch: samples in the batch.
@@ -60,6 +61,7 @@ class RandomBatch(Workload):
 
     name: ClassVar[str]
     attention: ClassVar[bool] = False
+    changes: ClassVar[bool] = False
     saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     batch: int
@@ -71,6 +73,14 @@ class RandomBatch(Workload):
     @abstractmethod
     def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs of the model, and the targets of the loss."""
+
+    def draw(self, number: int, seed: int) -> tuple[Tensor, Tensor]:
+        """A micro-batch by its number over all ranks and steps."""
+        return self.sample(torch.Generator().manual_seed(seed + number))
+
+    def held_out(self) -> tuple[Tensor, Tensor] | None:
+        """Samples that are not trained on, if there are such."""
+        return None
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross entropy over the last dimension of scores (tokens) or the second of two (images); it uses every parameter."""
@@ -315,12 +325,12 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 """Sizes that differ from the defaults: none on the CPU, well-known models on a GPU, tiny models for a quick check."""
 
 
-def workload(name: str, sizes: str = "cpu") -> RandomBatch:
-    """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`.
+def workload(name: str, sizes: str | dict[str, Any] = "cpu") -> RandomBatch:
+    """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`, or in these.
 
     Raises:
         ValueError: no workload has this name.
     """
     if name not in WORKLOADS:
         raise ValueError(f"'{name}' is not one of {', '.join(WORKLOADS)}")
-    return WORKLOADS[name](**SIZES[sizes].get(name, {}))
+    return WORKLOADS[name](**(SIZES[sizes].get(name, {}) if isinstance(sizes, str) else sizes))

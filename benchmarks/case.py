@@ -1,0 +1,89 @@
+"""Cases, and the rows that jobs make of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvd_ckpt.app.compare.runner.stats import Quartiles, quartiles, quartiles_of_ratios, slowest
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine under one condition.
+
+    Attributes:
+        workload: a name in :data:`benchmarks.workloads.WORKLOADS`.
+        engine: a name that :func:`benchmarks.engines.find_engine` finds.
+        np: number of ranks.
+        controller: what starts them.
+        at: further values of the condition, such as the stage, that rows which are compared have in common.
+        options: of the engine, and those of the worker: ``passes``, micro-batches of a step; ``recompute``, each inner block in the
+            backward pass; ``link``, Mbit/s at which a rank sends at most.
+        sizes: of the workload, where they are not its defaults.
+    """
+
+    workload: str
+    engine: str
+    np: int = 2
+    controller: str = "gloo"
+    at: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def condition(self) -> dict[str, Any]:
+        """What rows that are compared have in common."""
+        return {"workload": self.workload, "np": self.np, "controller": self.controller, **self.at}
+
+
+@dataclass
+class Row:
+    """What was found out about a case.
+
+    Attributes:
+        case: which.
+        seconds: of a step, in each round.
+        figures: everything else by name, of each rank.
+        failure: why something is missing, in one line.
+    """
+
+    case: Case
+    seconds: list[float] = field(default_factory=list)
+    figures: dict[str, list[Any]] = field(default_factory=dict)
+    failure: str | None = None
+
+    def add(self, ranks: Sequence[Mapping[str, Any]], together: bool) -> None:
+        """Adds what the ranks of a job found: ``together``, each step is a round, else the median of its steps is.
+
+        Bytes that communication threads free are not counted, so of several counts the least is nearest.
+        """
+        self.failure = next((rank["failure"] for rank in ranks if rank.get("failure")), self.failure)
+        steps = slowest(rank.get("seconds", ()) for rank in ranks)
+        self.seconds += steps if together or not steps else [statistics.median(steps)]
+        for name in set(ranks[0]) - {"seconds", "failure"}:
+            found, before = [rank.get(name) for rank in ranks], self.figures.get(name)
+            if before is not None and name.endswith("bytes"):
+                found = [min(pair) if None not in pair else None for pair in zip(found, before)]
+            self.figures[name] = found
+
+    def over(self, name: str, reduce: Callable[[list[Any]], Any] = max) -> Any:
+        """A figure, over the ranks; None where it is missing."""
+        values = [value for value in self.figures.get(name, ()) if value is not None]
+        return reduce(values) if values else None
+
+    @property
+    def step(self) -> Quartiles | None:
+        """Seconds of a step over the rounds."""
+        return quartiles(self.seconds) if self.seconds and not self.failure else None
+
+    def ratio(self, other: Row | None, figure: str = "seconds") -> Quartiles | float | None:
+        """The time of a step, or a figure, as a ratio to another row's: time within a round, over the rounds."""
+        if other is None:
+            return None
+        if figure == "seconds":
+            return quartiles_of_ratios(self.seconds, other.seconds)
+        own, base = self.over(figure), other.over(figure)
+        return own / base if own is not None and base else None

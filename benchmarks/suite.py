@@ -1,0 +1,348 @@
+"""A suite as data: its command, its jobs in alternating order, its table and its picture follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.case import Case, Row
+from hvd_ckpt.app.compare.runner.cases import Column, quartiles_in_ms, results_of, table_of
+from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
+from hvd_ckpt.app.compare.runner.report import Report, device_name, save_figure
+from hvd_ckpt.app.compare.runner.settings import (
+    BenchSettings,
+    check_devices,
+    controllers_of,
+    device_setting,
+    names_of,
+    quick_setting,
+    ranks_setting,
+    setting,
+    timeout_setting,
+)
+from hvd_ckpt.app.compare.runner.stats import alternating
+
+Baseline = str | Callable[[Row, Sequence[Row]], Row | None]
+"""An engine, or what finds the row that a row is compared with among all rows of its condition."""
+
+STEP = "step ms: median over rounds, quartiles in brackets; a step ends when the slowest rank's does. "
+NOTES = (
+    STEP + "Jobs alternate: A B C, then C B A.",
+    "of NAME: the time of a step as a ratio to that engine's in the same round; median over rounds, quartiles in brackets. Below 1 "
+    "is faster. peak of NAME: the ratio of peaks.",
+)
+TOGETHER = (
+    STEP + "All engines are in the same processes and take turns step by step: A B C, then C B A.",
+    NOTES[1],
+)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An option of a suite with several values, each of which makes cases.
+
+    Attributes:
+        help: of the option.
+        values: by the words of the command line.
+        default: some of these words, by default all of them.
+        is_option: of the engine, too, or of the worker.
+    """
+
+    help: str
+    values: Mapping[str, Any]
+    default: str = ""
+    is_option: bool = True
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases, what is measured of them, and how they are shown.
+
+    Attributes:
+        name: of the command.
+        title: of the report.
+        help: of the command.
+        engines: by name; those that name the suite themselves follow.
+        workloads: by the words of the command line, what they are; ``kinds``: the names of those whose names are not the words.
+        columns: names in :data:`benchmarks.probes.PROBES`.
+        against: engines, or functions, to which time is a ratio, by title.
+        peaks: the same for the peak of a step.
+        axes: further options by name.
+        options: of every case.
+        sizes, quick_sizes: of each workload.
+        np, controllers, rounds, steps, warm_up: defaults; ``quick`` has other ones by name.
+        optimizer, lr, cosine: as in :class:`benchmarks.worker.Job`.
+        together: all engines of a condition are in one job, and a round is one step.
+        threads: of each rank; by default this machine's processors are shared.
+        cases: which cases there are, by default every engine with every workload and every value of the axes.
+        notes: lines below the table, beside those of columns.
+        facts: of the report.
+        within: from the options of a case to the words of a command that runs its launcher.
+        worker: what the ranks call instead of :func:`benchmarks.worker.measure`.
+    """
+
+    name: str
+    title: str
+    help: str
+    engines: Sequence[str]
+    workloads: Mapping[str, str]
+    columns: Sequence[str] = ()
+    against: Mapping[str, Baseline] = field(default_factory=dict)
+    peaks: Mapping[str, Baseline] = field(default_factory=dict)
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    quick_sizes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    np: str = "2,4"
+    controllers: str = "gloo"
+    rounds: int = 5
+    steps: int = 5
+    warm_up: int = 3
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "SGD"
+    lr: float = 1e-3
+    cosine: bool = False
+    together: bool = False
+    threads: int | None = None
+    cases: Callable[[Suite, Any], Iterator[Case]] | None = None
+    notes: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    within: Callable[[Mapping[str, Any]], Sequence[str]] = lambda options: ()
+    worker: str = "benchmarks.worker:measure"
+
+    @property
+    def command(self) -> click.Command:
+        """``python -m benchmarks NAME``."""
+
+        def run(run: BenchRun, settings: Any) -> None:
+            self.run(run, settings)
+
+        run.__name__, run.__doc__ = self.name, self.help
+        return bench_command(self.settings, width=150)(run)
+
+    @property
+    def settings(self) -> type[BenchSettings]:
+        """What the command line says: the options of all suites, and the axes of this one."""
+
+        def option(name: str, help: str, default: Any, **more: Any) -> Any:
+            return setting(help, default, quick=self.quick.get(name), **more)
+
+        find, rounds = names_of(find="benchmarks.engines:find_engine"), "Jobs per engine, alternating."
+        fields: dict[str, Any] = {
+            "sizes": ranks_setting(default=self.np, quick=self.quick.get("np")),
+            "controllers": option(
+                "controllers",
+                "What starts the ranks.",
+                self.controllers,
+                flag="controller",
+                type=controllers_of,
+            ),
+            "workloads": option(
+                "workloads", "What is trained.", ",".join(self.workloads), type=names_of(self.workloads)
+            ),
+            "engines": option(
+                "engines",
+                "Engines, or module:Class of your own; by default also those that name the suite themselves.",
+                ",".join(self.engines),
+                type=find,
+            ),
+        }
+        for name, axis in self.axes.items():
+            words = axis.default or ",".join(axis.values)
+            fields[name] = option(name, axis.help, words, type=names_of(axis.values))
+        fields["rounds"] = option("rounds", "Steps in turn." if self.together else rounds, self.rounds)
+        if not self.together:
+            fields["steps"] = option("steps", "Timed steps per job.", self.steps)
+        fields |= {
+            "device": device_setting(),
+            "quick": quick_setting(
+                "Few ranks, few rounds, small models: whether it works, not how fast it is."
+            ),
+            "timeout": timeout_setting(600),
+        }
+        annotated = [(name, Any, value) for name, value in fields.items()]
+        check = {"check": lambda self: check_devices(self.device, max(self.sizes))}
+        return dataclasses.make_dataclass(
+            "Settings", annotated, bases=(BenchSettings,), frozen=True, namespace=check
+        )
+
+    def every_case(self, settings: Any) -> Iterator[Case]:
+        """Every engine with every workload and every value of the axes, on every number of ranks."""
+        if self.cases is not None:
+            yield from self.cases(self, settings)
+            return
+        chosen = [[(name, axis.values[word]) for word in getattr(settings, name)] for name, axis in self.axes.items()]  # fmt: skip
+        for size, controller, name in itertools.product(
+            settings.sizes, settings.controllers, settings.workloads
+        ):
+            for at in map(dict, itertools.product(*chosen)):
+                for engine in settings.engines:
+                    yield self.case(settings, name, engine, size, controller, at)
+
+    def case(
+        self,
+        settings: Any,
+        name: str,
+        engine: str,
+        size: int,
+        controller: str,
+        at: dict[str, Any],
+        **more: Any,
+    ) -> Case:
+        """A case with the options and the sizes of this suite; ``more``: options of the engine."""
+        sizes = (self.quick_sizes if settings.quick else self.sizes).get(name, {})
+        options = {key: value for key, value in at.items() if self.axes[key].is_option}
+        kind = self.kinds.get(name, name)
+        return Case(kind, engine, size, controller, at, {**self.options, **options, **more}, sizes)
+
+    def run(self, run: BenchRun, settings: Any) -> None:
+        """Runs all jobs, saves the report before each, prints it."""
+        from benchmarks.engines import engines_for, find_engine
+        from benchmarks.worker import Job
+        from hvd_ckpt.processes.runtime import threads_per_rank
+
+        if settings.engines == tuple(self.engines):
+            settings = dataclasses.replace(settings, engines=(*settings.engines, *engines_for(self.name)))
+        rows = [Row(case) for case in self.every_case(settings)]
+        left_out = {}
+        for engine in dict.fromkeys(row.case.engine for row in rows):
+            if why := find_engine(engine).unavailable():
+                left_out[engine] = why
+        rows = [row for row in rows if row.case.engine not in left_out]
+        run.make_report = functools.partial(self.report, run, settings, rows, left_out)
+        jobs = self.jobs(rows)
+        rounds, steps = (1, settings.rounds) if self.together else (settings.rounds, settings.steps)
+        with run.progress(sum(map(len, jobs.values())) * rounds) as progress:
+            for (size, controller, link), groups in jobs.items():
+                where = f"{size} ranks over {controller}" + (f", {link} Mbit/s" if link else "")
+                for number, (engine, group) in alternating(list(groups.items()), rounds):
+                    name = f"{engine}, {where}".removeprefix(", ")
+                    job = Job(
+                        run.jobs / f"{name}-{number + 1}".replace(" ", "-").replace(":", "_").replace("/", "_"), size,
+                        tuple(row.case for row in group), tuple(self.columns), self.optimizer, self.lr, self.cosine,
+                        self.warm_up, steps, self.together, number, settings.device,
+                    )  # fmt: skip
+                    ranks = progress.job(
+                        f"{name}, round {number + 1} of {rounds}", job, list[dict[str, Any]],
+                        name=name, controller=controller, threads=self.threads or threads_per_rank(size),
+                        within=self.within(group[0].case.options),
+                    )  # fmt: skip
+                    for row, found in zip(group, zip(*ranks)):
+                        row.add(found, self.together)
+                    for row in group:
+                        row.failure = run.failures.get(name, row.failure)
+        run.finish(success=not any(row.failure for row in rows))
+
+    def jobs(self, rows: Sequence[Row]) -> dict[tuple[int, str, Any], dict[str, list[Row]]]:
+        """The rows of each job: by number of ranks, controller and link, and where jobs alternate by engine."""
+        jobs: dict[tuple[int, str, Any], dict[str, list[Row]]] = {}
+        for row in rows:
+            case = row.case
+            place = jobs.setdefault((case.np, case.controller, case.options.get("link")), {})
+            place.setdefault("" if self.together else case.engine, []).append(row)
+        return jobs
+
+    def report(
+        self, run: BenchRun, settings: Any, rows: Sequence[Row], left_out: Mapping[str, str] | None = None
+    ) -> Report:
+        """The report of all rows so far."""
+        from benchmarks.probes import PROBES, probes_of
+        from hvd_ckpt.processes.runtime import threads_per_rank
+
+        def compared(title: str, base: Baseline, figure: str) -> Column:
+            def of(row: Row) -> Any:
+                condition = row.case.condition
+                same = [other for other in rows if other.case.condition == condition]
+                if isinstance(base, str):
+                    found = next((other for other in same if other.case.engine == base), None)
+                else:
+                    found = base(row, same)
+                return row.ratio(found, figure) if found is not row else None
+
+            return Column(title, of, ".2f", key=title.replace(" ", "_"), missing="")
+
+        def has(base: Baseline) -> bool:
+            return callable(base) or base in settings.engines
+
+        def varies(name: str, of: Callable[[Case], Any]) -> Column:
+            return Column(
+                name, lambda row: of(row.case), key=name, left=not isinstance(of(rows[0].case), int)
+            )
+
+        conditions = [
+            varies("workload", lambda case: case.workload),
+            varies("np", lambda case: case.np),
+            varies("controller", lambda case: case.controller),
+            *(varies(name, lambda case, name=name: case.at.get(name)) for name in self.axes),  # type: ignore[misc]
+        ]  # fmt: skip
+        # What is the same everywhere is in the facts: the settings.
+        shown = [column for column in conditions if len({str(column.of(row)) for row in rows}) > 1]
+        columns = [
+            *(column if column in shown else dataclasses.replace(column, title="") for column in conditions),
+            Column("engine", lambda row: row.case.engine.rpartition(":")[2], left=True),
+            Column("", lambda row: row.case.engine, key="engine"),
+            Column("", lambda row: row.seconds, key="rounds"),
+            Column("step ms", lambda row: row.step, quartiles_in_ms(".1f"), key="step_seconds", missing="failed"),
+            *(compared(f"of {name}", base, "seconds") for name, base in self.against.items() if has(base)),
+            *(PROBES[name].columns[name] for name in self.columns),
+            *(compared(f"peak of {name}", base, "step_bytes") for name, base in self.peaks.items() if has(base)),
+            Column("", lambda row: row.figures, key="figures"),
+            Column("", lambda row: row.failure, key="failure"),
+        ]  # fmt: skip
+        threads = {size: self.threads or threads_per_rank(size) for size in sorted(settings.sizes)}
+        facts = {
+            "threads per rank": ", ".join(f"{count} at np={size}" for size, count in threads.items()),
+            "device": device_name(settings.device),
+            **{name: self.workloads[name] for name in settings.workloads if self.workloads[name]},
+            **self.facts,
+        }
+        notes = [*(TOGETHER if self.together else NOTES), *self.notes]
+        notes += [probe.notes for probe in probes_of(self.columns)]
+        table = table_of(columns, rows, folded=len(shown))
+        report = run.report(self.title, [table], results_of(columns, rows), facts, notes=notes)
+        report.remarks = [f"{engine} is left out: {why}" for engine, why in (left_out or {}).items()]
+        report.remarks += [f"{name}: {why}" for name, why in run.failures.items()]
+        for row in rows:
+            if row.failure and row.failure not in run.failures.values():
+                where = ", ".join(f"{name} {value}" for name, value in row.case.condition.items())
+                report.remarks.append(f"{row.case.engine}, {where}: {row.failure}")
+        report.draw = lambda folder: draw(folder, rows, shown)
+        return report
+
+
+def draw(folder: Path, rows: Sequence[Row], conditions: Sequence[Column]) -> list[str]:
+    """The picture of any suite: the time of each row's step with its quartiles, and its peak where that is measured."""
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if row.step is not None]
+    if not timed:
+        return []
+    steps = [row.step for row in timed if row.step is not None]
+    panels = [("ms", [[1000 * value for value in dataclasses.astuple(step)] for step in steps])]
+    peaks = [row.over("peak_bytes") for row in timed]
+    if all(peaks):
+        panels.append(("peak MiB", [[peak / 2**20] * 3 for peak in peaks]))
+    figure = Figure(figsize=(6 * len(panels), 1.2 + 0.25 * len(timed)), layout="constrained")
+    engines = list(dict.fromkeys(row.case.engine for row in timed))
+    for axes, (title, values) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
+        middle, low, high = ([value[each] for value in values] for each in range(3))
+        errors = [
+            [center - least for center, least in zip(middle, low)],
+            [most - center for most, center in zip(high, middle)],
+        ]
+        colors = [f"C{engines.index(row.case.engine) % 10}" for row in timed]
+        axes.barh(range(len(timed)), middle, xerr=errors, color=colors)
+        labels = [[*(column.entry(row) for column in conditions), row.case.engine] for row in timed]
+        axes.set_yticks(range(len(timed)), [" ".join(label) for label in labels], fontsize=8)
+        axes.set_xlabel(title)
+        axes.grid(axis="x", alpha=0.3)
+    axes.invert_yaxis()
+    return [save_figure(figure, folder / "picture.png")]

@@ -1,0 +1,1 @@
+"""The suites: each module has one, under its own name."""

@@ -1,0 +1,34 @@
+"""Speed of gradient reduction: step time and gradient memory of this library, stock Horovod and DDP."""
+
+from benchmarks.suite import Suite
+
+ENGINES = ("hvd_ckpt", "horovod", "ddp")
+
+reduce = Suite(
+    name="reduce",
+    title="Speed of gradient reduction",
+    help="""Time training steps with this library, stock Horovod and DDP, in whole jobs that alternate.
+
+    Gradients are many and small (a DenseNet) or few and large (a transformer). Plain SGD is the optimizer whose own work hides
+    least of the reduction. Run it on a machine that does nothing else.
+    """,
+    engines=ENGINES,
+    workloads={
+        "densenet": "DenseNet, 371 gradients of 4.2 MiB in all",
+        "transformer": "transformer, 98 gradients of 96 MiB in all",
+    },
+    kinds={"densenet": "densenet-narrow"},
+    columns=("beyond",),
+    against={name: name for name in ENGINES},
+    controllers="gloo,mpi",
+    rounds=5,
+    steps=15,
+    warm_up=3,
+    quick={"np": "2", "rounds": 3},
+    notes=(
+        "gradients MiB: bytes that are held after a step beyond parameters and buffers: gradients and the engine's buckets.",
+        "Every rank of every engine has the same number of threads, and is started by horovodrun in the same way; stock Horovod "
+        "and DDP run with their defaults, this library with those of its init(). DDP's collectives are Gloo's under either "
+        "controller, and NCCL's on GPUs.",
+    ),
+)
