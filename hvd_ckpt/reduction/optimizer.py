@@ -14,7 +14,7 @@ everything is reduced, there is no exchange, and such a gradient is an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _phase = Phase.ACCUMULATING
     _step_reduces = StepReduces.YES
     _keeps_zeros = False  # the last zero_grad() has set gradients to zero
+    _had_gradients: Sequence[
+        torch.Tensor
+    ] = ()  # until zero_grad(): where there were any when the run was saved
     _wrapped_supports_amp_scaling: bool
     _notice = _noticed = False  # where there is no reducer
     backward_passes_per_step: int
@@ -288,6 +291,11 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self.reducer.note_changes()
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
+        # Of a resumed run: clearing sets what it finds to zero or drops it, as in a run that was not interrupted.
+        for parameter in self._had_gradients:
+            if parameter.grad is None:
+                self._set_zero(parameter)
+        self._had_gradients = ()
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         used = next((parameter for parameter in parameters if parameter.grad is not None), None)
         self.wrapped_class.zero_grad(self, *args, **kwargs)
@@ -326,6 +334,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     def drop_gradients(self) -> None:
         self._phase, self._step_reduces = Phase.ACCUMULATING, StepReduces.YES
+        self._had_gradients = ()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -446,30 +455,30 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         It is separate from :meth:`state_dict`, which is that of the wrapped optimizer and thus loads everywhere.
         """
         state = self.reducer.state_dict() if self.reducer is not None else {}
-        if self._keeps_zeros:
-            state["zeros"] = [
-                name for parameter, name in self.parameter_names.items() if self._has_gradient(parameter)
-            ]
+        named = self.parameter_names.items()
+        state["gradients"] = [name for parameter, name in named if self._has_gradient(parameter)]
+        state["zeros"] = self._keeps_zeros
         return state
 
     def load_reduction_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a state that this rank has saved, so that training resumes bit for bit. Drops all gradients. Call it on every
         rank.
 
-        Gradients are then zeros if ``zero_grad(set_to_none=False)`` was in use, else None.
+        Gradients are then zeros if the last ``zero_grad()`` has set some to zero, else None. The next ``zero_grad()`` finds those
+        that there were.
 
         Raises:
             ValueError: the state does not belong to this model.
         """
-        zeros = set(state.get("zeros", ()))
-        learned = {name: value for name, value in state.items() if name != "zeros"}
+        had, self._keeps_zeros = set(state.get("gradients", ())), bool(state.get("zeros"))
+        learned = {name: value for name, value in state.items() if name not in ("gradients", "zeros")}
         if self.reducer is not None and learned:
             self.reducer.load_state_dict(learned)
             self.drop_gradients()
-        for parameter, name in self.parameter_names.items():
-            if name in zeros:
+        self._had_gradients = [parameter for parameter, name in self.parameter_names.items() if name in had]
+        if self._keeps_zeros:
+            for parameter in self._had_gradients:
                 self._set_zero(parameter)
-        self._keeps_zeros = bool(zeros)
 
     def _has_gradient(self, parameter: torch.Tensor) -> bool:
         return parameter.grad is not None

@@ -427,9 +427,14 @@ class Run:
         new.load(state)
         for number, optimizer in enumerate(new.optimizers):
             optimizer.load_reduction_state_dict(state["reduction"][number])
-        for parameter, gradient in zip(new.parameters, state["gradients"]):
-            if gradient is not None or has_values(parameter.grad):
-                parameter.grad = gradient
+        following = self.program.steps[done]
+        # Only the optimizer's own zero_grad() knows of gradients that a state does not have.
+        if following.clear in ("never", "model_zero") or any(
+            event[0] == "rewrap" for event in following.events
+        ):
+            for parameter, gradient in zip(new.parameters, state["gradients"]):
+                if gradient is not None or has_values(parameter.grad):
+                    parameter.grad = gradient
         new.seen, new.late, new._saved = list(self.seen), self.late, copy.deepcopy(self._saved)
         return new
 

@@ -73,9 +73,9 @@ class Run:
             if stage:
                 self.optimizer.load_weight_pieces(state["pieces"])
 
-    def step(self, number: int, step: Step) -> Any:
-        """Returns how the gradients were reduced."""
-        self.optimizer.zero_grad()
+    def step(self, number: int, step: Step, zeros: bool = False) -> Any:
+        """Returns how the gradients were reduced. Before, they are set to zero or dropped."""
+        self.optimizer.zero_grad(set_to_none=not zeros)
         for part, layers in enumerate(step.passes[hc.rank()]):
             x = batch(number, hc.rank(), part)
             for layer in layers:
@@ -130,4 +130,20 @@ def test_resumed_after_every_step(program: str, stage: int, options: dict[str, A
             assert resumed.step(number, steps[number]) == reductions[number], (
                 f"step {number} is reduced in another way after {stop} steps"
             )
+        assert resumed.weights() == run.weights(), f"other bits when resumed after {stop} steps"
+
+
+@pytest.mark.parametrize("zeros", [(True,) * 5, (False, True, True, False, True)], ids=["zeros", "mixed"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_a_resumed_run_sets_to_zero(stage: int, zeros: Sequence[bool]) -> None:
+    """Momentum moves a parameter that no backward pass of the next step uses, also if nothing was cleared before."""
+    steps = alike(1) + alike(1, layers=LAYERS - 1) + alike(1) + alike(1, 1, layers=LAYERS - 1)
+    run, states = Run(stage, {}), []
+    for number, step in enumerate(steps):
+        run.step(number, step, zeros[number])
+        states.append(run.state())
+    for stop, state in enumerate(states, start=1):
+        resumed = Run(stage, {}, state)
+        for number in range(stop, len(steps)):
+            resumed.step(number, steps[number], zeros[number])
         assert resumed.weights() == run.weights(), f"other bits when resumed after {stop} steps"
