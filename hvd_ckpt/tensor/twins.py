@@ -28,6 +28,7 @@ NOISE = 0.02  # added to weights, relative to 1 + their absolute value
 ALLOWED = {torch.float64: 1e-4, torch.float32: 5e-3}
 ALLOWED_IN_HALVES = 0.2
 SMALL = 1e-5  # a gradient beside the largest, which may be none
+ROUNDING = 1e-6  # of float32, in elements of about 1 and in gradients relative to the largest
 NAMES = 3  # of parameters in a message
 
 
@@ -116,15 +117,16 @@ class Pass:
                 expected = expected.chunk(count, 1)[part]
             if output.shape != expected.shape:
                 return f"a result has the shape {tuple(output.shape)} instead of {tuple(expected.shape)}"
-            if (far := _distance(output, expected)) > allowed:
+            if (far := _value_distance(output, expected, allowed)) > allowed:
                 what = self._first_call(whole, allowed) or f"result {number}"
                 return f"{what} differs from that of the whole model by {far:.2g} of its norm"
         if len(self.outputs) != len(whole.outputs):
             return f"there are {len(self.outputs)} results instead of {len(whole.outputs)}"
         for name, buffer in self.buffers.items():
             there = whole.buffers.get(name)
-            alike = there is not None and there.shape == buffer.shape
-            if there is not None and alike and (far := _distance(buffer, there)) > allowed:
+            if there is None or there.shape != buffer.shape:
+                continue
+            if (far := _value_distance(buffer, there, allowed)) > allowed:
                 return f"the buffer '{name}' differs from that of the whole model by {far:.2g} of its norm"
         pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
             f"the gradient of argument {number}": pair
@@ -156,7 +158,7 @@ class Pass:
                 path
                 and there is not None
                 and there.shape == value.shape
-                and _distance(value, there) > allowed
+                and _value_distance(value, there, allowed) > allowed
             ):
                 return f"the result of '{path}'"
         return ""
@@ -221,7 +223,12 @@ def _allowed(whole: Pass) -> float:
     return max((ALLOWED.get(dtype, ALLOWED_IN_HALVES) for dtype in dtypes), default=ALLOWED[torch.float32])
 
 
-def _distance(own: Tensor, there: Tensor, floor: float = 1e-9) -> float:
+def _value_distance(own: Tensor, there: Tensor, allowed: float) -> float:
+    # A mean behind a normalization is zero but for rounding, whose own norm says nothing.
+    return _distance(own, there, ROUNDING / allowed * max(1, there.numel()) ** 0.5)
+
+
+def _distance(own: Tensor, there: Tensor, floor: float) -> float:
     """The norm of the difference relative to that of ``there``. Equal infinities and nans do not differ."""
     if own.is_complex():
         own, there = torch.view_as_real(own), torch.view_as_real(there)
@@ -242,4 +249,4 @@ def _distance_of(own: Tensor | None, there: Tensor | None, largest: float, allow
         return float("inf")
     # A gradient that is zero but for rounding is another one in another order: of a bias before a batch normalization, say, or
     # of that of the keys of attention. Twins in float64 round as float32 where the model converts its activations.
-    return _distance(own, there, max(max(SMALL, 1e-6 / allowed) * largest, 1e-9))
+    return _distance(own, there, max(max(SMALL, ROUNDING / allowed) * largest, 1e-9))

@@ -348,6 +348,34 @@ def transformers() -> None:
     assert_equal(T5Model(config), T5, TOKENS, torch.ones_like(TOKENS), TOKENS)
 
 
+class Casting(nn.Module):
+    """Computes in float32 alone. What its second normalization averages is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.norms = nn.Sequential(*(nn.BatchNorm1d(WIDTH, affine=False) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.up.weight.dtype is not torch.float32:
+            raise TypeError("weights must be float32")
+        x = x + self.down(self.up(functional.dropout(x, 0.2, self.training)).tanh())
+        normed: Tensor = self.norms(x.transpose(1, 2)).transpose(1, 2)
+        return normed, normed.mean((0, 1))
+
+
+def rounding() -> None:
+    """Results and buffers that are zero but for rounding do not make a split wrong."""
+    torch.manual_seed(3)
+    whole = Casting()
+    part = hc.tensor_parallel(copy.deepcopy(whole), {"up": "column", "down": "row"})
+    for model in (whole, part):
+        torch.manual_seed(1)
+        model(x().float())
+    for found, expected in zip(part.buffers(), whole.buffers()):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
 def refused() -> None:
     model = made()
     model.layers[0].attention.register_buffer("kept", torch.rand(HEADS))
@@ -374,6 +402,7 @@ CASES = {
         scores,
         draws,
         transformers,
+        rounding,
         refused,
     )
 }
