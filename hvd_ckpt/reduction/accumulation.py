@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.reduction.stats import ReductionStats
 from hvd_ckpt.utils import backward_errors
+from hvd_ckpt.utils.torch_private import run_first
 
 # A parameter's gradient may arrive in several parts: once per use in a recomputed segment, once per micro-batch. The number of
 # accumulations between two synchronizations is learned, and a gradient is ready after as many.
@@ -278,9 +279,11 @@ class OwningReducer(ABC):
         for index in self._unhooked:
             parameter = self._parameters[index]
             if parameter.requires_grad:
-                before, after = _hooks(weakref.ref(self), index, self._watched_indices)
+                before, first, after = _hooks(weakref.ref(self), index, self._watched_indices)
+                hidden = run_first(parameter, first)
                 self._handles[index] = [
                     parameter.register_hook(before),  # type: ignore[no-untyped-call]
+                    *(() if hidden is None else (hidden,)),
                     parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
                 ]
             else:
@@ -339,6 +342,10 @@ class OwningReducer(ABC):
         """A gradient of a parameter whose bucket has left is about to be accumulated."""
 
     @abstractmethod
+    def hide_late(self, index: int) -> None:
+        """A gradient has been accumulated, and hooks of the user follow: a late part of it must not pass for the whole."""
+
+    @abstractmethod
     def after_accumulation(self, index: int) -> None:
         """A gradient of the parameter has been accumulated."""
 
@@ -377,8 +384,9 @@ class OwningReducer(ABC):
 
 def _hooks(
     reference: weakref.ref[OwningReducer], index: int, watched: Container[int]
-) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-    """The two hooks of a parameter. They hold the reducer weakly, since they live as long as the parameter."""
+) -> tuple[Callable[[torch.Tensor], None], ...]:
+    """The three hooks of a parameter: before an accumulation, and first and last after it. They hold the reducer weakly, since they
+    live as long as the parameter."""
 
     def before(gradient: torch.Tensor) -> None:
         if index in watched:  # the usual gradient ends here
@@ -386,10 +394,15 @@ def _hooks(
             if reducer is not None:
                 reducer.before_accumulation(index)
 
+    def first(parameter: torch.Tensor) -> None:
+        reducer = reference()
+        if reducer is not None and index in watched:
+            reducer.hide_late(index)
+
     def after(parameter: torch.Tensor) -> None:
         reducer = reference()
         if reducer is not None:
             reducer.last_forward = backward_errors.last_forward()
             reducer.after_accumulation(index)
 
-    return before, after
+    return before, first, after

@@ -22,6 +22,8 @@ DROPPED    None, or what has been accumulated since                  ``grad``, a
      +---- synchronize(), abandon() -- of all states
 
 Where a bucket leaves without a gradient of a parameter, that stays OWN: a gradient that comes later is a late part as a whole.
+With gradients in shards (stages 2 and 3) a late part leaves in a further round, so LATE becomes SENT; what is in shards counts as
+in flight until a step has used it.
 
 Code may read and replace what is OWN or DROPPED, and drop any gradient, if all ranks do so. Using the values of a placeholder is an
 error at once. Two acts are found later, and are an error on every rank in the synchronization: a gradient in flight was replaced,
@@ -55,18 +57,22 @@ class AbsentGradient(Absent, torch.Tensor):  # type: ignore[misc]
     Args:
         like: the parameter, or what else has its shape, dtype and device.
         name: name of the parameter.
-        where: has the gradient, and what to do instead of using this, for messages.
+        where: has the gradient, and what to do instead of using this, for messages; by default :attr:`usual`.
+
+    Attributes:
+        usual: where a gradient of this class is.
     """
 
     absence = "in flight"
+    usual = IN_FLIGHT
     _name: str
     _where: str
 
-    def __new__(cls, like: torch.Tensor, name: str, where: str) -> AbsentGradient:
+    def __new__(cls, like: torch.Tensor, name: str, where: str | None = None) -> AbsentGradient:
         with DisableTorchFunctionSubclass():
             nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
             made = nothing.expand(like.shape).as_subclass(cls)
-        made._name, made._where = name, where
+        made._name, made._where = name, where or cls.usual
         return made
 
     @property
@@ -123,6 +129,7 @@ class TrackedGradient:
 
     Args:
         parameter, name: the parameter and its name.
+        kind: class of the placeholder.
 
     Attributes:
         state: see the table of this module.
@@ -130,10 +137,15 @@ class TrackedGradient:
         error: of an act that was found.
     """
 
-    __slots__ = ("_placeholder", "_seen", "_version", "_view", "error", "name", "parameter", "part", "state")
+    __slots__ = (
+        *("_kind", "_placeholder", "_seen", "_version", "_view"),
+        *("error", "name", "parameter", "part", "state"),
+    )
 
-    def __init__(self, parameter: torch.Tensor, name: str) -> None:
-        self.parameter, self.name = parameter, name
+    def __init__(
+        self, parameter: torch.Tensor, name: str, kind: type[AbsentGradient] = AbsentGradient
+    ) -> None:
+        self.parameter, self.name, self._kind = parameter, name, kind
         self._placeholder: AbsentGradient | None = None
         # What was in ``grad`` after the last accumulation; held weakly, so that a dropped one is freed. Its version, or that of
         # the view which is in flight.
@@ -143,10 +155,6 @@ class TrackedGradient:
         self.part: torch.Tensor | None = None
         self.error: RuntimeError | None = None
         self.state = OWN
-
-    def forget_placeholder(self) -> None:
-        """The parameter may have another dtype, device or shape."""
-        self._placeholder = None
 
     def begin_step(self) -> None:
         """Nothing of it is in flight, and nothing has been accumulated."""
@@ -159,21 +167,18 @@ class TrackedGradient:
         return self.state is not OWN and self.state is not DROPPED
 
     @property
-    def stands(self) -> bool:
-        """Whether the placeholder stands in ``grad`` and nothing was done to it, nor to what is in flight: the usual case."""
+    def may_be_changed(self) -> bool:
+        """Whether something may have been done to ``grad`` by hand; False in the usual case, which is found out fast."""
+        gradient = self.parameter.grad
+        if self.state is OWN:
+            return gradient is not None and gradient._version != self._version
         view = self._view
         return (
-            view is not None
-            and view._version == self._version
-            and self.parameter.grad is self._placeholder
-            and self.error is None
+            self.state is not SENT
+            or gradient is not self._placeholder
+            or (view is not None and view._version != self._version)
+            or self.error is not None
         )
-
-    @property
-    def may_be_changed(self) -> bool:
-        """Whether ``grad`` has another version than when it was noted; False in the usual case."""
-        gradient = self.parameter.grad
-        return gradient is not None and gradient._version != self._version
 
     def note(self) -> None:
         """``grad`` is what the last accumulation has made of it, or the same values in another place."""
@@ -181,18 +186,22 @@ class TrackedGradient:
         if gradient is not None:
             self._seen, self._version = weakref.ref(gradient), gradient._version
 
-    def check(self) -> None:
-        """Finds out whether ``grad`` was changed in place since it was noted. Another tensor is the user's, and taken as it is."""
-        if self.may_be_changed and self._seen is not None and self._seen() is self.parameter.grad:
-            self.error = self.error or changed_in_place(self.name)
+    def send(self, view: torch.Tensor | None) -> None:
+        """It leaves with its bucket, where it lies in ``view``, if code could have that."""
+        self._hide()
+        self._view, self._version = view, 0 if view is None else view._version
+        self.state, self.part = SENT, None
 
-    def send(self, view: torch.Tensor) -> None:
-        """It leaves with its bucket, where it lies in ``view``."""
-        if self._placeholder is None:
-            self._placeholder = AbsentGradient(self.parameter, self.name, IN_FLIGHT)
-        self.parameter.grad = self._placeholder
-        self._view, self._version = view, view._version
-        self.state = SENT
+    def _hide(self) -> None:
+        """Puts the placeholder into ``grad``."""
+        parameter, placeholder = self.parameter, self._placeholder
+        if placeholder is not None:
+            try:
+                parameter.grad = placeholder
+                return
+            except (RuntimeError, TypeError):  # the model was converted since
+                pass
+        parameter.grad = self._placeholder = self._kind(parameter, self.name)
 
     def make_room(self) -> None:
         """A gradient is about to be accumulated, or asked for by ``torch.autograd.grad()``."""
@@ -208,19 +217,18 @@ class TrackedGradient:
 
     def arrived(self) -> None:
         """A gradient has been accumulated."""
-        if self.state is not ARRIVING:
+        if self.state is ARRIVING:
+            self.part = self.parameter.grad
+            self.settle()
+        elif not self.is_away:
             self.note()
-            return
-        self.part = self.parameter.grad
-        self.settle()
 
     def settle(self) -> None:
         """No accumulation is under way."""
         if self.state is ARRIVING:
             self.state = SENT if self.part is None else LATE
             if self.parameter.grad is self.part:
-                self._placeholder = AbsentGradient(self.parameter, self.name, IN_FLIGHT)
-                self.parameter.grad = self._placeholder
+                self._hide()
 
     def drop(self) -> None:
         """What is in flight counts no more, if all ranks drop theirs."""
@@ -232,11 +240,14 @@ class TrackedGradient:
         self.settle()  # also after a backward pass that has failed
         gradient, view = self.parameter.grad, self._view
         if not self.is_away:
-            self.check()
+            # Another tensor than the one that was noted is the user's, and taken as it is.
+            noted = None if self._seen is None else self._seen()
+            if gradient is not None and noted is gradient and gradient._version != self._version:
+                self.error = self.error or changed_in_place(self.name)
         elif gradient is None:
             self.drop()
         elif gradient is not self._placeholder:
-            self.error = self.error or replaced(self.name)
+            self.error = self.error or replaced(self.name, self._kind.usual)
         # Code has kept the view, or what shares its memory: no other way leads to what is in flight.
         elif view is not None and view._version != self._version:
             self.error = self.error or changed_in_place(self.name)
@@ -252,9 +263,8 @@ def changed_in_place(name: str) -> RuntimeError:
     )
 
 
-def replaced(name: str) -> RuntimeError:
-    """The error for a gradient that was replaced in flight."""
+def replaced(name: str, where: str) -> RuntimeError:
+    """The error for a gradient that was replaced after it had left; it is ``where``."""
     return RuntimeError(
-        f"the gradient of parameter '{name}' was replaced between backward() and synchronize(), while it was being added up "
-        f"over the ranks; call optimizer.synchronize() first, replace it, and step() within optimizer.skip_synchronize()"
+        f"the gradient of parameter '{name}' was replaced between backward() and synchronize(), after it had left, and {where}"
     )

@@ -123,6 +123,10 @@ class Reducer(OwningReducer):
         with self._lock:
             self._gradients[index].make_room()
 
+    def hide_late(self, index: int) -> None:
+        with self._lock:
+            self._gradients[index].arrived()
+
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become final."""
         # Autograd runs a thread for each device, so hooks may run at once. Counts and launches are one state for all of them.
@@ -275,10 +279,7 @@ class Reducer(OwningReducer):
         arrived, gradients, report = self._counts.arrived, self._gradients, self._report
         for index in indices:
             gradient = gradients[index]
-            if gradient.state is OWN:
-                if gradient.may_be_changed and (held or arrived[index]):
-                    report.error = gradient.look() or report.error
-            elif not gradient.stands or gradient.state is not SENT:
+            if gradient.may_be_changed and (held or arrived[index] or gradient.state is not OWN):
                 report.error = gradient.look() or report.error
 
     def _find_late(self) -> None:
@@ -434,8 +435,6 @@ class Reducer(OwningReducer):
 
     def _make_buckets(self) -> None:
         self.assignment.make_buckets()
-        for gradient in self._gradients:
-            gradient.forget_placeholder()
         self._next = 0
         if self.assignment.buckets and self._communicator.carries_flags(self.assignment.buckets[-1]):
             # The tail behind the gradients of the last bucket, for 3 parameters 2 * 3 + 2 + 33 = 41 elements:

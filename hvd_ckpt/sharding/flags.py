@@ -15,7 +15,7 @@ class ShardFlags(NamedTuple):
 
     Attributes:
         states: for each parameter, 0, USED or LATE.
-        by_hand: for each parameter, DROPPED or REPLACED where that was done to its gradient after it had left, else 0.
+        dropped: for each parameter, 1 where its gradient was set to None after it had left, and none has come since.
         needs: for each group, how many launches it needs.
         last_arrivals: for each group, where it was completed on rank 0.
         notice: a rank has a notice for the caller.
@@ -28,7 +28,7 @@ class ShardFlags(NamedTuple):
     """
 
     states: Sequence[float]
-    by_hand: Sequence[float]
+    dropped: Sequence[float]
     needs: Sequence[float]
     last_arrivals: Sequence[float]
     notice: float
@@ -44,7 +44,7 @@ class ShardFlags(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """The flags, float32 [2 * parameters + 2 * groups + 9]."""
         # In the order of the fields; of() cuts the vectors out by the numbers of parameters and groups, which all ranks know.
-        values = [*self.states, *self.by_hand, *self.needs, *self.last_arrivals, *self[4:]]
+        values = [*self.states, *self.dropped, *self.needs, *self.last_arrivals, *self[4:]]
         return torch.tensor(values, dtype=torch.float32)
 
     @classmethod

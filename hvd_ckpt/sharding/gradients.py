@@ -9,12 +9,12 @@ before the step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.gradients import AbsentGradient, TrackedGradient
+from hvd_ckpt.reduction.gradients import DROPPED, OWN, AbsentGradient, TrackedGradient, has_values
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Layout
 
@@ -32,6 +32,7 @@ class ShardedGradient(AbsentGradient):
     """A gradient whose values are in the ranks' shards."""
 
     absence = "split over the ranks"
+    usual = IN_SHARDS
 
 
 class ZeroGradient(ShardedGradient):
@@ -81,17 +82,11 @@ def whole_gradients(
         yield from zip(group.indices, layout.views(group, flat))
 
 
-DROPPED, REPLACED = 1.0, 2.0
-
-
-# What stands in ``p.grad`` after a gradient has left, and what that tells:
-#
-#   a ShardedGradient   nothing was done to it
-#   a ZeroGradient      none has left in this step: that of an earlier step was set to zero
-#   None                it was dropped by hand, unless a hook has just made room for the next one (_arriving)
-#   another tensor      the next gradient, if one has been accumulated (_arrived); else it was replaced by hand
 class SentGradients:
     """The gradients that are in shards, or on their way there, in this step, and what is done to ``p.grad`` meanwhile.
+
+    The table of :mod:`hvd_ckpt.reduction.gradients` has the states of ``p.grad``. A :class:`ZeroGradient` stands in it where
+    nothing has left, and makes room for what is accumulated.
 
     Args:
         layout: the parameters.
@@ -105,103 +100,116 @@ class SentGradients:
 
     def __init__(self, layout: Layout) -> None:
         self.rounds: dict[int, int] = {}
-        self.held = [False] * len(layout.parameters)
+        self.held: list[bool] = []
         self.consumed: set[int] = set()
         self.begun_anew: dict[int, list[tuple[int, bool]]] = {}
         self._layout = layout
-        self._tracked: dict[int, TrackedGradient] = {}
-        # Parameters of which one gradient has left, and the next is about to be accumulated; and those where it has been.
-        self._arriving: set[int] = set()
-        self._arrived: set[int] = set()
-        self._replaced: dict[int, float] = {}
+        self._gradients: list[TrackedGradient] = []
+        self._cleared: set[int] = set()  # zeros of these have made room for a gradient that has not come yet
+        self.grow()
+
+    def grow(self) -> None:
+        """The layout has grown, or is new."""
+        for index in range(len(self.held), len(self._layout.parameters)):
+            parameter, name = self._layout.parameters[index], self._layout.names[index]
+            self._gradients.append(TrackedGradient(parameter, name, ShardedGradient))
+            self.held.append(False)
 
     def note(self, index: int) -> None:
         """The parameter's gradient is in shards, or on its way there."""
-        parameter = self._layout.parameters[index]
-        if not isinstance(parameter.grad, ShardedGradient) or isinstance(parameter.grad, ZeroGradient):
-            parameter.grad = ShardedGradient(parameter, self._layout.names[index], IN_SHARDS)
-        self._arriving.discard(index)
-        self._arrived.discard(index)
+        self._gradients[index].send(None)
 
     def note_sent(self, index: int, number: int) -> None:
         """The parameter's gradient leaves in this round."""
-        if self.done_by_hand(index):
-            self._replaced.setdefault(index, REPLACED)
         self.rounds[index] = number
         self.note(index)
 
     def make_room(self, index: int) -> None:
         """A gradient of the parameter is about to be accumulated."""
-        parameter = self._layout.parameters[index]
-        if isinstance(parameter.grad, ShardedGradient):
-            parameter.grad = None
-            self._arriving.add(index)
-        elif self.done_by_hand(index) == REPLACED:
-            self._replaced[index] = REPLACED
+        gradient = self._gradients[index]
+        if gradient.is_away:
+            gradient.make_room()
+        elif isinstance(gradient.parameter.grad, ZeroGradient):
+            gradient.parameter.grad = None
+            self._cleared.add(index)
+
+    def note_arrived(self, index: int) -> None:
+        """A gradient of the parameter has been accumulated."""
+        self._gradients[index].arrived()
+        self._cleared.discard(index)
+
+    def unsent(self, index: int) -> torch.Tensor | None:
+        """What has been accumulated of a gradient and has not left yet."""
+        gradient = self._gradients[index]
+        if gradient.is_away:
+            return gradient.part
+        own = gradient.parameter.grad
+        return own if has_values(own) else None
+
+    def check(self, indices: Iterable[int], is_alone: bool) -> RuntimeError | None:
+        """Finds out what was done to gradients by hand; returns the first error.
+
+        Args:
+            is_alone: there is one rank, so that nothing is wrong with changes of what has not left.
+        """
+        for index in indices:
+            gradient = self._gradients[index]
+            if gradient.may_be_changed and (gradient.is_away or not is_alone):
+                error = gradient.look()
+                if error is not None:
+                    return error
+        return None
 
     def begin_anew(self, index: int) -> bool:
-        """Forgets what had left of a gradient if that was dropped; returns whether it was."""
-        if self.done_by_hand(index) != DROPPED:
+        """Forgets what had left of a gradient if it was found that this was dropped; returns whether it was."""
+        if self._gradients[index].state is not DROPPED or not (index in self.rounds or self.held[index]):
             return False
         until = self.rounds.pop(index, -1), self.held[index]
         self.begun_anew.setdefault(index, []).append(until)
         self.held[index] = False
         return True
 
-    def check(self, indices: Iterable[int]) -> RuntimeError | None:
-        """The error for the first gradient here that was changed in place since it was accumulated."""
-        for index in indices:
-            tracked = self._tracked.get(index)
-            if tracked is not None:
-                tracked.check()
-                if tracked.error is not None:
-                    return tracked.error
-        return None
+    def is_dropped(self, index: int) -> bool:
+        """Whether the parameter's gradient was dropped after it had left, and nothing has come since."""
+        gradient = self._gradients[index]
+        return gradient.state is DROPPED and gradient.parameter.grad is None
 
-    def note_arrived(self, index: int) -> None:
-        """A gradient of the parameter has been accumulated."""
-        if index not in self._tracked:
-            self._tracked[index] = TrackedGradient(self._layout.parameters[index], self._layout.names[index])
-        self._tracked[index].note()
-        if index in self._arriving:
-            self._arriving.discard(index)
-            self._arrived.add(index)
-
-    def done_by_hand(self, index: int) -> float:
-        """The change by hand of a gradient that has left: DROPPED, REPLACED or 0."""
-        if index in self._replaced:
-            return self._replaced[index]
-        gradient = self._layout.parameters[index].grad
-        left = index in self.rounds or self.held[index]
-        if not left or index in self._arriving or isinstance(gradient, ShardedGradient):
-            return 0.0
-        if gradient is None:
-            return DROPPED
-        return 0.0 if index in self._arrived else REPLACED
+    def is_changed(self, index: int) -> bool:
+        """Whether a gradient that has left was dropped or replaced, or more has come."""
+        gradient = self._gradients[index]
+        return gradient.state is not OWN and gradient.may_be_changed
 
     def clear(self) -> None:
         """The step's gradients are reduced."""
-        for tracked in self._tracked.values():
-            tracked.begin_step()
+        for gradient, held in zip(self._gradients, self.held):
+            if not (held and gradient.is_away):
+                gradient.begin_step()
         self.rounds.clear()
-        self._arriving.clear()
-        self._arrived.clear()
-        self._replaced.clear()
+        self._cleared.clear()
         self.begun_anew.clear()
 
     def drop(self, indices: Iterable[int]) -> None:
         """Leaves nothing in the place of these gradients."""
         for index in indices:
-            if isinstance(self._layout.parameters[index].grad, ShardedGradient):
-                self._layout.parameters[index].grad = None
+            gradient = self._gradients[index]
+            if isinstance(gradient.parameter.grad, ShardedGradient):
+                gradient.parameter.grad = None
+            gradient.begin_step()
 
     def consume(self) -> None:
         """The shards of the last synchronization have been used, or are dropped."""
-        for index, held in enumerate(self.held):
+        for index, gradient in enumerate(self._gradients):
+            if not self.held[index]:
+                continue
+            part = gradient.part
+            gradient.begin_step()
             # Not one that was dropped by hand, nor one that has values again, for another optimizer.
-            if held and isinstance(self._layout.parameters[index].grad, ShardedGradient):
-                self._layout.parameters[index].grad = None
-                self.consumed.add(index)
+            if isinstance(gradient.parameter.grad, ShardedGradient):
+                gradient.parameter.grad = part
+                if part is None:
+                    self.consumed.add(index)
+                else:
+                    gradient.note()
         self.held[:] = [False] * len(self.held)
 
     def is_zero(self, index: int) -> bool:
@@ -210,7 +218,7 @@ class SentGradients:
             return False
         gradient = self._layout.parameters[index].grad
         # Of gradients that have not left, only zeros make room for another one, which may then turn out to be None.
-        return isinstance(gradient, ZeroGradient) or (gradient is None and index in self._arriving)
+        return isinstance(gradient, ZeroGradient) or (gradient is None and index in self._cleared)
 
     @contextlib.contextmanager
     def clearing(self) -> Iterator[None]:
@@ -236,25 +244,14 @@ class SentGradients:
 
     def _place_zero(self, index: int) -> ZeroGradient:
         parameter = self._layout.parameters[index]
-        placed = ZeroGradient(parameter, self._layout.names[index], IN_SHARDS)
+        placed = ZeroGradient(parameter, self._layout.names[index])
         parameter.grad = placed
         return placed
 
 
-def check_by_hand(names: Sequence[str], by_hand: Sequence[float]) -> None:
-    """Raises RuntimeError where a gradient that had left was replaced on some rank.
-
-    Args:
-        by_hand: for each parameter, what was done to it: the greatest over the ranks.
-    """
-    for name, done in zip(names, by_hand):
-        if done == REPLACED:
-            raise changed_by_hand(name, "set by hand")
-
-
-def changed_by_hand(name: str, what: str) -> RuntimeError:
-    """The error for a gradient that was changed after it had left."""
+def dropped_on_some(name: str) -> RuntimeError:
+    """The error for a gradient that some ranks have dropped after it had left."""
     return RuntimeError(
-        f"the gradient of parameter '{name}' was {what} after the ranks had begun to add it up; to drop gradients, call "
-        f"optimizer.synchronize() and then optimizer.zero_grad(); otherwise it {IN_SHARDS}"
+        f"the gradient of parameter '{name}' was dropped on some rank but not on all after the ranks had begun to add it up; to "
+        f"drop gradients, call optimizer.synchronize() and then optimizer.zero_grad(); otherwise it {IN_SHARDS}"
     )

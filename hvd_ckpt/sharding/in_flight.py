@@ -13,7 +13,6 @@ import torch
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat, sum_dtype
-from hvd_ckpt.sharding.gradients import ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.utils.spans import span
@@ -25,7 +24,9 @@ SMALL_BYTES = 4 << 20
 PATIENCE_SECONDS = 30.0
 
 
-def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, list[int]]:
+def pack(
+    layout: Layout, group: Group, gradients: Sequence[torch.Tensor | None], prescale: float
+) -> tuple[torch.Tensor, list[int]]:
     """Copies a group's gradients, times ``prescale``, into a new flat buffer; missing ones are zero.
 
     Returns:
@@ -35,9 +36,8 @@ def pack(layout: Layout, group: Group, prescale: float) -> tuple[torch.Tensor, l
     flat = torch.empty(group.padded, dtype=group.dtype, device=group.device)
     gaps = [flat[start:stop] for start, stop in group.gaps()]
     targets, sources, used = [], [], []
-    for index, view in zip(group.indices, layout.views(group, flat)):
-        gradient = layout.parameters[index].grad
-        if gradient is None or isinstance(gradient, ShardedGradient) or not layout.fits(index):
+    for index, gradient, view in zip(group.indices, gradients, layout.views(group, flat)):
+        if gradient is None or not layout.fits(index):
             gaps.append(view)
             continue
         used.append(index)

@@ -26,7 +26,6 @@ from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer
 from hvd_ckpt.reduction.agreement import allgather_objects, flag_of, raise_gathered
-from hvd_ckpt.reduction.gradients import has_values
 from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
 from hvd_ckpt.reduction.weights import Maxima, WeightVerification
@@ -34,13 +33,7 @@ from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flags import LATE, USED, ShardFlags
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import (
-    DROPPED,
-    SentGradients,
-    changed_by_hand,
-    check_by_hand,
-    whole_gradients,
-)
+from hvd_ckpt.sharding.gradients import SentGradients, dropped_on_some, whole_gradients
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
@@ -131,7 +124,7 @@ class ShardReducer(OwningReducer):
     def add_groups(self) -> None:
         """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         fresh = range(len(self.used), len(self._layout.parameters))
-        self.used.extend([False] * len(fresh))
+        self._sent.grow()
         self._ever_used.extend([False] * len(fresh))
         self._schedule.grow()
         self.acquire(fresh)
@@ -174,10 +167,10 @@ class ShardReducer(OwningReducer):
 
     def changes(self) -> list[Any] | None:
         """None if a gradient is new or was dropped; what a synchronization has left is in shards, and each element on one rank."""
-        parameters = enumerate(self._layout.parameters)
+        sent = self._sent
         unchanged = not self.active and not any(
-            has_values(parameter.grad) or self._sent.done_by_hand(index) or self._sent.is_zero(index)
-            for index, parameter in parameters
+            sent.unsent(index) is not None or sent.is_changed(index) or sent.is_zero(index)
+            for index in range(len(self._layout.parameters))
         )
         return [] if unchanged else None
 
@@ -200,13 +193,16 @@ class ShardReducer(OwningReducer):
         if self._sent.begin_anew(index):
             self._in_flight.take_out(group, index)
 
+    def hide_late(self, index: int) -> None:
+        self._sent.note_arrived(index)
+
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become complete."""
         with self._lock:
             self.active = True
             self._sent.note_arrived(index)
-            gradient = self._layout.parameters[index].grad
-            if self._sums_once and gradient is not None:
+            gradient = self._sent.unsent(index) if self._sums_once else None
+            if gradient is not None:
                 changed_sum(gradient)
             # No thread looks at what has arrived. Each gradient is an occasion to do so.
             self._in_flight.poll()
@@ -225,22 +221,20 @@ class ShardReducer(OwningReducer):
         self._step.launches_in_backward += 1
 
     def _look_at(self, indices: Sequence[int]) -> None:
-        """Finds out whether gradients that have not left were changed in place."""
-        if self._exchange.ranks > 1:
-            self._mismatch = self._mismatch or self._sent.check(indices)
+        """Finds out what was done to gradients by hand."""
+        self._mismatch = self._mismatch or self._sent.check(indices, self._exchange.ranks == 1)
 
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
         self.hook_unfrozen(group.indices)
         self._look_at(group.indices)
-        if self._sums_once:
-            for index in group.indices:
-                gradient = self._layout.parameters[index].grad
-                if has_values(gradient):
-                    leave_own_part(gradient, self._exchange.process_set, self._exchange.rank == 0)
+        gradients = [self._sent.unsent(index) for index in group.indices]
+        for gradient in gradients if self._sums_once else ():
+            if gradient is not None:
+                leave_own_part(gradient, self._exchange.process_set, self._exchange.rank == 0)
         # This round has what other ranks have added up since all dropped a gradient, so what left before is taken out first.
         for index in group.indices:
             self._begin_anew(group, index)
-        flat, used = pack(self._layout, group, self._prescale)
+        flat, used = pack(self._layout, group, gradients, self._prescale)
         number = self._schedule.launched[group.position]
         for index in used:
             self._sent.note_sent(index, number)
@@ -264,7 +258,7 @@ class ShardReducer(OwningReducer):
         self._look_at(range(len(parameters)))
         for index, _ in enumerate(parameters):
             self._begin_anew(self._layout.group_of[index], index)
-        pending = any(has_values(parameter.grad) for parameter in parameters)
+        pending = any(self._sent.unsent(index) is not None for index in range(len(parameters)))
         # What this rank sends only now, another one could have waited for in its backward pass. So none waits
         # in the next.
         unsteady = pending or schedule.position < self._agreed
@@ -274,7 +268,6 @@ class ShardReducer(OwningReducer):
         if flags.failed:
             raise_gathered(allgather_objects(self._mismatch, self.process_set, "recomputation"))
         self._check_converted(round(flags.converted))
-        check_by_hand(self._layout.names, flags.by_hand)
         # Each flag is the greatest over the ranks, so the sum of these two is 0 if and only if all ranks have brought the same.
         if flags.anew != -flags.not_anew:
             self._check_begun_anew(flags.states)
@@ -297,15 +290,15 @@ class ShardReducer(OwningReducer):
         schedule.arrange(used, flags.last_arrivals)
         self._agreed = whole_rounds * len(schedule.order)
         self._may_wait = flags.unsteady == 0
-        self._keep(used, flags.by_hand)
+        self._keep(used, flags.dropped)
         self._compare(used)
 
-    def _keep(self, used: Sequence[bool], by_hand: Sequence[float]) -> None:
+    def _keep(self, used: Sequence[bool], dropped: Sequence[float]) -> None:
         """Notes which gradients the shards have now; those that were dropped, and came on no rank again, are taken out."""
-        for index, (now, dropped) in enumerate(zip(used, by_hand)):
-            if dropped and not now:
+        for index, (now, gone) in enumerate(zip(used, dropped)):
+            if gone and not now:
                 self._in_flight.take_out(self._layout.group_of[index], index)
-            self.used[index] = now or (self.used[index] and not dropped)
+            self.used[index] = now or (self.used[index] and not gone)
             if self.used[index]:
                 self._sent.note(index)
 
@@ -314,7 +307,7 @@ class ShardReducer(OwningReducer):
         tables = allgather_objects(self._sent.begun_anew, self.process_set, "gradients begun anew")
         for index, (name, state) in enumerate(zip(self._layout.names, states)):
             if state and any(table.get(index) != tables[0].get(index) for table in tables):
-                raise changed_by_hand(name, "dropped on some rank but not on all")
+                raise dropped_on_some(name)
 
     def _compare(self, used: Sequence[bool]) -> None:
         """Has the weights verified of all that has been used, where they are whole."""
@@ -334,20 +327,18 @@ class ShardReducer(OwningReducer):
         """Tells the ranks what this one knows; returns the greatest of each flag, and with those of the weights."""
         schedule, layout = self._schedule, self._layout
         due = schedule.due
-        states, by_hand = ([0.0] * len(layout.parameters) for _ in range(2))
+        states, dropped = ([0.0] * len(layout.parameters) for _ in range(2))
         needs = [float(launched) for launched in schedule.launched]
-        for index, parameter in enumerate(layout.parameters):
+        for index in range(len(layout.parameters)):
             position = layout.group_of[index].position
             # The round in which the gradient left last, or will leave. After two backward passes with one pass in a round,
             # rounds 0 and 1 are due. A gradient of round 2 has therefore come late.
             last = self._sent.rounds.get(index, -1)
-            by_hand[index] = self._sent.done_by_hand(index)
-            if index in self._sent.begun_anew and parameter.grad is None:
-                by_hand[index] = DROPPED
-            if has_values(parameter.grad):
+            dropped[index] = float(self._sent.is_dropped(index))
+            if self._sent.unsent(index) is not None:
                 last = schedule.launched[position]
                 needs[position] = last + 1.0
-            if by_hand[index] == DROPPED:
+            if dropped[index]:
                 continue
             if last >= 0:
                 states[index] = LATE if last >= due else USED
@@ -365,7 +356,7 @@ class ShardReducer(OwningReducer):
         anew = flag_of(self._sent.begun_anew)
         flags = ShardFlags(
             states,
-            by_hand,
+            dropped,
             needs,
             last_arrivals,
             notice=float(self.notice),

@@ -91,7 +91,7 @@ class ShardReplicaReducer(ReplicaReducer):
     def add_groups(self) -> None:
         """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         layout, known = self._communicator.layout, len(self.used)
-        self.used.extend([False] * (len(layout.parameters) - known))
+        self._sent.grow()
         self.assignment.groups = self._groups(layout)
         self.add_parameters(list(zip(layout.names, layout.parameters))[known:])
 

@@ -26,14 +26,14 @@ __all__ = [
     "TorchDispatchMode", "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dispatch_mode_stack", "dual_level",
     "execution_engine", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_zero_", "function_mode_stack",
     "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "in_mode", "infer_device_type",
-    "pop_function_mode", "profiler_enabled", "push_function_mode", "pytree", "sequence_number", "top_saved_tensors_default_hooks",
-    "tracing", "unsafe_preserve_version_counter", "untraceable",
+    "pop_function_mode", "profiler_enabled", "push_function_mode", "pytree", "run_first", "sequence_number",
+    "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
 ]  # fmt: skip
 
 OLDEST = (2, 6)  # setup.cfg asks for the same
 
 ATTRIBUTES: tuple[tuple[object, tuple[str, ...]], ...] = (
-    (torch.Tensor, ("_version", "_backward_hooks")),
+    (torch.Tensor, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
     (torch.UntypedStorage, ("_cdata",)),
     (torch.autograd.Function, ("_backward_cls",)),
     (forward_ad, ("_current_level",)),
@@ -152,6 +152,18 @@ except (ImportError, AttributeError) as error:
         f"{_version(OLDEST)}, which has it, then run `hvd-ckpt build-horovod`, which builds Horovod for it.",
         name="hvd_ckpt",
     ) from None
+
+
+def run_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any | None:
+    """Registers a hook after accumulation that runs before those that are there; returns its handle, or None if there are none."""
+    others: dict[int, Any] = dict(parameter._post_accumulate_grad_hooks or {})
+    if not others:
+        return None
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = parameter._post_accumulate_grad_hooks
+    for key in others:  # behind the new one, under the keys that their handles know
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 def untraceable(kind: type[torch.Tensor]) -> None:

@@ -99,7 +99,8 @@ def _agreement(program: Program, everyone: list[Outcome]) -> list[str]:
             done.setdefault(key[1:], set()).add(key[0])
     for (step, position, at), ranks in done.items():
         act = program.steps[step].acts[position]
-        alike = all(len(one.ranks) == program.ranks for one in program.steps[step].acts[:position])
+        before = [one for number in range(step + 1) for one in program.steps[number].acts]
+        alike = all(len(one.ranks) == program.ranks for one in before if one != act)
         if alike and ranks != set(act.ranks) and act.kind not in STATE_READ:
             failures.append(f"refused on some ranks: {step} {act} parameter {at} on {sorted(ranks)} only")
     if not any(drifts(program, act) for step in program.steps for act in step.acts):
@@ -210,13 +211,19 @@ def _zeroed(step: Any) -> bool:
 
 def may_refuse_hook(program: Program, hook: tuple[str, int, bool]) -> bool:
     kind, _, before = hook
-    return not before and kind != "pre_mul" and (program.ranks > 1 or program.stage > 1)
+    if kind == "pre_mul" or (program.ranks == 1 and program.stage < 2):
+        return False
+    # One that comes before the optimizer's is refused where it would find the last part of a gradient alone.
+    several = program.stage > 1 and any(len(own) > 1 for step in program.steps for own in step.passes)
+    return not before or several or not steady(program)
 
 
 def must_refuse(program: Program, number: int, act: Act, everyone: list[Outcome]) -> bool:
     """Whether a gradient was changed in place between ``backward()`` and ``synchronize()``, as by torch's clipping."""
     if program.ranks == 1 or act.place != "backward" or act.kind not in IN_PLACE:
         return False
+    if not any(program.steps[number].passes):
+        return False  # there may be no gradients
     if act.kind in ("data_mul_", "model_zeros", "optimizer_zeros", "index"):
         return (
             False  # no version tells of the first; the others drop gradients, or may find nothing to write to

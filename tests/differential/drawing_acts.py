@@ -176,8 +176,6 @@ class DrawActs(Draw):
             and self.chance(0.15)
         ):
             kinds = ["pre_mul", "post_mul", "post_replace", "post_read"]
-            if self.stage > 1 and any(len(own) > 1 for step in program.steps for own in step.passes):
-                kinds = kinds[:1]  # the others see each pass's gradient by itself
             hooks = tuple(
                 (self.choose(kinds), self.dice.randrange(1000), self.chance(0.5))
                 for _ in range(self.choose([1, 2]))

@@ -17,6 +17,8 @@ from acts import FLAGS, IN_PLACE, READS, REPLACED, Act
 from stateful import VOCABULARY, WIDTH
 from torch import Tensor
 
+from hvd_ckpt.reduction.gradients import has_values
+
 Key = tuple[int, ...]
 """Of an operation: rank, step, position of the act, position of the parameter."""
 
@@ -303,6 +305,10 @@ def _clip_value(hand: Hand, act: Act, targets: list[Tensor]) -> None:
 def _zero_grad(hand: Hand, act: Act, targets: list[Tensor]) -> None:
     run = hand._run
     if act.kind != "optimizer_zeros":
+        # One that raises must have no effect, also where gradients before it have values.
+        for parameter in run.model.parameters() if act.kind == "model_zeros" else ():
+            if parameter.grad is not None and not has_values(parameter.grad):
+                parameter.grad.zero_()
         run.model.zero_grad(set_to_none=act.kind == "model_none")
     elif run.alone:
         run.clear_gradients([p for group in run.groups[0] for p in group], "zero")

@@ -138,6 +138,44 @@ def test_gradients_are_read_as_long_as_nothing_of_them_is_in_flight(shard: int) 
 
 
 @several
+@pytest.mark.parametrize("shard", [0, 1, 2, 3])
+def test_what_a_later_pass_adds_is_not_read_for_the_whole(shard: int) -> None:
+    """The pass uses a part of the model, so what it adds has not left yet at any stage."""
+    model, reference = chain(), chain()
+    optimizer = wrap(
+        model,
+        bucket_cap_mb=ONE_BUCKET if shard > 1 else SMALL,
+        shard=shard,
+        **({"units": []} if shard == 3 else {}),
+    )
+    plain = sgd(reference)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss(model, step).backward()
+        loss_of_all(reference, step).backward()
+        if step == 2:
+            for part in (3, 4):
+                loss(model[:2], step + part).backward()
+                loss_of_all(reference[:2], step + part).backward()
+                weight = model[1][0].weight
+                assert weight.grad.shape == (8, 8)
+                with pytest.raises(RuntimeError, match=r"'1\.0\.weight' is .*synchronize\(\)"):
+                    weight.grad.norm()
+        optimizer.step()
+        plain.step()
+    with optimizer.gathered_parameters():
+        assert difference(model, reference) < 1e-5
+    optimizer.zero_grad()
+    for _ in range(3):
+        loss(model, 0).backward()
+    loss(model[:2], 1).backward()
+    model[1][0].weight.grad = torch.ones(8, 8)
+    with raises_on_every_rank(r"'1\.0\.weight' was replaced.*synchronize\(\)"):
+        optimizer.step()
+
+
+@several
 def test_a_late_part_is_not_read_for_the_whole() -> None:
     model, reference = chain(), chain()
     optimizer, plain = wrap(model), torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -245,6 +283,43 @@ def test_hooks_that_change_gradients(in_place: bool) -> None:
                 optimizer.step()
         for handle in handles:
             handle.remove()
+
+
+@several
+@pytest.mark.parametrize("shard", [0, 1, 2, 3])
+def test_hooks_do_not_take_a_part_for_the_whole(shard: int) -> None:
+    """As in PyTorch, a hook finds the sum of a step's passes; where an earlier part has left, it is refused."""
+
+    def normalize(parameter: torch.Tensor) -> None:
+        gradient: Any = parameter.grad
+        parameter.grad = gradient / (1 + gradient.norm())
+
+    model, reference = chain(), chain()
+    for one in (*model.parameters(), *reference.parameters()):
+        one.register_post_accumulate_grad_hook(normalize)
+    optimizer = wrap(model, shard=shard, backward_passes_per_step=2)
+    for step in range(3):
+        optimizer.zero_grad()
+        means = [torch.zeros_like(one) for one in reference.parameters()]
+        for part in range(2):
+            loss(model, step + part).backward()
+        for rank in range(hc.size()):
+            reference.zero_grad()
+            for part in range(2):
+                loss(reference, step + part, rank).backward()
+            for mean, one in zip(means, reference.parameters()):
+                mean += one.grad / hc.size()  # type: ignore[operator]
+        optimizer.step()
+        with torch.no_grad():
+            for mean, one in zip(means, reference.parameters()):
+                one -= 0.1 * mean
+    with optimizer.gathered_parameters():
+        assert difference(model, reference) < 1e-5
+    optimizer.zero_grad()
+    loss(model, 3).backward()
+    loss(model, 4).backward()
+    with raises_on_every_rank(r"gradient of parameter '.*synchronize\(\)"):
+        loss(model, 5).backward()
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [SMALL, ONE_BUCKET])
