@@ -116,7 +116,7 @@ class Verification:
             if not any(map(bool, rows)):
                 if draws:
                     return True
-                problem = before and f"{before}, but not without dropout: random numbers differ"
+                problem = before and f"{before}, but only in training: random numbers or statistics differ"
                 break
         _raise_together(
             problem
