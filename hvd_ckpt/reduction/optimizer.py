@@ -14,7 +14,7 @@ everything is reduced, there is no exchange, and such a gradient is an error.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from hvd_ckpt.reduction.communicator import Communicator, adasum_step, mean_over
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.results import changed_apart
+from hvd_ckpt.reduction.state import GradientsState, parts_of
 from hvd_ckpt.reduction.stats import ReductionStats
 from hvd_ckpt.reduction.whole import whole_model_state, whole_optimizer_state
 from hvd_ckpt.utils.unmaterialized import copied_state
@@ -63,9 +64,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     _phase = Phase.ACCUMULATING
     _step_reduces = StepReduces.YES
     _keeps_zeros = False  # the last zero_grad() has set gradients to zero
-    _had_gradients: Sequence[
-        torch.Tensor
-    ] = ()  # until zero_grad(): where there were any when the run was saved
+    # Until zero_grad() in a resumed run: parameters with a gradient when the run was saved.
+    _had_gradients: Collection[torch.Tensor] = ()
     _wrapped_supports_amp_scaling: bool
     _notice = _noticed = False  # where there is no reducer
     backward_passes_per_step: int
@@ -455,8 +455,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         It is separate from :meth:`state_dict`, which is that of the wrapped optimizer and thus loads everywhere.
         """
         state = self.reducer.state_dict() if self.reducer is not None else {}
-        named = self.parameter_names.items()
-        state["gradients"] = [name for parameter, name in named if self._has_gradient(parameter)]
+        had = set(self._had_gradients)
+        state["gradients"] = [
+            name
+            for parameter, name in self.parameter_names.items()
+            if parameter in had or self._has_gradient(parameter)
+        ]
         state["zeros"] = self._keeps_zeros
         return state
 
@@ -470,8 +474,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Raises:
             ValueError: the state does not belong to this model.
         """
-        had, self._keeps_zeros = set(state.get("gradients", ())), bool(state.get("zeros"))
-        learned = {name: value for name, value in state.items() if name not in ("gradients", "zeros")}
+        own, learned = parts_of(state)
+        GradientsState.check(own, "reduction state")
+        had, self._keeps_zeros = set(own.get("gradients", ())), own.get("zeros", False)
         if self.reducer is not None and learned:
             self.reducer.load_state_dict(learned)
             self.drop_gradients()

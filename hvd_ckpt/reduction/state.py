@@ -1,8 +1,9 @@
-"""The schema of a reducer's state."""
+"""The schemas of an optimizer's ``reduction_state_dict()``."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -21,7 +22,6 @@ class ReducerState(State):
     counts: dict[str, Count] | None
     lower_counts: dict[str, Count]
     verified_part: Count = 0
-    zeros: list[str] = Field(default=[])
 
     @model_validator(mode="after")
     def _has_each_once(self) -> ReducerState:
@@ -31,3 +31,24 @@ class ReducerState(State):
         if twice:
             raise ValueError(f"{shown(twice[0])} is both in a bucket and unbucketed")
         return self
+
+
+class GradientsState(State):
+    """What the next ``zero_grad()`` finds.
+
+    Attributes:
+        gradients: names of the parameters that have a gradient.
+        zeros: whether the last one has set gradients to zero.
+    """
+
+    gradients: list[str] = Field(default=[])
+    zeros: bool = False
+
+
+def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A reduction state as a :class:`GradientsState` and the state of the reducer, which is empty where there is none."""
+    names = GradientsState.model_fields
+    return (
+        {name: value for name, value in state.items() if name in names},
+        {name: value for name, value in state.items() if name not in names},
+    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.local_sgd.state import AveragesState
 from hvd_ckpt.pipeline.pipeline import Pipeline
-from hvd_ckpt.reduction.state import ReducerState
+from hvd_ckpt.reduction.state import GradientsState, ReducerState, parts_of
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots.content import ShardState, named_tensors
 from hvd_ckpt.snapshots.reader import Snapshot
@@ -138,9 +138,11 @@ def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankS
     for state in snapshot.per_stage:
         with _schema("per_rank"):
             of_rank = per_rank.model_validate(state)
-        if of_rank.reduction and (snapshot.sharding is None or snapshot.sharding.stage < 2):
-            with _schema("per_rank.reduction"):
-                ReducerState.model_validate(of_rank.reduction)
+        gradients, learned = parts_of(of_rank.reduction)
+        with _schema("per_rank.reduction"):
+            GradientsState.model_validate(gradients)
+            if learned and (snapshot.sharding is None or snapshot.sharding.stage < 2):
+                ReducerState.model_validate(learned)
     return checked
 
 

@@ -25,6 +25,7 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.app.training.resume import Progress, check_fits, check_resumed, check_state, plan_text
 from hvd_ckpt.reduction.assignment import BucketAssignment
+from hvd_ckpt.reduction.state import parts_of
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.loading import load_optimizer
@@ -251,10 +252,11 @@ def resume(resumed: Snapshot) -> None:
         with torch.no_grad():
             for name, value in resumed.per_rank["buffers"].items():
                 buffers[name].copy_(value)
-        if resumed.per_rank["reduction"]:
+        _, learned = parts_of(resumed.per_rank["reduction"])
+        if learned:
             assignment = BucketAssignment(list(model.named_parameters()), 25 << 20, None)
             try:
-                assignment.load_state_dict(resumed.per_rank["reduction"])
+                assignment.load_state_dict(learned)
             except ValueError as error:  # as the trainer
                 raise ConfigError(str(error)) from None
             assert sum(len(bucket.entries) for bucket in assignment.buckets) == len(assignment.order)
