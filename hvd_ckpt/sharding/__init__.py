@@ -37,6 +37,5 @@ Weights:
     prefetch         the order in which units are gathered ahead
     unshard          the states of a unit's parameters
     group_memory     the memory of one group of a unit
-    written          weights that change while they are whole
     divergence       ranks that run different units
 """

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.utils.torch_private import identity_of
@@ -71,14 +70,6 @@ class GroupMemory:
     def source(self) -> torch.Tensor:
         """The tensor that is gathered, unless exact values are needed."""
         return self.secondary if self.current and self.secondary is not None else self.shard
-
-    def keep(self, rank: int, format: WireFormat) -> None:
-        """Copies this rank's part of ``whole`` into the shard. An exact value is kept where ``whole`` has its rounding."""
-        own = self.group.shard_of(self.whole, rank)
-        exact = self.shard.to(self.whole.device, non_blocking=True)
-        if format.changes(self.group.dtype):
-            own = torch.where(own == format.rounded(exact), exact, own)
-        self.shard.copy_(own)
 
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)

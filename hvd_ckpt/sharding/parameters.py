@@ -6,16 +6,19 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from hvd_ckpt.reduction.agreement import allgather_objects, raise_together
 from hvd_ckpt.sharding.divergence import Divergence
 from hvd_ckpt.sharding.layout import Group
 from hvd_ckpt.sharding.module_hooks import SavedInPass
 from hvd_ckpt.sharding.passes import Passes
 from hvd_ckpt.sharding.unshard import Gathering, UnitParameters
+from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.unmaterialized import forget_split, note_split
 
 Unit = tuple[list[nn.Module], list[Group]]  # modules, and the groups of their parameters
@@ -51,7 +54,7 @@ class ShardedParameters:
     ) -> None:
         self._model = weakref.ref(model)
         layout = gathering.layout
-        self._layout, self._exchange, self._format = layout, gathering.exchange, gathering.format
+        self._layout, self._exchange = layout, gathering.exchange
         self.written = gathering.written
         titles = list(_titles(model, units))
         divergence = Divergence(self._exchange, titles)
@@ -102,10 +105,10 @@ class ShardedParameters:
         self._passes.reset()
 
     def sync_from_model(self) -> None:
-        """Keeps what was written to parameters while they were whole, and refuses other changes.
+        """Keeps what was written to parameters within :meth:`gathered`, and refuses other changes.
 
         Raises:
-            RuntimeError: a parameter was replaced, or given data, another dtype, device or shape.
+            RuntimeError: a parameter was replaced, written in a pass, or given data, another dtype, device or shape.
         """
         model = self._model()
         for name, parameter in () if model is None else model.named_parameters():
@@ -117,24 +120,43 @@ class ShardedParameters:
         self._passes.keep_written()
         for unit in self._passes.units:
             unit.parameters.check()
+        if (error := self._take_error()) is not None:
+            raise error
 
     def changed_since(self) -> list[torch.Tensor]:
         """Nothing: see :meth:`check_written`."""
         return []
 
-    def check_written(self) -> None:
-        """Compares what the ranks have written to weights since the last time, where they have not written the same. Collective.
+    def find_written(self) -> RuntimeError | None:
+        """The error of a pass that has written weights since the last synchronization."""
+        for unit in self._passes.units:
+            unit.parameters.find_written()
+        return self._take_error()
 
-        Raises:
-            RuntimeError: a rank's is not what was kept; the same on every rank.
+    def _raise_error(self) -> None:
+        """Raises that error on every rank, where ranks come together."""
+        if not (self._passes.summoned or self._passes.busy):
+            raise_together(self.find_written(), self._exchange.process_set, "the parameters of stage 3")
+
+    def _take_error(self) -> RuntimeError | None:
+        error, self.written.error = self.written.error, None
+        return error
+
+    def check_written(self) -> None:
+        """Raises RuntimeError, the same on every rank, if a rank has written other values than were kept since the last time.
+
+        Collective.
         """
-        number = self._passes.compare_written(self.written, self._exchange)
-        self.written.forget()
-        if number is not None:
+        # Gathered again, since a rank may have written the same without a trace, as by Horovod's broadcast.
+        with self.gathered():
+            parameters, values = self._layout.parameters, self.written.values
+            own = [index for index, value in values.items() if value != int(fingerprint(parameters[index]))]
+        differing = list(chain(*allgather_objects(own, self._exchange.process_set, "written weights")))
+        if differing:
             raise RuntimeError(
-                f"the ranks have written different values to parameter '{self._layout.names[number]}' while it was whole (in a "
-                "forward pass, as nn.Embedding(max_norm=...) does, or inside optimizer.gathered_parameters()), and it is split "
-                "over them (stage 3), so that only one of these could be kept; write the same on every rank"
+                f"the ranks have written different values to parameter '{self._layout.names[min(differing)]}' inside "
+                "optimizer.gathered_parameters(), and it is split over them (stage 3), so that only one of these could be kept; "
+                "write the same on every rank"
             )
 
     def check_apart(self, what: str) -> None:
@@ -159,6 +181,7 @@ class ShardedParameters:
         Raises:
             RuntimeError: inside a backward pass.
         """
+        self._raise_error()
         self._passes.summon()
         try:
             yield
@@ -167,6 +190,7 @@ class ShardedParameters:
 
     def collected(self, here: bool) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
         """See :meth:`.passes.Passes.collected`."""
+        self._raise_error()
         return self._passes.collected(here)
 
     def unshard(self) -> None:
@@ -179,6 +203,7 @@ class ShardedParameters:
             raise RuntimeError(
                 "optimizer.unshard() does not work inside optimizer.gathered_parameters(); call it after it"
             )
+        self._raise_error()
         self._passes.summon()
         for unit in self._passes.units:
             unit.parameters.materialize()

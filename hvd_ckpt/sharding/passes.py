@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.module_hooks import (
     UnitCall,
     adopt_changes,
@@ -36,7 +35,6 @@ from hvd_ckpt.sharding.module_hooks import (
 )
 from hvd_ckpt.sharding.prefetch import Pass, PrefetchOrder
 from hvd_ckpt.sharding.unshard import UnitParameters
-from hvd_ckpt.sharding.written import WrittenWeights
 from hvd_ckpt.utils.frames import is_recomputing
 from hvd_ckpt.utils.torch_private import (
     DisableTorchFunction,
@@ -160,43 +158,12 @@ class Passes:
             awaited = self._watch(unit, call, output, tensors_left_in(module, (args, kwargs), since))
             output = apart(output, unit.parameters.holds)
         with _quietly():
-            if not unit.running and unit.parameters.whole and not self.summoned:
-                # A recomputation writes what the first pass has written already
-                # (nn.Embedding(max_norm=...) say), so that is kept once.
-                unit.parameters.forget_written() if _in_backward() else unit.parameters.keep_written()
             if not _in_backward():
                 if unit is self.root:
                     self._end_of_root(number, awaited)
                 elif unit.call is None and not awaited:
                     self._reshard(unit)
         return output
-
-    def compare_written(self, written: WrittenWeights, exchange: Exchange) -> int | None:
-        """Whether each rank's weights are now what it has written to them itself. Collective.
-
-        Returns:
-            The number of the first parameter of which that is not so.
-        """
-        self.reset()
-        # Two small messages: which parameters some rank has written, and which of these
-        # were kept with other values than a rank's.
-        count = 1 + max((number for unit in self.units for number in unit.parameters.numbers), default=-1)
-        there = torch.tensor([number in written for number in range(count)], dtype=torch.float32)
-        anywhere = {number for number, some in enumerate(exchange.maximum(there, "written")) if some}
-        differing = torch.zeros(count)
-        with _quietly():
-            for unit in self.units:
-                if anywhere.isdisjoint(unit.parameters.numbers):
-                    continue
-                # Gathered, compared and freed one after the other, so that one unit is whole at a time.
-                if not self.summoned:
-                    unit.parameters.unshard(exactly=True)
-                    unit.parameters.wait_for_unshard()
-                for number in unit.parameters.numbers:
-                    differing[number] = written.differs(number, unit.parameters.whole_of(number))
-                self._reshard(unit)
-        anywhere_differing = exchange.maximum(differing.float(), "differing")
-        return next((number for number, differs in enumerate(anywhere_differing) if differs), None)
 
     def reset(self) -> None:
         """No forward and no backward pass is running now, whatever became of the last ones: all memory is given back."""
@@ -245,13 +212,10 @@ class Passes:
                 for unit in self.units:
                     unit.parameters.write_back()
         finally:
-            for unit in self.units:
-                # write_back() has kept everything, or has raised: nothing is left for reset() to keep.
-                unit.parameters.discard_written()
             self.reset()
 
     def keep_written(self) -> None:
-        """Keeps what was written to whole parameters so far; of a pass that has ended, also frees them."""
+        """Within :meth:`summon`, keeps what was written so far; else frees what a pass has left."""
         self.reset()
         if self.summoned:
             with _quietly():

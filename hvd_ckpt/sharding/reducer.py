@@ -256,6 +256,8 @@ class ShardReducer(OwningReducer):
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
         self._look_at(range(len(parameters)))
+        if self._store is not None:
+            self._mismatch = self._mismatch or self._store.find_written()
         for index, _ in enumerate(parameters):
             self._begin_anew(self._layout.group_of[index], index)
         pending = any(self._sent.unsent(index) is not None for index in range(len(parameters)))
@@ -272,9 +274,11 @@ class ShardReducer(OwningReducer):
         if flags.anew != -flags.not_anew:
             self._check_begun_anew(flags.states)
         if self._store is not None:
-            if flags.written != -flags.unwritten:
-                self._store.check_written()
-            self._store.written.forget()
+            try:
+                if flags.written != -flags.unwritten:
+                    self._store.check_written()
+            finally:
+                self._store.written.values.clear()
         # A rank that has launched further did so in its backward pass; the others must follow before anything else is sent.
         self._launch_up_to(round(flags.position))
         self._send_rest(flags.needs)
@@ -352,7 +356,7 @@ class ShardReducer(OwningReducer):
         # Zeros on other ranks make the greatest the one of rank 0.
         last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
         converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
-        written = 0.0 if self._store is None else self._store.written.digest
+        written = 0.0 if self._store is None else flag_of(self._store.written.values)
         anew = flag_of(self._sent.begun_anew)
         flags = ShardFlags(
             states,

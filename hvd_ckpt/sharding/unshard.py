@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,7 +25,7 @@ from hvd_ckpt.sharding.formats import FP32, WireFormat
 from hvd_ckpt.sharding.group_memory import GroupMemory, Member
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
-from hvd_ckpt.sharding.written import WrittenWeights, data_was_written, forget_data, watched_class
+from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.torch_private import identity_of
 from hvd_ckpt.utils.unmaterialized import absent_class, absent_storages
 from hvd_ckpt.utils.waits import waiting_for
@@ -40,6 +42,47 @@ class _State(enum.Enum):
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     WHOLE = "whole"
+
+
+@dataclass
+class Written:
+    """What this rank has written to weights since the last synchronization.
+
+    Attributes:
+        values: fingerprints of parameters that were written within ``gathered_parameters()``, by index; all ranks must have
+            written the same, since each keeps its own part.
+        error: of a write in a forward or backward pass, whose values are gone with the unit's memory.
+    """
+
+    values: dict[int, int] = field(default_factory=dict)
+    error: RuntimeError | None = None
+
+
+_DATA: Any = torch.Tensor.data
+_ALIAS = "_data_of_hvd_ckpt"
+
+
+class _Watched:
+    """Mixin of a parameter's class while it is whole for a pass: writes by way of ``data`` leave a trace."""
+
+    @property
+    def data(self) -> Any:
+        # ``data`` has a version counter of its own, so the first one is kept, and later ones share its counter.
+        alias = _DATA.__get__(self)
+        first = vars(self).setdefault(_ALIAS, alias)
+        return first.detach() if first.data_ptr() == alias.data_ptr() else alias
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
+
+
+@functools.cache
+def _watched_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The class that a parameter of class ``kind`` has while it is whole for a pass."""
+    made: Any = type(kind)
+    watched: type[torch.Tensor] = made(kind.__name__, (_Watched, kind), {})
+    return watched
 
 
 @dataclass(frozen=True)
@@ -59,7 +102,7 @@ class Gathering:
     exchange: Exchange
     format: WireFormat = FP32
     offload: Offload | None = None
-    written: WrittenWeights = field(default_factory=WrittenWeights)
+    written: Written = field(default_factory=Written)
 
 
 class UnitParameters:
@@ -85,7 +128,8 @@ class UnitParameters:
         layout, exchange, offload = gathering.layout, gathering.exchange, gathering.offload
         self._written = gathering.written
         self._title, self._divergence = title, divergence
-        self._versions: list[int] = []  # of the parameters since they are whole for a pass
+        # Of the parameters since they are whole; empty once it is known what was written, or after an error.
+        self._versions: list[int] = []
         self._layout, self._exchange, self._format, self._offload = (
             layout,
             exchange,
@@ -153,8 +197,8 @@ class UnitParameters:
     def gather_again(self) -> None:
         """Gathers what the shards hold once more, exactly, into the parameters, which are whole. Collective."""
         assert self.whole
-        # First, since reshard() would keep what was written before the shards were changed.
-        self.discard_written()
+        # First, since what was written before the shards were changed counts no more.
+        self.forget_written()
         self.reshard()
         self.unshard(exactly=True)
         self.wait_for_unshard()
@@ -189,72 +233,40 @@ class UnitParameters:
         self._keep_secondary()
         # Versions are noted last: they count what a pass writes from here on.
         self._present([member.whole for member in self._members], watched=not self._exact)
-        self.forget_written()
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [member.parameter._version for member in self._members]
 
     def forget_written(self) -> None:
-        """Discards what was written to the parameters so far, since a recomputation has written the same as the first pass."""
-        self._versions = [member.parameter._version for member in self._members]
-        for member in self._members:
-            forget_data(member.parameter)
-
-    def discard_written(self) -> None:
-        """Discards what is written to the parameters after this call, until they are gathered again."""
+        """Nothing that is written to the parameters counts, until they are gathered again."""
         self._versions = []
 
     def _changed(self) -> list[Member]:
         """The parameters that were written since they are whole."""
         changed = []
         for member, version in zip(self._members, self._versions):
-            parameter = member.parameter
-            # Asked in any case, and first: it also forgets the fingerprint of the data that was taken.
-            data_written = data_was_written(parameter)
-            if data_written or parameter._version != version or not self.holds(parameter):
+            alias = vars(member.parameter).get(_ALIAS)
+            if (
+                member.parameter._version != version
+                or (alias is not None and alias._version)
+                or not self.holds(member.parameter)
+            ):
                 changed.append(member)
         return changed
 
-    def keep_written(self) -> None:
-        """Keeps what a pass has written to the parameters: this rank's shard of it.
-
-        Raises:
-            RuntimeError: a parameter has another dtype, device or shape by now.
-        """
-        changed = self._changed()
-        if not changed:
+    def find_written(self) -> None:
+        """Notes what a pass has written to the parameters, as an error: their memory is given back after it."""
+        if self._exact or not (changed := self._changed()):
             return
-        self._collect(changed)
-        rank, within = self._exchange.rank, self._exchange.within
-        for flat in self._flats:
-            flat.keep(rank, self._format)
-            if within is not None and flat.current:
-                assert flat.secondary is not None
-                flat.secondary.copy_(flat.whole.view(within.ranks, -1)[within.rank], non_blocking=True)
-        self._release_shards()
-        self._note(changed)
-
-    def _collect(self, changed: Iterable[Member]) -> None:
-        """Brings values of data of their own, which somebody may have given parameters, into the unit's memory."""
-        self.discard_written()  # an error is raised once
-        self.check()
-        with torch.no_grad():
-            for member in changed:
-                if not self.holds(member.parameter):
-                    member.whole.copy_(member.parameter)
-                    member.parameter.data = member.whole
-
-    def _note(self, changed: Iterable[Member]) -> None:
-        for member in changed:
-            self._written.note(member.number, member.whole)
         self.forget_written()
-
-    @property
-    def numbers(self) -> list[int]:
-        """Of its parameters, in the layout."""
-        return [member.number for member in self._members]
-
-    def whole_of(self, number: int) -> torch.Tensor:
-        """The values of one of its parameters, which are whole."""
-        assert self.whole
-        return next(member.whole for member in self._members if member.number == number)
+        self.check()
+        name = self._layout.names[changed[0].number]
+        self._written.error = self._written.error or RuntimeError(
+            f"parameter '{name}' was written in a forward or backward pass (as nn.Embedding(max_norm=...) does, or a clamp in "
+            "forward()), and it is split over the ranks (stage 3), so that what is written there would be lost; write it between "
+            "steps, inside 'with optimizer.gathered_parameters():' on all ranks, or use shard=2"
+        )
 
     def _keep_secondary(self) -> None:
         """Copies this rank's part of what was gathered, for the next gathers within its group."""
@@ -274,12 +286,13 @@ class UnitParameters:
         for flat in self._flats:
             if flat.group.position in changed:
                 flat.current = False
-                self._written.forget(flat.group.indices)
+                for index in flat.group.indices:  # has other values than what was written
+                    self._written.values.pop(index, None)
 
     def _present(self, values: Iterable[torch.Tensor], watched: bool) -> None:
         for member, value in zip(self._members, values):
             member.parameter.data = value
-            member.parameter.__class__ = watched_class(member.kind) if watched else member.kind
+            member.parameter.__class__ = _watched_class(member.kind) if watched else member.kind
         # Reading is right now, so that a replay must not gather the unit because of these storages.
         _forget(self._identities | self._absences)
 
@@ -315,14 +328,12 @@ class UnitParameters:
         self._release_shards()
 
     def reshard(self) -> None:
-        """Keeps what was written, and gives the memory back; what is on its way is waited for first, since it is written there."""
+        """Gives the memory back; what is on its way is waited for first, since it is written there."""
         if self._state is _State.UNSHARDING:
             self._arrive()
-        elif (
-            self._versions
-        ):  # empty where nothing is to be kept: after an error, or once write_back() has kept it
-            self.keep_written()
-        self.discard_written()
+        else:
+            self.find_written()
+        self.forget_written()
         self._state = _State.SHARDED
         self.make_absent()
         for flat in self._flats:
@@ -333,23 +344,32 @@ class UnitParameters:
     def make_absent(self) -> None:
         """Makes the parameters placeholders, whatever they are now."""
         for member in self._members:
+            vars(member.parameter).pop(_ALIAS, None)
             member.parameter.data = member.placeholder
             member.parameter.__class__ = absent_class(member.kind)
 
     def write_back(self) -> None:
-        """Copies this rank's part of the whole parameters into the shards.
+        """Copies this rank's part of the whole parameters, which are exact, into the shards.
 
         Raises:
             RuntimeError: a parameter has another dtype, device or shape by now.
         """
         assert self.whole
         changed = self._changed()
-        self._collect(changed)
-        for flat in self._flats:
-            flat.keep(self._exchange.rank, FP32)
+        self.forget_written()  # an error is raised once
+        self.check()
+        with torch.no_grad():
+            for member in changed:
+                if not self.holds(member.parameter):  # somebody has given it data of its own
+                    member.whole.copy_(member.parameter)
+                    member.parameter.data = member.whole
+            for flat in self._flats:
+                flat.shard.copy_(flat.group.shard_of(flat.whole, self._exchange.rank))
         self.shards_changed([flat.group for flat in self._flats])
         self._release_shards()
-        self._note(changed)
+        for member in changed:
+            self._written.values[member.number] = int(fingerprint(member.whole))
+        self._note_versions()
 
     def materialize(self) -> None:
         """Makes the whole values the parameters' own."""
