@@ -15,6 +15,10 @@ After the flags all ranks have the same information. If there is a difference, t
 parameters, in one allreduce in which absent ranks also take part. This table decides. It names the parameter and the ranks, or
 shows that weights have become equal since. It may also show that the ranks were at different parts, which are then made equal.
 
+At stages 1 and 2 each rank updates a part of the weights and gives it to the others, which mixes what a rank alone has written
+into the weights of all before they are compared. There a step also compares one element of each parameter
+(:attr:`WeightVerification.sample`), and a difference that was found once is an error.
+
 Only parameters that have been reduced are compared, since ranks that average a gradient need the same weight for it. A parameter
 that is not reduced (frozen, or never used) may differ. The first step compares nothing, so weights may be broadcast after it.
 """
@@ -140,12 +144,13 @@ class _Range(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """The flags of a part, and the step whose weights they are of."""
+    """The flags of a part, and the step whose weights they are of; and by parameter its sample."""
 
     turn: int
     step: int
     value: torch.Tensor
     flags: torch.Tensor
+    samples: dict[int, torch.Tensor]
 
 
 class WeightVerification:
@@ -157,6 +162,9 @@ class WeightVerification:
         flags: control flags that carry its values.
 
     Attributes:
+        sample: where the ranks take over parts of each other's weights in each step (stages 1 and 2), so that what one rank has
+            written is gone or everywhere before its part's turn comes: gives for a number and some parameters the bits of one
+            element of each, int64 [parameters]. They are compared in each step.
         turn: the part that is compared next.
         written: parameters that this rank has written outside of steps since the last synchronization, which compares them in
             any case, where an optimizer says so.
@@ -172,6 +180,7 @@ class WeightVerification:
     ) -> None:
         self._names, self._parameters, self._process_set = names, parameters, process_set
         self._flags, self.size = flags, flags.SIZE
+        self.sample: Callable[[int, Sequence[torch.Tensor]], torch.Tensor] | None = None
         self._compared: list[int] = []
         self._parts: list[list[_Range]] = []
         self.turn, self.alone = 0, False
@@ -224,8 +233,13 @@ class WeightVerification:
         most = MAX_RANKS if exact else ROUNDED_RANKS
         if self._takes_part and self._parts and 1 < self._process_set.size() <= most:
             turn = (self.turn + 1) % len(self._parts)
-            value = self._of_part(turn)
-            self._prepared = _Prepared(turn, self._steps, value, self._flags.encode(value))
+            value, samples = self._of_part(turn), {}
+            if self.sample is not None:
+                chosen = [index for index in self._compared if not self._ignores(index)]
+                bits = self.sample(self._steps, [self._parameters[index] for index in chosen])
+                value = value * _FOLD + fingerprint(bits).to(value.device)
+                samples = dict(zip(chosen, bits * _FOLD + 1))  # 0 is a parameter that is not compared
+            self._prepared = _Prepared(turn, self._steps, value, self._flags.encode(value), samples)
 
     @property
     def _takes_part(self) -> bool:
@@ -293,10 +307,12 @@ class WeightVerification:
         ranks, own = ranks_of(self._process_set), self._process_set.rank()
         # A row for each rank, which this rank fills for itself; the sum over the ranks is the whole table:
         #
-        #   2 if it compares, else 1 | turn | steps | last equal step | host name x 8 | fingerprint of each parameter
+        #   2 if it compares, else 1 | turn | steps | last equal step | host name x 8 | fingerprint of each parameter | its sample
         #
-        # A row of zeros is a rank that has joined. A fingerprint of 0 is a parameter that the rank does not compare.
-        table = torch.zeros(len(ranks), _FACTS + len(self._compared), dtype=torch.int64)
+        # A row of zeros is a rank that has joined. A fingerprint or sample of 0 is a parameter that the rank does not compare.
+        samples = self._sent.samples if self._sent is not None else {}
+        behind = _FACTS + len(self._compared)
+        table = torch.zeros(len(ranks), behind + len(self._compared), dtype=torch.int64)
         host = host_name().encode()[: 8 * _HOST_WORDS].ljust(8 * _HOST_WORDS, b"\0")
         facts = [2 if self._takes_part else 1, self.turn, self._steps, self._equal_in.get(part, 0)]
         table[own, :4] = torch.tensor(facts)
@@ -304,6 +320,7 @@ class WeightVerification:
         for column, index in enumerate(self._compared if self._takes_part else (), _FACTS):
             if not self._ignores(index):
                 table[own, column] = int(fingerprint(self._parameters[index])) or 1
+                table[own, column + len(self._compared)] = samples.get(index, 0)
         rows = total(table, "weights")
         present = [row for row in rows if row[0]]
         # Ranks at different parts are level again from here on. If nothing differs in the table, that was all.
@@ -320,8 +337,16 @@ class WeightVerification:
         self._ignored.update(set(self._compared).difference(index for index, _ in columns))
         turns = {entry.parameter for entry in self._parts[part]} if level else set()
         columns.sort(key=lambda pair: pair[0] not in turns)
-        different = next(
-            (index for index, column in columns if len({row[column] for row in comparing.values()}) > 1), None
+        # Weights that differ now, and else those that differed when samples were taken.
+        sampled = [(index, column + len(self._compared)) for index, column in columns]
+        different, columns = next(
+            (
+                (index, table)
+                for table in (columns, sampled)
+                for index, column in table
+                if len({row[column] for row in comparing.values()} - {0}) > 1
+            ),
+            (None, columns),
         )
         if different is None:
             return

@@ -17,6 +17,7 @@ from hvd_ckpt.sharding.in_flight import IN_FLIGHT
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.utils.unmaterialized import is_split
 
+SPREAD = 65_537
 WEIGHTS = "the weights that the other ranks have updated (each must call optimizer.step())"
 
 
@@ -35,6 +36,8 @@ class FlatParameters:
     def __init__(self, layout: Layout, exchange: Exchange, format: WireFormat) -> None:
         self._layout, self._exchange, self._format = layout, exchange, format
         self._flats: list[torch.Tensor] = []
+        # Of each group's parameters that have elements: indices, where they begin, and how many.
+        self._places: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._views: dict[int, torch.Tensor] = {}  # of each parameter
         self._versions: dict[int, int] = {}  # of each parameter, when it was last looked at
         self.shards: list[torch.Tensor] = []
@@ -45,6 +48,9 @@ class FlatParameters:
         for group in groups:
             flat = torch.zeros(group.padded, dtype=group.dtype, device=group.device)
             self._flats.append(flat)
+            whole = [place for place in zip(group.indices, group.offsets, group.numels) if place[2]]
+            columns = torch.tensor(whole, dtype=torch.int64, device=group.device).view(-1, 3).t()
+            self._places.append((columns[0], columns[1], columns[2]))
             for index, view in zip(group.indices, self._layout.views(group, flat)):
                 self._views[index] = view
                 self._place(index)
@@ -84,6 +90,18 @@ class FlatParameters:
                 self._versions[index] = version
                 found.append(parameter)
         return found
+
+    def sample(self, number: int, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bits of an element of each parameter, as int64 [parameters]; each number is of other elements."""
+        bits = torch.zeros(len(self._layout.parameters) + 1, dtype=torch.int64, device=self._flats[0].device)
+        for group, flat, (indices, offsets, numels) in zip(self._layout.groups, self._flats, self._places):
+            if len(indices):
+                values = flat[offsets + number * SPREAD % numels]
+                words = values.view(torch.int16 if group.dtype.itemsize > 1 else torch.int8)
+                factors = SPREAD ** torch.arange(len(words) // len(values), device=words.device)
+                bits[indices] = (words.view(len(values), -1) * factors).sum(1).to(bits.device)
+        places = [self._layout.index(parameter) for parameter in parameters]
+        return bits[[-1 if place is None else place for place in places]]
 
     def sync_from_model(self) -> None:
         """Reads what was written to the parameters from outside: values, or other tensors in place of theirs.

@@ -135,7 +135,9 @@ class ShardedOptimizer(ReducedOptimizer):
         Collective.
         """
         if self.reducer is not None:
-            self.reducer.weights.written += self.sharding.store.changed_since()
+            weights, store = self.reducer.weights, self.sharding.store
+            weights.written += store.changed_since()
+            weights.sample = store.sample
         if self._reduce() and self.sharding.stage > 1:
             self.sharding.take_gradient_shards(self.reducer)
             self.sharding.store.reshard()

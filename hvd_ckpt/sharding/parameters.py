@@ -45,6 +45,8 @@ class ShardedParameters:
         OffloadError: there is no room for the shards.
     """
 
+    sample = None  # each weight is held by one rank, so that ranks cannot have different ones
+
     def __init__(
         self,
         model: nn.Module,

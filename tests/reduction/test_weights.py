@@ -107,6 +107,24 @@ def test_a_changed_bit_in_each_parameter_is_an_error_on_every_rank(name: str) ->
 
 
 @several
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"wire": {"parameters": "bf16"}}, {"offload": "optimizer"}], ids=str)
+def test_values_that_steps_mix_into_those_of_all_ranks(stage: int, options: dict[str, Any]) -> None:
+    """Each rank updates a part of the weights, so what one has written is soon gone or everywhere."""
+    for name, _ in chain().named_parameters():
+        model = chain()
+        optimizer = wrap(model, shard=stage, **options)
+        trained(model, optimizer)
+        assert not found(model, optimizer, 3, 10)
+        if hc.rank() == hc.size() - 1:
+            model.get_parameter(name).data.mul_(1.5)
+        message = found(model, optimizer, 3)
+        among = "rank 0" if hc.size() == 2 else f"ranks 0-{hc.size() - 2}"
+        assert f"parameter '{name}' differs in step " in message, message
+        assert f"rank {hc.size() - 1} (host " in message and f"other values than {among}" in message
+
+
+@several
 @pytest.mark.parametrize("name", ["conv.weight", "conv.bias", "narrow", "scale", "table.weight"])
 def test_all_kinds_of_parameters_are_compared(name: str) -> None:
     model = Kinds()
