@@ -12,7 +12,7 @@ import torch
 from hvd_ckpt.reduction.gradients import has_values
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.gradients import IN_PIECES, ShardedGradient
+from hvd_ckpt.sharding.gradients import IN_PIECES, IN_SHARDS, ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
@@ -192,7 +192,17 @@ class Sharding:
 
     def take_gradients(self) -> None:
         """The pieces' gradients are parts of the parameters' own, where those are whole or None. One that somebody has given to a
-        piece stays, if the parameter has none."""
+        piece stays, if the parameter has none.
+
+        Raises:
+            RuntimeError: a parameter has the placeholder of another one's gradient.
+        """
+        for parameter, name in zip(self.layout.parameters, self.layout.names):
+            placed = parameter.grad
+            if isinstance(placed, ShardedGradient) and placed.known_as != name:
+                raise RuntimeError(
+                    f"parameter '{name}' was given the gradient of parameter '{placed.known_as}', which {IN_SHARDS}"
+                )
         for piece in self.pieces:
             gradient, own = self.layout.parameters[piece.index].grad, piece.parameter.grad
             # Three may stand in a piece's ``grad``: a placeholder, what was given here in an earlier step, or the user's own.

@@ -249,7 +249,9 @@ def was_refused(program: Program, number: int, act: Act, everyone: list[Outcome]
 def drifts(program: Program, act: Act) -> bool:
     """Whether an act of some ranks gives them other weights than others have."""
     writes = act.kind in (*WEIGHTS, *GROUPS) and act.kind not in ("average", "away", "back")
-    return len(act.ranks) < program.ranks and writes
+    # Frozen parameters may differ, also where a gradient that was not cleared moves them still.
+    freezes = any(other.kind == "freeze" for step in program.steps for other in step.acts)
+    return len(act.ranks) < program.ranks and writes and not freezes
 
 
 # ---------------------------------------------------------------------------------- one process

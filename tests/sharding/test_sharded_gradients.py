@@ -425,3 +425,20 @@ def test_a_model_is_compiled_while_gradients_are_in_shards() -> None:
     finally:
         del run
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_in_shards_that_are_swapped_are_an_error(stage: int) -> None:
+    """Of two parameters, after their gradients were reduced."""
+    model, optimizer = build(stage)
+    for number in range(2):
+        optimizer.zero_grad()
+        backward(model, number)
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            if number == 0:
+                optimizer.step()
+    first, second = model.blocks[0][0].bias, model.blocks[1][0].bias
+    first.grad, second.grad = second.grad, first.grad
+    with pytest.raises(RuntimeError, match="0.bias' was given the gradient of"), optimizer.skip_synchronize():
+        optimizer.step()
