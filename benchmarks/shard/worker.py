@@ -6,13 +6,13 @@ import gc
 import importlib
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import psutil
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import hvd_ckpt as hc
+from benchmarks.probes import requested_bytes
 from benchmarks.shard.engines import Samples, Session, build, loss
 from benchmarks.shard.job import Configuration, Findings, ShardJob
 from hvd_ckpt.app.compare.runner.jobs import join_torch, own_device, reason
@@ -21,7 +21,6 @@ from hvd_ckpt.utils.measure import now
 from hvd_ckpt.utils.memory import measure_peak, recording_marks
 
 SETTLE = 2  # steps, after which every configuration has made the buffers that it keeps
-ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8}
 
 
 class Bench:
@@ -80,9 +79,10 @@ class Bench:
             findings.counted = after - sent
         else:
             samples = self.samples.step(SETTLE + 1)
-            findings.counted = requested_bytes(
+            requested, _ = requested_bytes(
                 lambda: findings.losses.append(session.step(samples)), self.job.size
             )
+            findings.counted = round(requested)
 
     @staticmethod
     def _hold(session: Session, findings: Findings) -> None:
@@ -129,35 +129,6 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> tuple[int,
             else:
                 memory += storage.nbytes()
     return memory, files
-
-
-def requested_bytes(work: Callable[[], object], ranks: int) -> int:
-    """Bytes that each rank must send for the collectives of ``torch.distributed`` that ``work`` calls, on average.
-
-    Of n ranks an allreduce must send 2 (n - 1) / n of what is reduced, a reduce-scatter, allgather, broadcast or reduce (n - 1) / n
-    of the whole. Gloo does a reduce-scatter as an allreduce; it is counted as the reduce-scatter that was asked for.
-    """
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        work()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    part = (ranks - 1) / ranks
-    # An event has the shapes of the inputs: of a gather this rank's part, of all others the whole.
-    factors = {"all_reduce": 2 * part, "all_gather": ranks - 1, "_all_gather_base": ranks - 1}
-    total, events = 0.0, profiler.profiler.kineto_results.events()
-    over_gloo = not any(event.name().startswith("nccl:") for event in events)
-    for event in events:
-        carrier, _, name = event.name().partition(":")
-        # Gloo's reduce-scatter is followed by an event of the allreduce that does it: together they count as a reduce-scatter.
-        if over_gloo and event.name() == "c10d::_reduce_scatter_base_":
-            total -= part * _bytes(event.shapes()[1:2], event.dtypes()[1:2])
-        elif carrier in ("gloo", "nccl"):
-            total += factors.get(name, part) * _bytes(event.shapes(), event.dtypes())
-    return round(total)
-
-
-def _bytes(shapes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> int:
-    pairs = zip(shapes, dtypes)
-    return sum(torch.Size(shape).numel() * ITEM_BYTES.get(dtype, 4) for shape, dtype in pairs if dtype)
 
 
 def measure(job: ShardJob) -> dict[str, Findings]:
