@@ -46,7 +46,7 @@ class GradientsState(State):
 
 
 def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A reduction state as a :class:`GradientsState` and the state of the reducer, which is empty where there is none."""
+    """Divides a reduction state into the fields of :class:`GradientsState` and the reducer's state, empty without a reducer."""
     names = GradientsState.model_fields
     return (
         {name: value for name, value in state.items() if name in names},

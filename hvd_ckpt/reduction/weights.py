@@ -144,13 +144,14 @@ class _Range(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """The flags of a part, and the step whose weights they are of; and by parameter its sample."""
+    """The flags of a part, and the step whose weights they are of; and the parameters that were sampled, with their bits."""
 
     turn: int
     step: int
     value: torch.Tensor
     flags: torch.Tensor
-    samples: dict[int, torch.Tensor]
+    sampled: Sequence[int]
+    sample: torch.Tensor | None
 
 
 class WeightVerification:
@@ -233,13 +234,12 @@ class WeightVerification:
         most = MAX_RANKS if exact else ROUNDED_RANKS
         if self._takes_part and self._parts and 1 < self._process_set.size() <= most:
             turn = (self.turn + 1) % len(self._parts)
-            value, samples = self._of_part(turn), {}
+            value, sampled, sample = self._of_part(turn), [], None
             if self.sample is not None:
-                chosen = [index for index in self._compared if not self._ignores(index)]
-                bits = self.sample(self._steps, [self._parameters[index] for index in chosen])
-                value = value * _FOLD + fingerprint(bits).to(value.device)
-                samples = dict(zip(chosen, bits * _FOLD + 1))  # 0 is a parameter that is not compared
-            self._prepared = _Prepared(turn, self._steps, value, self._flags.encode(value), samples)
+                sampled = [index for index in self._compared if not self._ignores(index)]
+                sample = self.sample(self._steps, [self._parameters[index] for index in sampled])
+                value = value * _FOLD + fingerprint(sample).to(value.device)
+            self._prepared = _Prepared(turn, self._steps, value, self._flags.encode(value), sampled, sample)
 
     @property
     def _takes_part(self) -> bool:
@@ -310,9 +310,10 @@ class WeightVerification:
         #   2 if it compares, else 1 | turn | steps | last equal step | host name x 8 | fingerprint of each parameter | its sample
         #
         # A row of zeros is a rank that has joined. A fingerprint or sample of 0 is a parameter that the rank does not compare.
-        samples = self._sent.samples if self._sent is not None else {}
-        behind = _FACTS + len(self._compared)
-        table = torch.zeros(len(ranks), behind + len(self._compared), dtype=torch.int64)
+        samples: dict[int, int] = {}
+        if self._sent is not None and self._sent.sample is not None:
+            samples = dict(zip(self._sent.sampled, (self._sent.sample * _FOLD + 1).tolist()))
+        table = torch.zeros(len(ranks), _FACTS + 2 * len(self._compared), dtype=torch.int64)
         host = host_name().encode()[: 8 * _HOST_WORDS].ljust(8 * _HOST_WORDS, b"\0")
         facts = [2 if self._takes_part else 1, self.turn, self._steps, self._equal_in.get(part, 0)]
         table[own, :4] = torch.tensor(facts)

@@ -99,7 +99,7 @@ class FlatParameters:
                 values = flat[offsets + number * SPREAD % numels]
                 words = values.view(torch.int16 if group.dtype.itemsize > 1 else torch.int8)
                 factors = SPREAD ** torch.arange(len(words) // len(values), device=words.device)
-                bits[indices] = (words.view(len(values), -1) * factors).sum(1).to(bits.device)
+                bits[indices.to(bits.device)] = (words.view(len(values), -1) * factors).sum(1).to(bits.device)
         places = [self._layout.index(parameter) for parameter in parameters]
         return bits[[-1 if place is None else place for place in places]]
 

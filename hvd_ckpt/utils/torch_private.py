@@ -155,7 +155,7 @@ except (ImportError, AttributeError) as error:
 
 
 def run_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any | None:
-    """Registers a hook after accumulation that runs before those that are there; returns its handle, or None if there are none."""
+    """Registers a post-accumulate hook that runs before the parameter's other ones; returns its handle, or None without others."""
     others: dict[int, Any] = dict(parameter._post_accumulate_grad_hooks or {})
     if not others:
         return None
