@@ -124,7 +124,7 @@ def allgather_objects(value: Any, process_set: Any, name: str, message: str = ME
     payload, error = _pickled((name, value))
     if process_set.size() == 1:  # also where Horovod knows nothing of the set
         raise_first_failure(error, [])
-        return [value]
+        return [pickle.loads(payload.numpy().tobytes())[1]]
     # By an allreduce, in which a rank that has joined shows as a zero: a payload is never empty.
     sizes = torch.zeros(process_set.size(), dtype=torch.int64)
     sizes[process_set.rank()] = payload.numel()

@@ -59,8 +59,12 @@ class AlikeRanks:
         with (
             mock.patch.multiple(mpi_ops, **replacements),
             mock.patch("hvd_ckpt.sharding.exchange.controller", return_value="gloo"),
+            mock.patch("hvd_ckpt.reduction.agreement.allgather_objects", self._allgather_objects),
         ):
             yield self
+
+    def _allgather_objects(self, value: Any, *_: Any) -> list[Any]:
+        return [value] * self._ranks
 
     def _start(self, operation: Callable[[], Any], *held: torch.Tensor) -> int:
         handle, simulation = next(self._handles), self._simulation
