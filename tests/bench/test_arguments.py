@@ -24,8 +24,6 @@ COMPARE = [
     ("--device cuda", "--device cuda"),
     ("--device cuda --stages 2", "--stages"),
     ("--chunks 2,0", "--chunks: '0'"),
-    ("--budget half", "--budget: "),
-    ("--budget min --engines ddp --subject ddp", "--budget min"),
     ("--quick --full", "--full"),
     ("--text no/such/file", "--text: cannot read the text 'no/such/file'"),
     ("--text empty", "'empty'"),

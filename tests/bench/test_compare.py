@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.app.compare.catalog import make_workload
-from hvd_ckpt.app.compare.cells import KEEP, Cell, Settings, find_variant, make_cells
+from hvd_ckpt.app.compare.cells import KEEP, Cell, Settings, make_cells
 from hvd_ckpt.app.compare.launch import EventReader, Failure
 from hvd_ckpt.app.compare.recording import Recording, executed
 from hvd_ckpt.app.compare.reference import largest_difference, make_reference
@@ -22,8 +21,8 @@ from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
 from hvd_ckpt.app.compare.scenarios import SCENARIOS
 from hvd_ckpt.app.compare.training import fingerprint, step_seed, train
 from hvd_ckpt.app.compare.verdict import Result, add_ratios, judge
-from hvd_ckpt.app.compare.worker import EventWriter
-from hvd_ckpt.app.compare.workloads import Workload
+from hvd_ckpt.app.compare.worker import Events
+from hvd_ckpt.app.compare.workloads import Workload, make_workload
 from hvd_ckpt.data.objectives import IGNORED, Batch
 
 CELL = Cell("densenet", "reentrant", 2)
@@ -97,16 +96,15 @@ def test_fingerprint_sees_a_single_bit_and_the_name():
 def test_events_are_read_once_whole_and_in_order_of_time(tmp_path):
     reader = EventReader(tmp_path)
     assert reader.new() == []
-    with EventWriter(tmp_path, rank=0) as zero, EventWriter(tmp_path, rank=1) as one:
-        one.write("step", cell="a", step=0)
-        zero.write("trained", loss=float("nan"), far=[float("inf")])
+    Events(tmp_path, rank=1).tell("step", cell="a", step=0)
+    Events(tmp_path, rank=0).tell("result", loss=float("nan"), far=[float("inf")])
     with (tmp_path / "rank0.jsonl").open("a") as stream:
         stream.write('{"event": "half", "ra')
     events = reader.new()
-    assert sorted(event["event"] for event in events) == ["step", "trained"]
+    assert sorted(event["event"] for event in events) == ["result", "step"]
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
-    trained = next(event for event in events if event["event"] == "trained")
-    assert (trained["loss"], trained["far"]) == ("nan", ["inf"])
+    result = next(event for event in events if event["event"] == "result")
+    assert (result["loss"], result["far"]) == ("nan", ["inf"])
     assert reader.new() == []
     with (tmp_path / "rank0.jsonl").open("a") as stream:
         stream.write('nk": 0, "time": 0}\n')
@@ -115,30 +113,29 @@ def test_events_are_read_once_whole_and_in_order_of_time(tmp_path):
 
 def trained(rank, **changes):
     values = {
-        "event": "trained", "rank": rank, "cell": CELL.key, "weights": "w", "buffers": f"b{rank}",
-        "difference": 0.0, "relative": 0.0, "worst": "", "buffer_difference": 0.0, "buffer_relative": 0.0,
-        "buffer_worst": "", "losses": [2.0, 1.0], "least": 1, "most": 1, "order": f"o{rank}",
+        "weights": "w", "buffers": f"b{rank}", "difference": 0.0, "relative": 0.0, "worst": "", "buffer_difference": 0.0,
+        "buffer_relative": 0.0, "buffer_worst": "", "losses": [2.0, 1.0], "least": 1, "most": 1, "order": f"o{rank}",
     }  # fmt: skip
     return {**values, **changes}
 
 
 def measured(rank, **changes):
-    values = {"event": "measured", "rank": rank, "cell": CELL.key, "weights": "w", "buffers": f"b{rank}"}
-    return {**values, "peak_bytes": 100 + rank, "least": 1, "most": 1, "order": f"o{rank}", **changes}
+    values = {"weights": "w", "buffers": f"b{rank}", "peak_bytes": 100 + rank}
+    return {**values, "least": 1, "most": 1, "order": f"o{rank}", **changes}
 
 
 def timed(rank, seconds=(9.0, 9.0, 1.0, 3.0), **changes):
-    values = {"event": "timed", "rank": rank, "cell": CELL.key, "weights": "w", "buffers": f"b{rank}"}
-    return {**values, "seconds": list(seconds), **changes}
+    return {"weights": "w", "buffers": f"b{rank}", "seconds": list(seconds), **changes}
 
 
-def judged(checks, *passes, failure=None, cell=CELL):
-    return judge(cell, "engine", checks, passes, failure, size=2)
+def judged(*trainings, failure=None, cell=CELL):
+    return judge(cell, "engine", trainings, failure)
 
 
 def test_a_right_result_has_its_figures():
     result = judged(
-        [trained(0), trained(1, losses=[4.0]), measured(0), measured(1)],
+        [trained(0), trained(1, losses=[4.0])],
+        [measured(0), measured(1)],
         [timed(0), timed(1, seconds=[9, 9, 2.0, 1.0])],
         [timed(0), timed(1)],
     )
@@ -215,11 +212,10 @@ class OneProcess(HvdCkpt):
 
 
 def test_cells_are_every_workload_in_every_way_and_number_of_segments():
-    cells = make_cells({"a": ("none", "reentrant", "plan 0.5x"), "b": ("reentrant",)}, [1, 4])
+    cells = make_cells({"a": ("none", "reentrant"), "b": ("reentrant",)}, [1, 4])
     assert [cell.key for cell in cells] == [
-        *("a/none/0", "a/reentrant/1", "a/reentrant/4", "a/plan 0.5x/0", "b/reentrant/1", "b/reentrant/4")
+        *("a/none/0", "a/reentrant/1", "a/reentrant/4", "b/reentrant/1", "b/reentrant/4")
     ]
-    assert find_variant("plan 0.5x").budget == "0.5x" and find_variant("none").budget is None
 
 
 def test_batches_follow_from_seed_rank_and_step_and_padding_is_not_predicted(tmp_path):
@@ -254,25 +250,30 @@ def test_difference_is_absolute_and_relative_to_what_training_changed(bad):
     )
 
 
+RANKS = [trained(0), trained(1)]
 WRONG = [
-    ([trained(0), trained(1, weights="v")], "ranks differ"),
-    ([trained(0), trained(1, relative=0.5, worst="stem")], "weights off by 50 % .*stem"),
-    ([trained(0), trained(1, relative="inf", difference="inf", worst="stem")], "weights off by inf %"),
-    ([trained(0, buffer_relative=1, buffer_worst="mean"), trained(1)], "buffers off by 100 % .*mean"),
-    ([trained(0), trained(1), measured(0), measured(1, buffers="x")], "runs differ"),
-    ([trained(0), trained(1), measured(0, weights="v"), measured(1, weights="v")], "^runs differ$"),
+    ([[trained(0), trained(1, weights="v")]], "ranks differ"),
+    ([[trained(0), trained(1, relative=0.5, worst="stem")]], "weights off by 50 % .*stem"),
+    (
+        [[trained(0), trained(1, relative="inf", difference="inf", worst="stem")]],
+        "weights off by inf %",
+    ),
+    ([[trained(0, buffer_relative=1, buffer_worst="mean"), trained(1)]], "buffers off by 100 % .*mean"),
+    ([RANKS, [measured(0), measured(1, buffers="x")]], "runs differ"),
+    ([RANKS, [measured(0, weights="v"), measured(1, weights="v")]], "^runs differ$"),
 ]
 LOOSE = [
-    ([trained(0), trained(1), measured(0, order="x"), measured(1)], "order of reductions differs"),
-    ([trained(0), trained(1, most=2)], "a gradient is reduced 2 times in a step"),
+    ([RANKS, [measured(0, order="x"), measured(1)]], "order of reductions differs"),
+    ([[trained(0), trained(1, most=2)]], "a gradient is reduced 2 times in a step"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("events", "reason", "status"), [*((*one, "wrong") for one in WRONG), *((*one, "loose") for one in LOOSE)]
+    ("trainings", "reason", "status"),
+    [*((*one, "wrong") for one in WRONG), *((*one, "loose") for one in LOOSE)],
 )
-def test_wrong_results_name_their_difference(events, reason, status):
-    result = judged(events)
+def test_wrong_results_name_their_difference(trainings, reason, status):
+    result = judged(*trainings)
     assert (result.status, result.right) == (status, False)
     assert re.search(reason, result.reason), result.reason
 
@@ -280,31 +281,33 @@ def test_wrong_results_name_their_difference(events, reason, status):
 def test_what_is_right_all_the_same():
     assert judged([trained(0, relative=1e-5, difference=1e-7), trained(1)]).right, "rounding"
     cell = Cell("changing-graph", "reentrant", 2)  # may reduce a late gradient again
-    assert judged([trained(rank, most=2, cell=cell.key) for rank in (0, 1)], cell=cell).right
+    assert judged([trained(rank, most=2) for rank in (0, 1)], cell=cell).right
+    stages = Cell("stages-plain", "gpipe", 0)  # each rank has weights of its own
+    assert judged([trained(0), trained(1, weights="v")], cell=stages).right
     unknown = [trained(0), trained(1)]  # nothing was recorded
-    for event in unknown:
-        del event["least"], event["most"], event["order"]
+    for figures in unknown:
+        del figures["least"], figures["most"], figures["order"]
     result = judged(unknown)
     assert result.right and (result.most, result.same_order) == (None, None)
 
 
 def test_a_failure_or_a_timed_pass_with_other_weights_is_the_result():
-    result = judged([], failure=Failure("hang", "why"))
+    result = judged(failure=Failure("hang", "why"))
     assert (result.status, result.reason, result.right) == ("hang", "why", False)
     other = [timed(0, weights="v"), timed(1, weights="v")]
-    assert judged([trained(0), trained(1)], other).reason == "runs differ"
+    assert judged(RANKS, other).reason == "runs differ"
 
 
 def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
-    def report_of(*results, subject="engine", absent=None, left_out=()):
+    def report_of(*results, subject="engine", remarks=()):
         workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0], "small": False}}
         settings = {"np": 2, "controller": "gloo", "precision": "fp32"}
-        return make_report(results, workloads, subject, settings, {"machine": "m"}, absent or {}, left_out)
+        return make_report(results, workloads, subject, settings, {"machine": "m"}, remarks)
 
     right = judged([trained(0), trained(1)])
     wrong = judged([trained(0, losses=[2.0, 9.0]), trained(1, weights="v", difference="nan")])
     four = Cell("densenet", "reentrant", 4)
-    folded = judged([trained(rank, cell=four.key, relative=1.0) for rank in (0, 1)], cell=four)
+    folded = judged([trained(rank, relative=1.0) for rank in (0, 1)], cell=four)
     assert report_of(right).success
     assert not report_of(right, wrong).success
     assert not report_of(right, wrong, subject="other").success, "no result is no success"
@@ -312,11 +315,11 @@ def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path)
     assert "| densenet | reentrant | **wrong x4** |" in report_of(right, folded).markdown()
 
     wrong.engine = "other"
-    report = report_of(right, wrong, absent={"apex": "no GPU"}, left_out=["engine, tied: too small"])
+    report = report_of(right, wrong, remarks=["apex is absent: no GPU"])
     assert report.success
     report.save(tmp_path)
     values = json.loads((tmp_path / "results.json").read_text())
-    assert values["right"] is True and values["left_out"] == ["engine, tied: too small"]
+    assert values["right"] is True and values["remarks"] == ["apex is absent: no GPU"]
     assert [result["status"] for result in values["results"]] == ["right", "wrong"]
     page = (tmp_path / "report.md").read_text()
     assert "| densenet | reentrant | right | **wrong** |" in page and "apex is absent: no GPU" in page

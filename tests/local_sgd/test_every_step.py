@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.catalog import make_workload
 from hvd_ckpt.app.compare.cells import Cell, Settings
 from hvd_ckpt.app.compare.reference import largest_difference, make_reference
 from hvd_ckpt.app.compare.runner.engines import ENGINES
 from hvd_ckpt.app.compare.scenarios import SCENARIOS
 from hvd_ckpt.app.compare.training import train
+from hvd_ckpt.app.compare.workloads import make_workload
 
 pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
 

@@ -26,9 +26,10 @@ from unittest import mock
 
 import psutil
 
+from hvd_ckpt.app.compare.cells import Cell
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.engines import find_engine
-from hvd_ckpt.app.compare.worker import Job, run_forked
+from hvd_ckpt.app.compare.worker import Figures, Job, run_forked
 from hvd_ckpt.processes.commands import Process, error_line
 
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
@@ -36,14 +37,10 @@ GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by them
 SMALL_SECONDS = 6.0  # without a step that takes milliseconds
 POLL_SECONDS = 0.05
 WORKER = "hvd_ckpt.app.compare.worker"
-IMPORTED = (
-    WORKER,
-    "hvd_ckpt.app.models.bert",
-    "hvd_ckpt.app.models.densenet",
-    "sklearn.datasets",
-    "hvd_ckpt",
-    "horovod.torch",
-)
+IMPORTED = [
+    *(WORKER, "hvd_ckpt.app.models.bert", "hvd_ckpt.app.models.densenet"),
+    *("sklearn.datasets", "hvd_ckpt", "horovod.torch"),
+]
 """Modules that ranks need, where they are installed; a rank that misses one says so itself."""
 
 Event = dict[str, Any]
@@ -80,10 +77,15 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """The result of a job with its fresh starts: the events of cells that all ranks finished, and the failures."""
+    """The result of a job with its fresh starts, by cell.
 
-    events: list[Event] = field(default_factory=list)
-    failures: dict[str, Failure] = field(default_factory=dict)
+    Attributes:
+        trainings: for each training, the figures of each rank.
+        failures: of the other cells.
+    """
+
+    trainings: dict[Cell, list[list[Figures]]] = field(default_factory=dict)
+    failures: dict[Cell, Failure] = field(default_factory=dict)
 
 
 class Launcher:
@@ -100,7 +102,7 @@ class Launcher:
         self._controller, self._size, self._timeout = controller, size, timeout
         self._environment = jobs.rank_environment(threads)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(IMPORTED))
+        self._context.set_forkserver_preload(IMPORTED)
 
     def __enter__(self) -> Launcher:
         with mock.patch.dict("os.environ", self._environment):  # such as the number of threads
@@ -111,12 +113,10 @@ class Launcher:
     def __exit__(self, *_: object) -> None:
         self._rendezvous.close()
 
-    def reference(self, job: Job, listener: Listener) -> Outcome:
-        """Computes the references of a job's workloads, in one process."""
+    def reference(self, job: Job, listener: Listener) -> tuple[list[Event], Failure | None]:
+        """Computes the references of a job's workloads, in one process; returns its events and what went wrong."""
         job.save()
-        process = self._context.Process(target=run_forked, args=(str(job.file), {}))
-        events, failure = self._follow(_Forked([process]), job, 1, listener)
-        return Outcome(events, {"reference": failure} if failure else {})
+        return self._follow(self._forked(job, [{}]), job, 1, listener)
 
     def train(self, job: Job, listener: Listener) -> Outcome:
         """Trains a job's cells, with a fresh start after each one that fails."""
@@ -126,20 +126,19 @@ class Launcher:
             starts += 1
             part = dataclasses.replace(job, folder=job.folder / f"start{starts}", cells=tuple(left))
             events, failure = self._start(part, listener)
-            finished = {cell.key for cell in left if _finished(cell.key, events, job.size)}
-            outcome.events += [event for event in events if event.get("cell") in finished]
+            for cell in part.cells:
+                told = {event["rank"]: event for event in events if event.get("cell") == cell.key}
+                if [event["event"] for event in told.values()] == ["result"] * job.size:
+                    each = [told[rank]["trainings"] for rank in range(job.size)]
+                    outcome.trainings[cell] = [list(ranks) for ranks in zip(*each)]
             if failure is None:
                 break
-            # If no rank got as far as its cells, a fresh start would fail in the same way.
-            if _ranks(events, "ready") == 0:
-                outcome.failures.update((cell.key, failure) for cell in left)
-                break
             # Ranks train cells in order, so the first unfinished one has failed. If all are finished, the job did not end as it
-            # should, which counts against the last.
-            unfinished = [cell for cell in left if cell.key not in finished]
-            failed = unfinished[0] if unfinished else left[-1]
-            outcome.failures[failed.key] = failure
-            left = unfinished[1:]
+            # should, which counts against the last. If no rank got as far as its cells, a fresh start would fail in the same way.
+            unfinished = [cell for cell in left if cell not in outcome.trainings]
+            failed = (unfinished or left[-1:])[: 1 if _ranks(events, "ready") else None]
+            outcome.failures.update((cell, failure) for cell in failed)
+            left = unfinished[len(failed) :]
         return outcome
 
     def _start(self, job: Job, listener: Listener) -> tuple[list[Event], Failure | None]:
@@ -151,13 +150,12 @@ class Launcher:
             command = jobs.launch_command(job.size, "mpi", WORKER, job.file)
             ranks = _Launched(command, job.log_file, self._environment)
         else:
-            ranks = _Forked(
-                [
-                    self._context.Process(target=run_forked, args=(str(job.file), variables))
-                    for variables in self._rendezvous.renew()
-                ]
-            )
+            ranks = self._forked(job, list(self._rendezvous.renew()))
         return self._follow(ranks, job, job.size, listener)
+
+    def _forked(self, job: Job, variables: Sequence[dict[str, str]]) -> _Forked:
+        make = self._context.Process
+        return _Forked([make(target=run_forked, args=(str(job.file), own)) for own in variables])
 
     def _follow(
         self, ranks: _Forked | _Launched, job: Job, size: int, listener: Listener
@@ -191,8 +189,7 @@ class Launcher:
         # Imports and rendezvous take long on a busy machine, and so may the end of processes; nothing is a hang there.
         if _ranks(events, "ready") < size or _ranks(events, "done") == size:
             return max(self._timeout, START_SECONDS)
-        cells = [event for event in events if event["event"] == "cell"]
-        return min(self._timeout, SMALL_SECONDS) if cells and cells[-1].get("small") else self._timeout
+        return min(self._timeout, SMALL_SECONDS) if events[-1].get("small") else self._timeout
 
 
 class _Forked:
@@ -256,7 +253,7 @@ def _failure(events: Sequence[Event], job: Job, size: int, ended: bool, status: 
     # The first error by its time is the cause. Other ranks fail after it, in collectives that it has left.
     for event in events:
         if event["event"] == "error":
-            return Failure("error", f"{event['kind']}: {event['message']}")
+            return Failure("error", event["message"])
     if status:
         return Failure("error", f"a rank ended with status {status}: {error_line(job.log_file)}")
     if ended and _ranks(events, "done") < size:
@@ -269,17 +266,11 @@ def _ranks(events: Sequence[Event], name: str) -> int:
     return len({event["rank"] for event in events if event["event"] == name})
 
 
-def _finished(key: str, events: Sequence[Event], size: int) -> bool:
-    return _ranks([event for event in events if event.get("cell") == key], "finished") == size
-
-
 def _whereabouts(events: Sequence[Event]) -> str:
-    """The last event of each rank, such as ``rank 0 after step 2, rank 1 after cell``."""
+    """The last event of each rank, such as ``rank 0 after step 2, rank 1 after ready``."""
     last = {event["rank"]: event for event in events}
-    if not last:
-        return "no rank has started"
     places = [
-        f"rank {rank} after {event['event']}" + (f" {event['step'] + 1}" if "step" in event else "")
+        f"rank {rank} after {event['event']}" + (f" {event['step']}" if "step" in event else "")
         for rank, event in sorted(last.items())
     ]
-    return ", ".join(places)
+    return ", ".join(places) or "no rank has started"

@@ -23,16 +23,15 @@ from torch import nn
 if TYPE_CHECKING:
     from hvd_ckpt.app.compare.runner.engine import Engine
 
-OPTIMIZER_NUMBER = re.compile(
-    r"^hvd_ckpt\.\d+\.\d+\."
-)  # of this library's tensors; counts optimizers of a process
-BY_ITSELF = re.compile(r"^hvd_ckpt\.\d+\.\d+\.(?:single|sparse)\.(\d+)(?:\.values)?$")
+OURS = r"^hvd_ckpt\.\d+\.\d+\."  # in the names of this library's tensors, which count the optimizers of a process
+BY_ITSELF = re.compile(OURS + r"(?:single|sparse)\.(\d+)(?:\.values)?$")
 
 
 class Recording:
     """The reductions of one training run on one rank.
 
     Attributes:
+        names: of the parameters, by their identity.
         most: the most reductions that any parameter's gradient took part in, in one step.
         least: the fewest of a parameter that had a gradient.
         order: what was reduced, in order; two runs that reduce alike have equal lists.
@@ -40,7 +39,7 @@ class Recording:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
         self._counts: Counter[str] = Counter()
         self.most = 0
         self.least: int | None = None
@@ -52,9 +51,6 @@ class Recording:
         self._counts.update(together)
         self.order.append(" ".join(together))
 
-    def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.note(self._names.get(id(parameter), "?") for parameter in parameters)
-
     def note_memory(self, tensors: Sequence[torch.Tensor], name: str | None) -> None:
         """These tensors leave together; ``name`` is theirs in Horovod."""
         # This library sends a gradient by itself as a copy, whose address is no gradient's, but whose name
@@ -64,11 +60,15 @@ class Recording:
             self.note([list(self._parameters)[int(number[1])]])
             return
         # A bucket is one tensor with many gradients in it as views, so addresses tell which of them leave.
-        spans = [(first, first + _nbytes(tensor)) for tensor in tensors for first in _address(tensor)]
+        spans = [
+            (_address(tensor), _address(tensor) + max(tensor.numel() * tensor.element_size(), 1))
+            for tensor in tensors
+        ]
         inside = [
             parameter_name
             for parameter_name, parameter in self._parameters.items()
-            if any(first <= address < last for address in _address(parameter.grad) for first, last in spans)
+            if parameter.grad is not None
+            and any(first <= _address(parameter.grad) < last for first, last in spans)
         ]
         if inside:
             self.note(inside)
@@ -89,13 +89,12 @@ class Recording:
 
 
 def recording_of(
-    engine: Engine, recording: Recording, model: nn.Module, folder: Path
+    engine: Engine, recording: Recording, model: Any, folder: Path
 ) -> AbstractContextManager[None]:
     """The context of a training run whose reductions are recorded; ``model`` is the wrapped one."""
     if engine.reduces_by == "horovod":
         return recording_horovod(recording, engine.rank, folder)
     if engine.reduces_by == "ddp":
-        assert isinstance(model, nn.parallel.DistributedDataParallel)
         return recording_ddp(recording, model)
     return recording_apex(recording, model) if engine.reduces_by == "apex" else nullcontext()
 
@@ -134,7 +133,7 @@ def executed(timeline: Path) -> list[str]:
     for event in json.loads(text) if text else ():
         if event.get("name") == "process_name" and "name" in event["args"]:
             kind, _, name = event["args"]["name"].partition(".")
-            names[event["pid"]] = f"{kind} {OPTIMIZER_NUMBER.sub('', name)}"
+            names[event["pid"]] = f"{kind} {re.sub(OURS, '', name)}"
         elif event.get("ph") == "B" and event.get("name") in ("ALLREDUCE", "ALLGATHER"):
             order.append(names[event["pid"]])
     return order
@@ -147,7 +146,7 @@ def recording_ddp(recording: Recording, model: nn.parallel.DistributedDataParall
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     def hook(state: object, bucket: Any) -> Any:
-        recording.note_parameters(bucket.parameters())
+        recording.note(recording.names.get(id(parameter), "?") for parameter in bucket.parameters())
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
     # DDP reads the annotations, and wants the types themselves.
@@ -169,12 +168,6 @@ def recording_apex(recording: Recording, model: Any) -> Iterator[None]:
         yield
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return max(tensor.numel() * tensor.element_size(), 1)
-
-
-def _address(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """Where a tensor's values begin; nowhere for none."""
-    if tensor is None:
-        return ()
-    return (tensor._values().data_ptr() if tensor.is_sparse else tensor.data_ptr(),)
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's values begin."""
+    return (tensor._values() if tensor.is_sparse else tensor).data_ptr()

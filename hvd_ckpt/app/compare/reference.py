@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hvd_ckpt.app.compare.cells import KEEP, Settings
+from hvd_ckpt.app.compare.cells import Settings
 from hvd_ckpt.app.compare.runner.engines import OneProcess
-from hvd_ckpt.app.compare.training import EnginePrecision, build_seed, step_seed
-from hvd_ckpt.app.compare.workloads import Step, Workload
+from hvd_ckpt.app.compare.training import Training, build_seed, mean, step_seed
+from hvd_ckpt.app.compare.workloads import Workload
 
 Tensors = dict[str, torch.Tensor]
 
@@ -60,11 +61,9 @@ def make_reference(
     Gradients are averaged in float64 and rounded once. A rank that has no batches left adds nothing, and the sum is still
     divided by the number of all ranks.
     """
-    seed, steps, device = settings.seed, settings.steps, torch.device(settings.device)
-    torch.manual_seed(build_seed(seed, 0))
-    bare = workload.model(KEEP).to(device)
-    precise = EnginePrecision(settings.precision, device, OneProcess(), workload.scales_loss)
-    model, optimizer = precise.wrap(bare, workload.optimizer(bare.parameters()), workload.passes)
+    seed, steps = settings.seed, settings.steps
+    training = Training(workload, OneProcess(), settings, build_seed(seed, 0))
+    bare = training.model
     parameters = list(bare.parameters())
     start = _copy({**dict(bare.named_parameters()), **dict(bare.named_buffers())})
     buffers = [_copy(dict(bare.named_buffers())) for _ in range(size)]
@@ -77,31 +76,44 @@ def make_reference(
         for rank in range(size):
             if number >= workload.steps_of(rank, size, steps):
                 continue
+            # The ranks take turns in this process, each with the state that its own process would have.
             _load_buffers(bare, buffers[rank])
             torch.set_rng_state(random_states[rank])
-            batches = [batch.to(device) for batch in workload.batches(rank, size, number)]
-            optimizer.zero_grad()
-            step = Step(
-                model, rank, size, number, batches, autocast=precise.autocast, backward=precise.backward
-            )
-            each = workload.run(step)
-            losses[rank].append(sum(loss.item() for loss in each) / len(each))
+            batches = training.batches(rank, size, number)
+            losses[rank].append(mean(training.gradients(rank, size, number, batches)))
+            random_states[rank] = torch.get_rng_state()
+            buffers[rank] = _copy(dict(bare.named_buffers()))
             for index, parameter in enumerate(parameters):
                 # A gradient that no rank has stays None, so that weight decay and momentum skip its parameter.
                 if parameter.grad is not None:
                     gradient, before = parameter.grad.double(), sums[index]
                     sums[index] = gradient if before is None else before + gradient
-            # The ranks take turns in this process, each with the state that its own process would have.
-            random_states[rank] = torch.get_rng_state()
-            buffers[rank] = _copy(dict(bare.named_buffers()))
         for parameter, total in zip(parameters, sums, strict=True):
             # Scaled gradients are averaged before they are unscaled. An overflow on any rank is still
             # infinite in the mean, so that the scaler skips the step for all ranks, as they must.
             parameter.grad = None if total is None else (total / size).to(parameter.dtype)
-        precise.step(optimizer)
+        training.update()
         after_step(number)
 
     return Reference(start, _copy(dict(bare.named_parameters())), buffers, losses, len(bare))  # type: ignore[arg-type]
+
+
+def apart(reference: Reference, trained: Training, rank: int, whole: bool) -> dict[str, Any]:
+    """How far a rank's trained parameters and buffers are from the reference: the results of :func:`largest_difference`.
+
+    Where ranks have a ``whole`` model each, a tensor that is missing is an error.
+    """
+    figures: dict[str, Any] = {}
+    for prefix, found, expected in (
+        ("", trained.parameters, reference.parameters),
+        ("buffer_", dict(trained.model.named_buffers()), reference.buffers[rank]),
+    ):
+        own = {name: tensor.detach().cpu() for name, tensor in found.items()}
+        if not whole:
+            expected = {name: tensor for name, tensor in expected.items() if name in own}
+        values = largest_difference(own, expected, reference.start)
+        figures |= {prefix + name: value for name, value in zip(("difference", "relative", "worst"), values)}
+    return figures
 
 
 def largest_difference(

@@ -1,20 +1,22 @@
 """The scenarios: a small chain of layers, and one thing each that joining recomputation and data parallelism gets wrong.
 
 Each is a workload like any other, a few lines long: a chain of six layers on random batches, and what makes it hard.
-Read them as a list of what real models do.
+Read them as a list of what real models do; to add one, write such a class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from hvd_ckpt.app.compare.cells import Chain, Recompute, Region
-from hvd_ckpt.app.compare.workloads import Step, Workload
+from hvd_ckpt.app.compare.workloads import CATALOG, Step, Workload
 from hvd_ckpt.data.objectives import Batch
+from hvd_ckpt.recompute.function import CheckpointFunction
+from hvd_ckpt.recompute.sequential import split
 
 WIDTH = 16
 LAYERS = 6
@@ -51,11 +53,11 @@ class Scenario(Workload):
         return (output.float() - target).square().mean()
 
 
-class Plain(Scenario):
+class Plain(Scenario, name="plain"):
     title = "nothing special"
 
 
-class Tied(Scenario):
+class Tied(Scenario, name="tied"):
     title = "one layer stands in three places of the chain"
 
     def model(self, recompute: Recompute) -> nn.Module:
@@ -63,14 +65,14 @@ class Tied(Scenario):
         return Chain([layer(), layer(), shared, layer(), shared, layer(), shared], recompute)
 
 
-class Nested(Scenario):
+class Nested(Scenario, name="nested"):
     title = "each layer of a recomputed segment is recomputed by itself, too"
 
     def model(self, recompute: Recompute) -> nn.Module:
         return Chain([Region(layer(), recompute) for _ in range(LAYERS)], recompute)
 
 
-class Unused(Scenario):
+class Unused(Scenario, name="unused"):
     title = "a layer that no rank uses, and weight decay"
 
     def run(self, step: Step) -> list[torch.Tensor]:
@@ -80,7 +82,7 @@ class Unused(Scenario):
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=0.1)
 
 
-class UnusedOnOneRank(Scenario):
+class UnusedOnOneRank(Scenario, name="unused-on-one-rank"):
     title = "layers that all ranks but the first use"
     alike = False
 
@@ -88,12 +90,12 @@ class UnusedOnOneRank(Scenario):
         return run_along(self, step, range(LAYERS - 2 if step.rank == 0 else LAYERS))
 
 
-class Accumulation(Scenario):
+class Accumulation(Scenario, name="accumulation"):
     title = "two backward passes before each update"
     parts = passes = 2
 
 
-class ShortLastGroup(Scenario):
+class ShortLastGroup(Scenario, name="short-last-group"):
     title = "three backward passes before each update, but one before every third"
     parts = passes = 3
 
@@ -101,7 +103,7 @@ class ShortLastGroup(Scenario):
         return super().batches(rank, size, step)[: 1 if step % 3 == 2 else 3]
 
 
-class Frozen(Scenario):
+class Frozen(Scenario, name="frozen"):
     title = "a layer is frozen for a while, and another is frozen at first"
 
     def model(self, recompute: Recompute) -> nn.Module:
@@ -119,7 +121,7 @@ class Frozen(Scenario):
         model.chain[4].requires_grad_(number >= 2)
 
 
-class ChangingGraph(Scenario):
+class ChangingGraph(Scenario, name="changing-graph"):
     title = "other layers in each step and on each rank, one of them several times"
     static = False
     alike = False
@@ -134,19 +136,17 @@ class ChangingGraph(Scenario):
         return run_along(self, step, path)
 
 
-class TwoForwards(Scenario):
+class TwoForwards(Scenario, name="two-forwards"):
     title = "two forward passes, then one backward pass through both"
     parts = 2
 
     def run(self, step: Step) -> list[torch.Tensor]:
-        with step.autocast():
-            losses = [self.loss(step.model(*batch.inputs), batch.targets) for batch in step.batches]
-            total = losses[0] + losses[1]
-        step.backward(total)
+        losses = [self.loss_of(step, batch) for batch in step.batches]
+        step.backward(losses[0] + losses[1])
         return [loss.detach() for loss in losses]
 
 
-class ForwardWithoutGrad(Scenario):
+class ForwardWithoutGrad(Scenario, name="no-grad-forward"):
     title = "an evaluation under no_grad before and after each forward pass"
     parts = 3
 
@@ -154,18 +154,29 @@ class ForwardWithoutGrad(Scenario):
         before, batch, after = step.batches
         with torch.no_grad(), step.autocast():
             step.model(*before.inputs)
-        with step.autocast():
-            loss = self.loss(step.model(*batch.inputs), batch.targets)
+        loss = self.loss_of(step, batch)
         with torch.no_grad(), step.autocast():
             step.model(*after.inputs)
         step.backward(loss)
         return [loss.detach()]
 
 
-class ExplicitParameters(Tied):
+class ExplicitParameters(Tied, name="explicit-parameters"):
     title = "CheckpointFunction, which gets the parameters as arguments, on a layer in three places"
     variants = ("explicit",)
-    plannable = False  # it would be the tied one
+
+    def model(self, recompute: Recompute) -> nn.Module:
+        tied: Any = super().model(recompute)
+        return ExplicitChain(list(tied.chain), recompute)
+
+
+class ExplicitChain(Chain):
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        layers = list(self.chain)
+        for length in split(len(layers), self.recompute.chunks or 1):
+            part, layers = nn.Sequential(*layers[:length]), layers[length:]
+            x = CheckpointFunction.apply(part, 1, x, *part.parameters()) if self.recompute.chunks else part(x)
+        return x
 
 
 class CastingLinear(nn.Module):
@@ -179,7 +190,7 @@ class CastingLinear(nn.Module):
         return torch.tanh(self.linear(x.to(self.linear.weight.dtype)))
 
 
-class MixedDtypes(Scenario):
+class MixedDtypes(Scenario, name="mixed-dtypes"):
     title = "parameters of four dtypes in one model, bfloat16 among them"
     half = True
     tolerance = 5e-2  # a bfloat16 weight has three digits, and training changes the last of them
@@ -193,20 +204,18 @@ class MixedDtypes(Scenario):
         return torch.optim.SGD(parameters, lr=0.5)
 
 
-class OverflowOnOneRank(Scenario):
+class OverflowOnOneRank(Scenario, name="overflow-on-one-rank"):
     title = "a scaled loss overflows on one rank: all must skip that step"
     scales_loss = True
 
     def run(self, step: Step) -> list[torch.Tensor]:
-        (batch,) = step.batches
-        with step.autocast():
-            loss = self.loss(step.model(*batch.inputs), batch.targets)
+        loss = self.loss_of(step, *step.batches)
         # Times the scale that a gradient scaler begins with, 65536, this is beyond the largest float32.
         step.backward(loss * (1e36 if step.number == 1 and step.rank == 0 else 1.0))
         return [loss.detach()]
 
 
-class UnevenData(Scenario):
+class UnevenData(Scenario, name="uneven-data"):
     title = "ranks run out of data one after the other"
     uneven = True
 
@@ -215,9 +224,9 @@ class UnevenData(Scenario):
         return max(1, steps - (size - 1 - rank))
 
 
-class Sparse(Scenario):
+class Sparse(Scenario, name="sparse"):
     title = "an embedding with sparse gradients"
-    vocabulary: ClassVar[int] = 32
+    vocabulary = 32
 
     def model(self, recompute: Recompute) -> nn.Module:
         return SparseChain(self.vocabulary, recompute)
@@ -246,28 +255,9 @@ class SparseChain(Chain):
 
 def run_along(scenario: Scenario, step: Step, path: Iterable[int]) -> list[torch.Tensor]:
     """A step that uses some of the layers only."""
-    (batch,) = step.batches
-    with step.autocast():
-        loss = scenario.loss(step.model(*batch.inputs, path=list(path)), batch.targets)
+    loss = scenario.loss_of(step, *step.batches, path=list(path))
     step.backward(loss)
     return [loss.detach()]
 
 
-SCENARIOS: dict[str, type[Workload]] = {
-    "plain": Plain,
-    "tied": Tied,
-    "nested": Nested,
-    "unused": Unused,
-    "unused-on-one-rank": UnusedOnOneRank,
-    "accumulation": Accumulation,
-    "short-last-group": ShortLastGroup,
-    "frozen": Frozen,
-    "changing-graph": ChangingGraph,
-    "two-forwards": TwoForwards,
-    "no-grad-forward": ForwardWithoutGrad,
-    "explicit-parameters": ExplicitParameters,
-    "mixed-dtypes": MixedDtypes,
-    "overflow-on-one-rank": OverflowOnOneRank,
-    "uneven-data": UnevenData,
-    "sparse": Sparse,
-}
+SCENARIOS = {name: kind for name, kind in CATALOG.items() if issubclass(kind, Scenario)}

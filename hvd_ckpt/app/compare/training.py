@@ -10,99 +10,101 @@ whose recomputation draws again, or not the same, is found out too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_ckpt.app.compare.cells import Cell, Recompute, Settings
+from hvd_ckpt.app.compare.cells import KEEP, Cell, Recompute, Settings
 from hvd_ckpt.app.compare.recording import Recording, recording_of
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.workloads import Step, Workload
+from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.utils.measure import now
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class EnginePrecision:
-    """The precision of one training run.
+class Training:
+    """The training of a workload's model by an engine on one rank: the two halves of a step, and the result.
 
     Args:
-        name: ``fp32``, ``fp16``, ``bf16`` or ``apex-O1``.
-        device: where the model is.
-        engine: who reduces the gradients.
-        scales_loss: scale the loss in other precisions than fp16, too.
-    """
-
-    def __init__(self, name: str, device: torch.device, engine: Engine, scales_loss: bool) -> None:
-        self._name, self._device, self._engine = name, device, engine
-        self._amp: ModuleType | None = importlib.import_module("apex.amp") if name == "apex-O1" else None
-        self._optimizer: Optimizer | None = None
-        scaled = self._amp is None and (name == "fp16" or scales_loss)
-        self._scaler = engine.grad_scaler(device.type) if scaled else None
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
-        """Lets the engine wrap model and optimizer, and Apex before or after it, as the engine wants it."""
-        # Apex wants a model before DDP wraps it, and Horovod's optimizer before Apex patches it.
-        for after_apex in (True, False):
-            if self._amp is not None and self._engine.wraps_after_apex is after_apex:
-                model, optimizer = self._amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-            if after_apex:
-                model, optimizer = self._engine.wrap(model, optimizer, passes)
-        self._optimizer = optimizer
-        return model, optimizer
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context for a forward pass and its loss."""
-        if self._name not in AUTOCAST:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=AUTOCAST[self._name])
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of one loss."""
-        if self._amp is not None:
-            with self._amp.scale_loss(loss, self._optimizer) as scaled:
-                scaled.backward()
-                self._engine.after_apex_backward(self._optimizer)
-        else:
-            scaled = loss if self._scaler is None else self._scaler.scale(loss)
-            scaled.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, optimizer: Optimizer) -> None:
-        """The update, skipped where scaled gradients have overflowed."""
-        if self._scaler is not None:
-            self._engine.scaled_step(self._scaler, optimizer)
-            self._scaler.update()
-        elif self._amp is not None:
-            self._engine.apex_step(optimizer)
-        else:
-            optimizer.step()
-
-
-@dataclass
-class Trained:
-    """The result of a training run on one rank.
+        seed: of the first weights.
 
     Attributes:
-        model: the trained model, unwrapped; ``parameters``: its parameters, by name.
+        model: the unwrapped model; ``wrapped``, ``optimizer``: what to train with.
+        parameters: the trained ones, by name, whole.
         losses: this rank's loss before each step; of several batches in a step, their mean.
         seconds: this rank's time for each step: zero_grad, forward, backward and update.
         recording: the reductions, if they were recorded.
     """
 
-    model: nn.Module
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    recording: Recording | None = None
+    def __init__(
+        self, workload: Workload, engine: Engine, settings: Settings, seed: int, recompute: Recompute = KEEP
+    ) -> None:
+        self.workload, self.engine, self.device = workload, engine, torch.device(settings.device)
+        torch.manual_seed(seed)
+        self.model = workload.model(recompute).to(self.device)
+        self._autocast = AUTOCAST.get(settings.precision)
+        self._amp = importlib.import_module("apex.amp") if settings.precision == "apex-O1" else None
+        scaled = self._amp is None and (settings.precision == "fp16" or workload.scales_loss)
+        self._scaler = engine.grad_scaler(self.device.type) if scaled else None
+        self.wrapped, self.optimizer = self._wrap(workload.optimizer(self.model.parameters()))
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.recording: Recording | None = None
+
+    def _wrap(self, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        model = self.model
+        # Apex wants a model before DDP wraps it, and Horovod's optimizer before Apex patches it.
+        for after_apex in (True, False):
+            if self._amp is not None and self.engine.wraps_after_apex is after_apex:
+                model, optimizer = self._amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+            if after_apex:
+                model, optimizer = self.engine.wrap(model, optimizer, self.workload.passes)
+        return model, optimizer
+
+    def batches(self, rank: int, size: int, number: int) -> list[Batch]:
+        """All batches of one rank in one step, where the model is."""
+        return [batch.to(self.device) for batch in self.workload.batches(rank, size, number)]
+
+    def gradients(self, rank: int, size: int, number: int, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """The forward and backward passes of a rank's step; returns the losses."""
+        self.optimizer.zero_grad()
+        how: dict[str, Any] = {"autocast": self.autocast, "backward": self.backward}
+        return self.workload.run(Step(self.wrapped, rank, size, number, batches, **how))
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for a forward pass and its loss."""
+        return torch.autocast(self.device.type, dtype=self._autocast) if self._autocast else nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of one loss."""
+        if self._amp is not None:
+            with self._amp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+                self.engine.after_apex_backward(self.optimizer)
+        else:
+            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            scaled.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """The update, skipped where scaled gradients have overflowed."""
+        if self._scaler is not None:
+            self.engine.scaled_step(self._scaler, self.optimizer)
+            self._scaler.update()
+        elif self._amp is not None:
+            self.engine.apex_step(self.optimizer)
+        else:
+            self.optimizer.step()
 
 
 def build_seed(seed: int, rank: int) -> int:
@@ -115,6 +117,11 @@ def step_seed(seed: int, rank: int) -> int:
     return seed * 10_007 + 5_003 + rank
 
 
+def mean(losses: Sequence[torch.Tensor]) -> float:
+    """The mean of losses."""
+    return sum(loss.item() for loss in losses) / len(losses)
+
+
 def train(
     workload: Workload,
     engine: Engine,
@@ -122,55 +129,37 @@ def train(
     settings: Settings,
     *,
     record_in: Path | None = None,
-    prepare: Callable[[nn.Module], object] = lambda model: None,
     after_step: Callable[[int], object] = lambda step: None,
-) -> Trained:
+) -> Training:
     """Trains one cell from the start; every rank of the job calls it.
 
     Args:
         record_in: a folder, if the reductions are to be recorded; the same on all ranks.
-        prepare: called with the unwrapped model when the engine has wrapped it, before the first step.
         after_step: called with the number of each step that is done.
     """
-    device = torch.device(settings.device)
+    rank, size = engine.rank, engine.size
     # Other weights on each rank: an engine that does not make them equal is found out.
-    torch.manual_seed(build_seed(settings.seed, engine.rank))
-    bare = workload.model(Recompute(cell, engine)).to(device)
-    trained = Trained(bare)
-    parameters = dict(bare.named_parameters())
-    step_precision = EnginePrecision(settings.precision, device, engine, workload.scales_loss)
-    model, optimizer = step_precision.wrap(bare, workload.optimizer(parameters.values()), workload.passes)
-    prepare(bare)
-    # After wrapping and planning, which may draw numbers: dropout starts from the same state in every engine.
-    torch.manual_seed(step_seed(settings.seed, engine.rank))
-    if record_in is not None:
-        trained.recording = Recording(parameters)
-        watching = recording_of(engine, trained.recording, model, record_in)
-    else:
-        watching = nullcontext()
-    with watching, engine.uneven(model) if workload.uneven else nullcontext():
-        for number in range(workload.steps_of(engine.rank, engine.size, settings.steps)):
-            batches = [batch.to(device) for batch in workload.batches(engine.rank, engine.size, number)]
-            workload.before_step(bare, number)
-            start = now(device)
-            optimizer.zero_grad()
-            step = Step(
-                model,
-                engine.rank,
-                engine.size,
-                number,
-                batches,
-                autocast=step_precision.autocast,
-                backward=step_precision.backward,
-            )
-            losses = workload.run(step)
-            step_precision.step(optimizer)
-            trained.seconds.append(now(device) - start)
-            trained.losses.append(sum(loss.item() for loss in losses) / len(losses))
+    trained = Training(workload, engine, settings, build_seed(settings.seed, rank), Recompute(cell, engine))
+    # After wrapping, which may draw numbers: dropout starts from the same state in every engine.
+    torch.manual_seed(step_seed(settings.seed, rank))
+    with contextlib.ExitStack() as contexts:
+        if record_in is not None:
+            trained.recording = Recording(dict(trained.model.named_parameters()))
+            contexts.enter_context(recording_of(engine, trained.recording, trained.wrapped, record_in))
+        if workload.uneven:
+            contexts.enter_context(engine.uneven(trained.wrapped))
+        for number in range(workload.steps_of(rank, size, settings.steps)):
+            batches = trained.batches(rank, size, number)
+            workload.before_step(trained.model, number)
+            start = now(trained.device)
+            losses = trained.gradients(rank, size, number, batches)
+            trained.update()
+            trained.seconds.append(now(trained.device) - start)
+            trained.losses.append(mean(losses))
             if trained.recording is not None:
                 trained.recording.close_step()
             after_step(number)
-    trained.parameters = engine.weights(bare, optimizer)
+    trained.parameters = engine.weights(trained.model, trained.optimizer)
     return trained
 
 

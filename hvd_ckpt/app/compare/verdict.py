@@ -10,14 +10,15 @@ in another order than the reference does.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hvd_ckpt.app.compare.catalog import CATALOG
 from hvd_ckpt.app.compare.cells import Cell
-from hvd_ckpt.app.compare.launch import Event, Failure
+from hvd_ckpt.app.compare.launch import Failure
 from hvd_ckpt.app.compare.reference import mean_losses
 from hvd_ckpt.app.compare.runner.stats import ratios, slowest
+from hvd_ckpt.app.compare.worker import Figures
+from hvd_ckpt.app.compare.workloads import CATALOG
 
 ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
 WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
@@ -80,28 +81,27 @@ class Result:
 def judge(
     cell: Cell,
     engine: str,
-    checks: Sequence[Event],
-    timed: Sequence[Sequence[Event]],
-    failure: Failure | None,
-    size: int,
+    trainings: Sequence[Sequence[Figures]],
+    failure: Failure | None = None,
     precision: str = "fp32",
 ) -> Result:
-    """Judges one cell from the events of its check and of each timed pass, or from its failure."""
+    """Judges one cell from its failure, or from the figures of each rank in each training of it (see :mod:`.worker`).
+
+    The first training has been compared with the reference, some have counted their reductions, and some were timed.
+    """
     result = Result(engine, cell.workload, cell.variant, cell.chunks, status="right")
     if failure:
         result.status, result.reason = failure.kind, failure.message
         return result
-    passes = [[event for event in events if event.get("cell") == cell.key] for events in timed]
-    mine = [event for event in checks if event.get("cell") == cell.key]
-    trained = [event for event in mine if event["event"] == "trained"]
-    wrong = [*_judge_runs(result, [mine, *passes], size), *_judge_weights(result, trained, precision)]
-    loose = _judge_reductions(result, [event for event in mine if "order" in event])
+    wrong = [*_judge_trainings(result, trainings), *_judge_weights(result, trainings[0], precision)]
+    loose = _judge_reductions(result, trainings)
     result.status = "wrong" if wrong else "loose" if loose else "right"
     result.reason = "; ".join([*wrong, *loose])
 
-    result.peak_bytes = max((event["peak_bytes"] for event in mine if "peak_bytes" in event), default=None)
-    result.losses = mean_losses([event["losses"] for event in trained])
-    result.pass_seconds = tuple(statistics.median(_step_seconds(events)) for events in passes if events)
+    figures = [figures for ranks in trainings for figures in ranks]
+    result.peak_bytes = max((rank["peak_bytes"] for rank in figures if "peak_bytes" in rank), default=None)
+    result.losses = mean_losses([rank["losses"] for rank in trainings[0]])
+    result.pass_seconds = tuple(_step_seconds(ranks) for ranks in trainings if "seconds" in ranks[0])
     return result
 
 
@@ -110,11 +110,13 @@ def engines_of(results: Iterable[Result]) -> list[str]:
     return list(dict.fromkeys(result.engine for result in results))
 
 
-def by_variant(results: Iterable[Result]) -> dict[tuple[str, str], dict[str, list[Result]]]:
-    """The results of each workload and variant, by engine: one for each number of segments."""
+def by_variant(
+    results: Iterable[Result], row_of: Callable[[Result], str] = lambda result: result.variant
+) -> dict[tuple[str, str], dict[str, list[Result]]]:
+    """The results of each workload and variant, or another ``row_of`` a result, by engine: one for each number of segments."""
     groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for result in results:
-        group = groups.setdefault((result.workload, result.variant), {})
+        group = groups.setdefault((result.workload, row_of(result)), {})
         group.setdefault(result.engine, []).append(result)
     return groups
 
@@ -126,16 +128,29 @@ def worst(results: Sequence[Result]) -> tuple[str, list[str]]:
     return status, where if len(where) < len(results) else []
 
 
-def _judge_weights(result: Result, trained: Sequence[Event], precision: str) -> list[str]:
+def _judge_trainings(result: Result, trainings: Sequence[Sequence[Figures]]) -> list[str]:
+    """Compare ranks with each other, and trainings; returns what is wrong."""
+    # Stages and parts have weights of their own, which only the reference can be compared with.
+    result.ranks_equal = bool(CATALOG[result.workload].divided) or all(
+        len({rank["weights"] for rank in ranks}) == 1 for ranks in trainings
+    )
+    result.runs = len(trainings)
+    result.repeatable = all(
+        len({(figures["weights"], figures["buffers"]) for figures in rank}) == 1 for rank in zip(*trainings)
+    )
+    return ["ranks differ"] * (not result.ranks_equal) + ["runs differ"] * (not result.repeatable)
+
+
+def _judge_weights(result: Result, ranks: Sequence[Figures], precision: str) -> list[str]:
     """Compare with the reference; returns what is wrong."""
     tolerance = max(CATALOG[result.workload].tolerance, 0.0 if precision == "fp32" else ROUNDING)
 
     def off(kind: str, prefix: str) -> tuple[float, list[str]]:
         """The largest difference, and what is wrong."""
-        worst = max(trained, key=lambda event: float(event[f"{prefix}relative"]))
+        worst = max(ranks, key=lambda rank: float(rank[f"{prefix}relative"]))
         share, name = float(worst[f"{prefix}relative"]), worst[f"{prefix}worst"]
         wrong = [f"{kind} off by {100 * share:.3g} % of what training changes ({name})"]
-        return max(float(event[f"{prefix}difference"]) for event in trained), wrong * (share > tolerance)
+        return max(float(rank[f"{prefix}difference"]) for rank in ranks), wrong * (share > tolerance)
 
     result.difference, weights = off("weights", "")
     result.buffer_difference, buffers = off("buffers", "buffer_")
@@ -143,34 +158,15 @@ def _judge_weights(result: Result, trained: Sequence[Event], precision: str) -> 
     return weights + buffers
 
 
-def _judge_runs(result: Result, jobs: Sequence[Sequence[Event]], size: int) -> list[str]:
-    """Compare ranks with each other, and runs; returns what is wrong."""
-    hashed = [event for events in jobs for event in events if "weights" in event]
-    # Pipeline stages have weights of their own, which only the reference can be compared with.
-    result.ranks_equal = CATALOG[result.workload].staged or all(
-        len({event["weights"] for event in events if event["event"] == kind}) <= 1
-        for events in jobs
-        for kind in ("trained", "measured", "timed")
-    )
-    result.runs = len(hashed) // size
-    result.repeatable = all(
-        len({(event["weights"], event["buffers"]) for event in hashed if event["rank"] == rank}) == 1
-        for rank in range(size)
-    )
-    wrong = [] if result.ranks_equal else ["ranks differ"]
-    return wrong if result.repeatable else [*wrong, "runs differ"]
-
-
-def _judge_reductions(result: Result, recorded: Sequence[Event]) -> list[str]:
-    """Count reductions and compare their order; returns what is not as it should be."""
-    if not recorded:
+def _judge_reductions(result: Result, trainings: Sequence[Sequence[Figures]]) -> list[str]:
+    """Count reductions and compare their order, where they were recorded; returns what is not as it should be."""
+    orders = [{figures["order"] for figures in rank if "order" in figures} for rank in zip(*trainings)]
+    if not any(orders):
         return []
-    result.most = max(event["most"] for event in recorded)
-    result.least = min((event["least"] for event in recorded if event["least"] is not None), default=None)
-    ranks = {event["rank"] for event in recorded}
-    result.same_order = all(
-        len({event["order"] for event in recorded if event["rank"] == rank}) == 1 for rank in ranks
-    )
+    figures = [figures for ranks in trainings for figures in ranks if "order" in figures]
+    result.most = max(rank["most"] for rank in figures)
+    result.least = min((rank["least"] for rank in figures if rank["least"] is not None), default=None)
+    result.same_order = all(len(order) <= 1 for order in orders)
     loose = []
     if result.most > 1 and CATALOG[result.workload].static:
         loose.append(f"a gradient is reduced {result.most} times in a step")
@@ -194,10 +190,10 @@ def add_ratios(results: Sequence[Result]) -> None:
             result.ratio = statistics.median(ratios(result.pass_seconds, baseline))
 
 
-def _step_seconds(events: Sequence[Event]) -> list[float]:
-    """The time of each step after the warm-up: that of the slowest rank, as all wait for it."""
-    steps = slowest(event["seconds"] for event in events if event["event"] == "timed")
-    return steps[min(WARM_UP, len(steps) - 1) :]
+def _step_seconds(ranks: Sequence[Figures]) -> float:
+    """The median time of a step after the warm-up: that of the slowest rank, as all wait for it."""
+    steps = slowest(rank["seconds"] for rank in ranks)
+    return statistics.median(steps[min(WARM_UP, len(steps) - 1) :])
 
 
 def recomputed(result: Result) -> str:

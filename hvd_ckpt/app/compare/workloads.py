@@ -1,7 +1,7 @@
-"""Workloads on real data: a model as a chain of blocks, its batches, the loss, and the passes of a step.
+"""Workloads: a model as a chain of blocks, its batches, the loss, and the passes of a step; and those on real data.
 
-To add one, write a class with these methods and enter it in :data:`WORKLOADS`; engines, reference and report take it
-from there. The small ones that each show one difficulty are in :mod:`.scenarios`.
+To add one, write a subclass with a name: ``class Mine(Workload, name="mine")``. The small ones that each show one difficulty are
+in :mod:`.scenarios` and :mod:`.divided`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.app.compare.cells import Chain, Recompute
+from hvd_ckpt.app.compare.cells import Chain, Recompute, Settings
 from hvd_ckpt.app.compare.runner import workloads as harness
 from hvd_ckpt.app.datasets.images import Digits
 from hvd_ckpt.app.datasets.text import MaskedText
 from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.data.objectives import IGNORED, Batch
+
+CATALOG: dict[str, type[Workload]] = {}
+"""Every workload by its name, as soon as its module is imported."""
 
 
 @dataclass
@@ -47,18 +50,17 @@ class Step:
 
 
 class Workload(harness.Workload):
-    """A model learning something.
+    """A model learning something; a class with a ``name`` is in the :data:`CATALOG`.
 
     Attributes:
         title: one line that says what learns what.
         model_line: one line with the model's size, at this scale.
         requires: optional packages that it needs.
         variants: the ways to recompute that mean something for it.
-        plannable: planning what it recomputes means something for it, too.
         parts: batches of a rank in a step.
         passes: most backward passes in a step, for engines that need the number.
         small: a step takes milliseconds.
-        staged: ranks have a pipeline stage or a part of each layer, instead of batches of their own.
+        divided: ranks have one model together, divided into ``stages`` or ``parts``, instead of batches of their own.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
     """
@@ -68,13 +70,17 @@ class Workload(harness.Workload):
     learning_rate: ClassVar[float]
     requires: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[tuple[str, ...]] = ("none", "reentrant", "non-reentrant")
-    plannable: ClassVar[bool] = True
     parts: ClassVar[int] = 1
     passes: ClassVar[int] = 1
     small: ClassVar[bool] = False
-    staged: ClassVar[bool] = False
+    divided: ClassVar[str] = ""
     precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
+
+    def __init_subclass__(cls, name: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if name:
+            CATALOG[name] = cls
 
     @abstractmethod
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
@@ -96,11 +102,15 @@ class Workload(harness.Workload):
         """The forward and backward passes of a step; returns its losses."""
         losses = []
         for batch in step.batches:
-            with step.autocast():
-                loss = self.loss(step.model(*batch.inputs, **batch.shared), batch.targets)
+            loss = self.loss_of(step, batch)
             step.backward(loss)
             losses.append(loss.detach())
         return losses
+
+    def loss_of(self, step: Step, batch: Batch, **how: Any) -> torch.Tensor:
+        """The forward pass of a batch and its loss; ``how`` is for the model, which also gets what its layers share."""
+        with step.autocast():
+            return self.loss(step.model(*batch.inputs, **batch.shared, **how), batch.targets)
 
     def before_step(self, model: nn.Module, number: int) -> None:  # most change nothing
         """Changes the (unwrapped) model before a step."""
@@ -115,18 +125,14 @@ class Workload(harness.Workload):
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9)
 
 
-class DenseNetOnDigits(Workload):
+class DenseNetOnDigits(Workload, name="densenet"):
     """A DenseNet on handwritten digits: batch norms everywhere, many small parameters."""
 
     title = "DenseNet on handwritten digits"
     requires = ("sklearn",)
     learning_rate = 0.1
     # depth, pixels, images per rank and step
-    sizes: ClassVar[dict[str, tuple[int, int, int]]] = {
-        "quick": (22, 16, 8),
-        "default": (22, 24, 16),
-        "full": (264, 64, 8),
-    }
+    sizes: ClassVar = {"quick": (22, 16, 8), "default": (22, 24, 16), "full": (264, 64, 8)}
 
     def __init__(self, scale: str, seed: int, text: str | None) -> None:
         from hvd_ckpt.app.models.densenet import densenet
@@ -165,7 +171,7 @@ class Maskless(nn.Module):
         return output
 
 
-class BertOnText(Workload):
+class BertOnText(Workload, name="bert"):
     """A BERT guessing hidden bytes of real text: dropout, a shared mask, tied weights, inputs without gradients."""
 
     title = "BERT learning masked words of text"
@@ -221,4 +227,6 @@ class BertOnText(Workload):
         return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
-WORKLOADS: dict[str, type[Workload]] = {"densenet": DenseNetOnDigits, "bert": BertOnText}
+def make_workload(name: str, settings: Settings) -> Workload:
+    """The workload or scenario of that name."""
+    return CATALOG[name](settings.scale, settings.seed, settings.text)
