@@ -15,7 +15,7 @@ import click
 from benchmarks.case import Case, Row
 from hvd_ckpt.app.compare.runner.cases import Column, quartiles_in_ms, results_of, table_of
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
-from hvd_ckpt.app.compare.runner.report import Report, device_name, save_figure
+from hvd_ckpt.app.compare.runner.report import Report, bars, device_name, save_figure
 from hvd_ckpt.app.compare.runner.settings import (
     BenchSettings,
     check_devices,
@@ -320,29 +320,14 @@ class Suite:
 
 def draw(folder: Path, rows: Sequence[Row], conditions: Sequence[Column]) -> list[str]:
     """The picture of any suite: the time of each row's step with its quartiles, and its peak where that is measured."""
-    from matplotlib.figure import Figure
-
     timed = [row for row in rows if row.step is not None]
     if not timed:
         return []
     steps = [row.step for row in timed if row.step is not None]
-    panels = [("ms", [[1000 * value for value in dataclasses.astuple(step)] for step in steps])]
+    panels = {"ms": [[1000 * value for value in dataclasses.astuple(step)] for step in steps]}
     peaks = [row.over("peak_bytes") for row in timed]
     if all(peaks):
-        panels.append(("peak MiB", [[peak / 2**20] * 3 for peak in peaks]))
-    figure = Figure(figsize=(6 * len(panels), 1.2 + 0.25 * len(timed)), layout="constrained")
-    engines = list(dict.fromkeys(row.case.engine for row in timed))
-    for axes, (title, values) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
-        middle, low, high = ([value[each] for value in values] for each in range(3))
-        errors = [
-            [center - least for center, least in zip(middle, low)],
-            [most - center for most, center in zip(high, middle)],
-        ]
-        colors = [f"C{engines.index(row.case.engine) % 10}" for row in timed]
-        axes.barh(range(len(timed)), middle, xerr=errors, color=colors)
-        labels = [[*(column.entry(row) for column in conditions), row.case.engine] for row in timed]
-        axes.set_yticks(range(len(timed)), [" ".join(label) for label in labels], fontsize=8)
-        axes.set_xlabel(title)
-        axes.grid(axis="x", alpha=0.3)
-    axes.invert_yaxis()
-    return [save_figure(figure, folder / "picture.png")]
+        panels["peak MiB"] = [[peak / 2**20] for peak in peaks]
+    engines = [row.case.engine for row in timed]
+    labels = [" ".join([*(column.entry(row) for column in conditions), row.case.engine]) for row in timed]
+    return [save_figure(bars(labels, engines, panels), folder / "picture.png")]

@@ -114,7 +114,7 @@ def test_events_are_read_once_whole_and_in_order_of_time(tmp_path):
 def trained(rank, **changes):
     values = {
         "weights": "w", "buffers": f"b{rank}", "difference": 0.0, "relative": 0.0, "worst": "", "buffer_difference": 0.0,
-        "buffer_relative": 0.0, "buffer_worst": "", "losses": [2.0, 1.0], "least": 1, "most": 1, "order": f"o{rank}",
+        "buffer_relative": 0.0, "buffer_worst": "", "least": 1, "most": 1, "order": f"o{rank}",
     }  # fmt: skip
     return {**values, **changes}
 
@@ -134,7 +134,7 @@ def judged(*trainings, failure=None, cell=CELL):
 
 def test_a_right_result_has_its_figures():
     result = judged(
-        [trained(0), trained(1, losses=[4.0])],
+        [trained(0), trained(1)],
         [measured(0), measured(1)],
         [timed(0), timed(1, seconds=[9, 9, 2.0, 1.0])],
         [timed(0), timed(1)],
@@ -142,7 +142,6 @@ def test_a_right_result_has_its_figures():
     assert (result.status, result.reason, result.right) == ("right", "", True)
     assert result.runs == 4
     assert result.peak_bytes == 101
-    assert result.losses == (3.0, 1.0)  # the mean of those ranks that did the step
     assert (result.least, result.most, result.same_order) == (1, 1, True)
     assert result.pass_seconds == (2.5, 2.0)  # of the slowest rank, warm-up left out
     assert result.step_seconds == 2.25
@@ -305,7 +304,7 @@ def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path)
         return make_report(results, workloads, subject, settings, {"machine": "m"}, remarks)
 
     right = judged([trained(0), trained(1)])
-    wrong = judged([trained(0, losses=[2.0, 9.0]), trained(1, weights="v", difference="nan")])
+    wrong = judged([trained(0), trained(1, weights="v", difference="nan")])
     four = Cell("densenet", "reentrant", 4)
     folded = judged([trained(rank, relative=1.0) for rank in (0, 1)], cell=four)
     assert report_of(right).success
@@ -324,9 +323,7 @@ def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "| densenet | reentrant | right | **wrong** |" in page and "apex is absent: no GPU" in page
     assert "other, densenet reentrant x2: wrong, ranks differ" in (tmp_path / "details.md").read_text()
-    for name in ("verdicts.png", "losses.png", "price.png"):
-        assert f"({name})" in page
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert "(verdicts.png)" in page and (tmp_path / "verdicts.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_gradient_is_reduced_with_the_memory_it_lies_in():

@@ -25,8 +25,6 @@ from hvd_ckpt.app.compare.scenarios import Scenario
 from hvd_ckpt.app.compare.workloads import Step
 from hvd_ckpt.data.objectives import IGNORED, Batch
 from hvd_ckpt.planning.balance import balance_costs
-from hvd_ckpt.processes import parts
-from hvd_ckpt.utils.cuts import cut_of
 
 WIDTH, HEADS, LENGTH, CHUNKS = 16, 8, 6, 4
 
@@ -199,21 +197,10 @@ class HvdCkptParts(HvdCkpt):
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         return super().wrap(hc.tensor_parallel(model, RECIPE), optimizer, passes)
 
-    def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-        return {name: whole(parameter) for name, parameter in model.named_parameters()}
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """A parameter from the slices of all parts."""
-    cut, own = cut_of(parameter), parameter.detach()
-    if cut is None:
-        return own
-    count = hc.tensor_size()
-    shapes = [
-        [cut.length(count, part) if dim == cut.dim else length for dim, length in enumerate(own.shape)]
-        for part in range(count)
-    ]
-    return cut.whole(parts.gather(own, shapes))
+    def weights(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+        return dict(
+            optimizer.full_model_state_dict(model, all_ranks=True)
+        )  # without buffers, as the model has none
 
 
 class TorchParts(OnTorch):

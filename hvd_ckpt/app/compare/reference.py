@@ -18,7 +18,7 @@ import torch
 
 from hvd_ckpt.app.compare.cells import Settings
 from hvd_ckpt.app.compare.runner.engines import OneProcess
-from hvd_ckpt.app.compare.training import Training, build_seed, mean, step_seed
+from hvd_ckpt.app.compare.training import Training, build_seed, step_seed
 from hvd_ckpt.app.compare.workloads import Workload
 
 Tensors = dict[str, torch.Tensor]
@@ -80,7 +80,8 @@ def make_reference(
             _load_buffers(bare, buffers[rank])
             torch.set_rng_state(random_states[rank])
             batches = training.batches(rank, size, number)
-            losses[rank].append(mean(training.gradients(rank, size, number, batches)))
+            each = training.gradients(rank, size, number, batches)
+            losses[rank].append(sum(loss.item() for loss in each) / len(each))
             random_states[rank] = torch.get_rng_state()
             buffers[rank] = _copy(dict(bare.named_buffers()))
             for index, parameter in enumerate(parameters):

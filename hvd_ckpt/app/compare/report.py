@@ -90,7 +90,7 @@ def make_report(
     def draw(folder: Any) -> list[str]:
         from hvd_ckpt.app.compare.pictures import draw_all
 
-        return draw_all(folder, results, large, workloads, title)
+        return draw_all(folder, results, title)
 
     return Report(
         "Engines compared",

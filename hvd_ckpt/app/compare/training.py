@@ -41,7 +41,6 @@ class Training:
     Attributes:
         model: the unwrapped model; ``wrapped``, ``optimizer``: what to train with.
         parameters: the trained ones, by name, whole.
-        losses: this rank's loss before each step; of several batches in a step, their mean.
         seconds: this rank's time for each step: zero_grad, forward, backward and update.
         recording: the reductions, if they were recorded.
     """
@@ -58,7 +57,6 @@ class Training:
         self._scaler = engine.grad_scaler(self.device.type) if scaled else None
         self.wrapped, self.optimizer = self._wrap(workload.optimizer(self.model.parameters()))
         self.parameters: dict[str, torch.Tensor] = {}
-        self.losses: list[float] = []
         self.seconds: list[float] = []
         self.recording: Recording | None = None
 
@@ -77,7 +75,7 @@ class Training:
         return [batch.to(self.device) for batch in self.workload.batches(rank, size, number)]
 
     def gradients(self, rank: int, size: int, number: int, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """The forward and backward passes of a rank's step; returns the losses."""
+        """The forward and backward passes of a rank's step; returns the loss of each batch."""
         self.optimizer.zero_grad()
         how: dict[str, Any] = {"autocast": self.autocast, "backward": self.backward}
         return self.workload.run(Step(self.wrapped, rank, size, number, batches, **how))
@@ -117,11 +115,6 @@ def step_seed(seed: int, rank: int) -> int:
     return seed * 10_007 + 5_003 + rank
 
 
-def mean(losses: Sequence[torch.Tensor]) -> float:
-    """The mean of losses."""
-    return sum(loss.item() for loss in losses) / len(losses)
-
-
 def train(
     workload: Workload,
     engine: Engine,
@@ -152,10 +145,9 @@ def train(
             batches = trained.batches(rank, size, number)
             workload.before_step(trained.model, number)
             start = now(trained.device)
-            losses = trained.gradients(rank, size, number, batches)
+            trained.gradients(rank, size, number, batches)
             trained.update()
             trained.seconds.append(now(trained.device) - start)
-            trained.losses.append(mean(losses))
             if trained.recording is not None:
                 trained.recording.close_step()
             after_step(number)

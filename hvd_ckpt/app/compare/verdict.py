@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from hvd_ckpt.app.compare.cells import Cell
 from hvd_ckpt.app.compare.launch import Failure
-from hvd_ckpt.app.compare.reference import mean_losses
 from hvd_ckpt.app.compare.runner.stats import ratios, slowest
 from hvd_ckpt.app.compare.worker import Figures
 from hvd_ckpt.app.compare.workloads import CATALOG
@@ -44,7 +43,6 @@ class Result:
         pass_seconds: median time of a step (of its slowest rank) in each timed pass.
         ratio: median over the passes of this time by the baseline's in the same pass.
         peak_bytes: most bytes allocated at one time, weights included, on the rank with most.
-        losses: mean loss of all ranks before each step.
     """
 
     engine: str
@@ -66,7 +64,6 @@ class Result:
     pass_seconds: tuple[float, ...] = ()
     ratio: float | None = None
     peak_bytes: int | None = None
-    losses: tuple[float, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -93,14 +90,38 @@ def judge(
     if failure:
         result.status, result.reason = failure.kind, failure.message
         return result
-    wrong = [*_judge_trainings(result, trainings), *_judge_weights(result, trainings[0], precision)]
-    loose = _judge_reductions(result, trainings)
-    result.status = "wrong" if wrong else "loose" if loose else "right"
-    result.reason = "; ".join([*wrong, *loose])
-
-    figures = [figures for ranks in trainings for figures in ranks]
+    kind, figures, rank_by_rank = CATALOG[cell.workload], sum(map(list, trainings), []), list(zip(*trainings))
+    # Stages and parts have weights of their own, which only the reference can be compared with.
+    result.ranks_equal = bool(kind.divided) or all(
+        len({rank["weights"] for rank in ranks}) == 1 for ranks in trainings
+    )
+    result.runs = len(trainings)
+    result.repeatable = all(
+        len({(run["weights"], run["buffers"]) for run in runs}) == 1 for runs in rank_by_rank
+    )
+    wrong = {"ranks differ": not result.ranks_equal, "runs differ": not result.repeatable}
+    tolerance = max(kind.tolerance, 0.0 if precision == "fp32" else ROUNDING)
+    off, right = {}, {}
+    for what, prefix in (("weights", ""), ("buffers", "buffer_")):
+        worst = max(trainings[0], key=lambda rank: float(rank[f"{prefix}relative"]))
+        off[what] = max(float(rank[f"{prefix}difference"]) for rank in trainings[0])
+        share, name = float(worst[f"{prefix}relative"]), worst[f"{prefix}worst"]
+        right[what] = share <= tolerance
+        wrong[f"{what} off by {100 * share:.3g} % of what training changes ({name})"] = not right[what]
+    result.difference, result.buffer_difference = off.values()
+    result.weights_right, result.buffers_right = right.values()
+    loose = {}
+    recorded = [rank for rank in figures if "order" in rank]
+    if recorded:
+        result.most = max(rank["most"] for rank in recorded)
+        result.least = min((rank["least"] for rank in recorded if rank["least"] is not None), default=None)
+        orders = [{run["order"] for run in runs if "order" in run} for runs in rank_by_rank]
+        result.same_order = all(len(order) <= 1 for order in orders)
+        loose[f"a gradient is reduced {result.most} times in a step"] = kind.static and result.most > 1
+        loose["the order of reductions differs between runs"] = not result.same_order
+    result.status = "wrong" if any(wrong.values()) else "loose" if any(loose.values()) else "right"
+    result.reason = "; ".join(reason for reason, holds in {**wrong, **loose}.items() if holds)
     result.peak_bytes = max((rank["peak_bytes"] for rank in figures if "peak_bytes" in rank), default=None)
-    result.losses = mean_losses([rank["losses"] for rank in trainings[0]])
     result.pass_seconds = tuple(_step_seconds(ranks) for ranks in trainings if "seconds" in ranks[0])
     return result
 
@@ -126,53 +147,6 @@ def worst(results: Sequence[Result]) -> tuple[str, list[str]]:
     status = max((result.status for result in results), key=SEVERITY.index)
     where = [str(result.chunks) for result in results if result.status == status]
     return status, where if len(where) < len(results) else []
-
-
-def _judge_trainings(result: Result, trainings: Sequence[Sequence[Figures]]) -> list[str]:
-    """Compare ranks with each other, and trainings; returns what is wrong."""
-    # Stages and parts have weights of their own, which only the reference can be compared with.
-    result.ranks_equal = bool(CATALOG[result.workload].divided) or all(
-        len({rank["weights"] for rank in ranks}) == 1 for ranks in trainings
-    )
-    result.runs = len(trainings)
-    result.repeatable = all(
-        len({(figures["weights"], figures["buffers"]) for figures in rank}) == 1 for rank in zip(*trainings)
-    )
-    return ["ranks differ"] * (not result.ranks_equal) + ["runs differ"] * (not result.repeatable)
-
-
-def _judge_weights(result: Result, ranks: Sequence[Figures], precision: str) -> list[str]:
-    """Compare with the reference; returns what is wrong."""
-    tolerance = max(CATALOG[result.workload].tolerance, 0.0 if precision == "fp32" else ROUNDING)
-
-    def off(kind: str, prefix: str) -> tuple[float, list[str]]:
-        """The largest difference, and what is wrong."""
-        worst = max(ranks, key=lambda rank: float(rank[f"{prefix}relative"]))
-        share, name = float(worst[f"{prefix}relative"]), worst[f"{prefix}worst"]
-        wrong = [f"{kind} off by {100 * share:.3g} % of what training changes ({name})"]
-        return max(float(rank[f"{prefix}difference"]) for rank in ranks), wrong * (share > tolerance)
-
-    result.difference, weights = off("weights", "")
-    result.buffer_difference, buffers = off("buffers", "buffer_")
-    result.weights_right, result.buffers_right = not weights, not buffers
-    return weights + buffers
-
-
-def _judge_reductions(result: Result, trainings: Sequence[Sequence[Figures]]) -> list[str]:
-    """Count reductions and compare their order, where they were recorded; returns what is not as it should be."""
-    orders = [{figures["order"] for figures in rank if "order" in figures} for rank in zip(*trainings)]
-    if not any(orders):
-        return []
-    figures = [figures for ranks in trainings for figures in ranks if "order" in figures]
-    result.most = max(rank["most"] for rank in figures)
-    result.least = min((rank["least"] for rank in figures if rank["least"] is not None), default=None)
-    result.same_order = all(len(order) <= 1 for order in orders)
-    loose = []
-    if result.most > 1 and CATALOG[result.workload].static:
-        loose.append(f"a gradient is reduced {result.most} times in a step")
-    if not result.same_order:
-        loose.append("the order of reductions differs between runs")
-    return loose
 
 
 def add_ratios(results: Sequence[Result]) -> None:

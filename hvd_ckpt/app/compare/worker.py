@@ -108,7 +108,7 @@ class Worker:
         trained = self._train(cell)
         whole = not self._workloads[cell.workload].divided
         distance = apart(self._references[cell.workload], trained, self._engine.rank, whole)
-        figures = {"losses": trained.losses, **distance, **_hashes(trained), **_reductions(trained)}
+        figures = {**distance, **_hashes(trained), **_reductions(trained)}
         # The second run must not find the first one's memory in use.
         del trained
         gc.collect()

@@ -200,6 +200,31 @@ def save_figure(figure: Figure, file: Path) -> str:
     return file.name
 
 
+def bars(
+    labels: Sequence[str], groups: Sequence[str], panels: Mapping[str, Sequence[Sequence[float]]]
+) -> Figure:
+    """A figure with a panel for each figure that was measured, and a bar for each row, in the colour of its group.
+
+    Args:
+        labels, groups: of each row.
+        panels: by the title of an axis, the value of each row, or its median and quartiles.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6 * len(panels), 1.2 + 0.25 * len(labels)), layout="constrained")
+    colors = [f"C{list(dict.fromkeys(groups)).index(group) % 10}" for group in groups]
+    for axes, (title, values) in zip(
+        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items()
+    ):
+        spread = [[abs(value[0] - value[each]) for value in values] for each in (1, -1) if len(values[0]) > 1]
+        axes.barh(range(len(labels)), [value[0] for value in values], xerr=spread or None, color=colors)
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.set_xlabel(title)
+        axes.grid(axis="x", alpha=0.3)
+    axes.invert_yaxis()
+    return figure
+
+
 def machine_facts(threads: int | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Machine, versions, variables that are set for Horovod and Open MPI, and settings, as lines for a report.
 
