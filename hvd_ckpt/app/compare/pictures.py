@@ -29,7 +29,7 @@ def draw_all(folder: Path, results: Sequence[Result], title: str) -> list[str]:
     if right:
         labels = [f"{result.workload}, {recomputed(result)}, {short_name(result.engine)}" for result in right]
         panels = {
-            "step time / Horovod's without recomputation": [[result.ratio] for result in right],
+            "step time / Horovod's without recomputation": [[result.ratio or 0.0] for result in right],
             "peak memory, MiB": [[(result.peak_bytes or 0) / MIB] for result in right],
         }
         figures["price.png"] = bars(labels, [result.engine for result in right], panels)

@@ -90,7 +90,8 @@ def judge(
     if failure:
         result.status, result.reason = failure.kind, failure.message
         return result
-    kind, figures, rank_by_rank = CATALOG[cell.workload], sum(map(list, trainings), []), list(zip(*trainings))
+    kind, rank_by_rank = CATALOG[cell.workload], list(zip(*trainings))
+    figures = [figures for ranks in trainings for figures in ranks]
     # Stages and parts have weights of their own, which only the reference can be compared with.
     result.ranks_equal = bool(kind.divided) or all(
         len({rank["weights"] for rank in ranks}) == 1 for ranks in trainings
