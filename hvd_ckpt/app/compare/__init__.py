@@ -6,17 +6,17 @@ small *scenario* with one difficulty) in every *cell* (a way to recompute), and 
 one process.
 
     cells        the cells: variants of recomputation and numbers of segments; the models that recompute as a cell says
-    workloads    real models: model, batches, loss, and the passes of a step
-    scenarios    small models that are hard; ``stages`` has those that are trained in pipeline stages, ``parts`` in parts of layers,
-                 with their engines; ``catalog`` lists all
-    stage_engines  the engines of those in stages, where the harness has no such; all other engines are those of the harness
+    workloads    the base of all workloads, and real models: model, batches, loss, and the passes of a step
+    scenarios    small models that are hard; ``divided`` has those that ranks have together, in stages or parts, with their engines
     recording    which gradients are reduced, how often, and in which order
     training     one training run: precision, seeds, steps, fingerprints
     reference    the right answer, from one process
     worker       a rank of an engine's job: trains the cells, writes events
     launch       starts jobs, watches them, ends those that hang
-    comparison   one comparison from settings to report
-    verdict      from events to a judgement of each cell
+    verdict      from the figures of each training to a judgement of each cell
+    comparison   one comparison from options to report
     report       tables and pages; ``pictures`` draws them
     command      ``hvd-ckpt compare``
+
+All engines of data parallelism are those of :mod:`.runner.engines`.
 """
