@@ -143,7 +143,11 @@ def _reasons(program: Program, everyone: list[Outcome], performed: list[tuple[in
             f"silent: step {number} {act}"
             for number, act in performed
             if must_refuse(program, number, act, everyone)
-            or (drifts(program, act) and not was_refused(program, number, act, everyone))
+            or (
+                drifts(program, act)
+                and not freezes(program)
+                and not was_refused(program, number, act, everyone)
+            )
         ]
     return failures[:4]
 
@@ -249,9 +253,12 @@ def was_refused(program: Program, number: int, act: Act, everyone: list[Outcome]
 def drifts(program: Program, act: Act) -> bool:
     """Whether an act of some ranks gives them other weights than others have."""
     writes = act.kind in (*WEIGHTS, *GROUPS) and act.kind not in ("average", "away", "back")
-    # Frozen parameters may differ, also where a gradient that was not cleared moves them still.
-    freezes = any(other.kind == "freeze" for step in program.steps for other in step.acts)
-    return len(act.ranks) < program.ranks and writes and not freezes
+    return len(act.ranks) < program.ranks and writes
+
+
+def freezes(program: Program) -> bool:
+    """Whether parameters are frozen. Ranks may differ in these, also where a gradient that was not cleared moves them still."""
+    return any(act.kind == "freeze" for step in program.steps for act in step.acts)
 
 
 # ---------------------------------------------------------------------------------- one process
