@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = {"passed": 0, "skipped": 1, "failed": 2}
 SLEEP_WHEN_WAITING = Path(__file__).parent / "helpers" / "sleep_when_waiting.c"
 NO_TESTS = 5  # pytest's exit status when its arguments deselect everything
+LONGEST = 8  # files of each run whose seconds are shown
 SECONDS = 2700.0  # that a run may take on a busy machine
 
 _interrupted = threading.Event()
@@ -108,11 +109,12 @@ def sleeping_wait() -> str | None:
 
 @dataclass(frozen=True)
 class Result:
-    """How many tests of a run had which outcome, and the seconds that it took."""
+    """How many tests of a run had which outcome, and the seconds that it and each of its files took."""
 
     run: Run
     counts: Counter[str]
     seconds: float
+    files: Counter[str]
 
 
 def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -> Result:
@@ -123,6 +125,7 @@ def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -
         results = Path(folder)
         status = _call(run, run.command(results, arguments), output)
         outcomes = [_read(results / f"{rank}.xml") for rank in range(run.ranks)]
+        files = _seconds(results / "0.xml")
     counts = Counter(_merge([one for one in outcomes if one is not None]).values())
     problem = None
     if status is None:
@@ -132,7 +135,7 @@ def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -
     if problem and not _interrupted.is_set():
         print(f"error: {run.title} {problem}.", file=output, flush=True)
         counts["failed"] += 1
-    return Result(run, counts, time.monotonic() - start)
+    return Result(run, counts, time.monotonic() - start, files)
 
 
 def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
@@ -214,6 +217,15 @@ def _read(path: Path) -> dict[str, str] | None:
     return outcomes
 
 
+def _seconds(path: Path) -> Counter[str]:
+    """The seconds of each test file in a JUnit file."""
+    seconds: Counter[str] = Counter()
+    with contextlib.suppress(OSError, ElementTree.ParseError):
+        for case in ElementTree.parse(path).iter("testcase"):
+            seconds[case.get("classname", "")] += float(case.get("time", 0))
+    return seconds
+
+
 def _merge(ranks: list[dict[str, str]]) -> dict[str, str]:
     """Each test's worst outcome over the ranks, except that a test skipped on some ranks only has passed."""
     merged: dict[str, str] = {}
@@ -255,6 +267,8 @@ def main(arguments: list[str]) -> int:
     for result in results:
         figures = ", ".join(f"{result.counts[name]} {name}" for name in ORDER)
         print(f"  {result.run.title}: {figures} in {result.seconds:.0f} s")
+        longest = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result.files.most_common(LONGEST))
+        print(f"    longest: {longest}")
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped", flush=True)
     return 1 if total["failed"] or not sum(total.values()) else 0
 

@@ -65,7 +65,7 @@ def serve(listener: socket.socket) -> None:
             os.close(ended)
             if connection in waiting.get_map():
                 waiting.unregister(connection)
-                with connection:
+                with connection, contextlib.suppress(OSError):  # a client that has gone meanwhile
                     connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
             connection.close()
 
