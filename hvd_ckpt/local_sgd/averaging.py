@@ -6,27 +6,16 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange
 from hvd_ckpt.local_sgd.options import LocalOptions
-from hvd_ckpt.local_sgd.runs import (
-    AVERAGES,
-    Fragment,
-    IntegerRun,
-    Place,
-    Run,
-    Segment,
-    ValueRun,
-    split_into_runs,
-)
+from hvd_ckpt.local_sgd.runs import AVERAGES, Fragment, Place, Run, Segment, split_into_runs
 from hvd_ckpt.local_sgd.schedule import assign_fragments, block_of
 from hvd_ckpt.local_sgd.state import AveragesState
 from hvd_ckpt.local_sgd.weights import WeightRun
-from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.reduction.collectives import Collectives, Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
 from hvd_ckpt.sharding.state_view import COUNTERS
@@ -60,7 +49,7 @@ class Averaging:
         groups: Sequence[Sequence[int]],
         prefix: str,
     ) -> None:
-        members, schedule, moments = options.process_set, options.schedule, options.moments
+        members, schedule = options.process_set, options.schedule
         self.schedule, self.traffic = schedule, Traffic()
         self.step, self.skipped, self.tokens = 0, 0, 0.0
         self._worked = self._generation = 0
@@ -68,8 +57,8 @@ class Averaging:
         self._optimizer: Any = weakref.proxy(optimizer)
         self._collectives = Collectives(members, prefix)
         self._members, self._groups, self._prefix = members, groups, prefix
-        self._moments, self._outer = moments, options.outer
-        self._wire, self._offload = options.format, options.make_offload
+        self._averages_moments, self._outer = options.moments == "average", options.outer
+        self._wire = options.format
         own = next(group for group in groups if members.rank() in group)
         # The ranks with this rank's place in their groups: of [[0, 1], [2, 3]], rank 1 averages with rank 3.
         column = [group[own.index(members.rank())] for group in groups]
@@ -80,7 +69,7 @@ class Averaging:
         self._everyone = Place(PeerExchange(self._collectives, everyone, self.traffic))
         self._rename()
         self.fragments = [Fragment(number) for number in range(schedule.fragments)]
-        self._moment_names: list[str] = [] if isinstance(moments, str) else list(moments)
+        self._moment_names: list[str] = []
         self._batches: list[list[tuple[int, Segment]]] = []  # parameters, as they were added
         names = [segment.name for segment in optimizer.segments()]
         self._fragment_of = assign_fragments(names, schedule.fragments)
@@ -101,19 +90,10 @@ class Averaging:
         at_its_end = self.schedule.fragments == 1 and self.step % self.schedule.every == 0
         return at_its_end and self.fragments[0].sent_at is None
 
-    @property
-    def is_offloaded(self) -> bool:
-        return self._offload is not None
-
     # ------------------------------------------------------------------------------------------ what is averaged
 
     def add_parameters(self, segments: Iterable[Segment]) -> None:
-        """Adds parameters; those that are new in a run that has begun go to the last fragment. Collective.
-
-        Raises:
-            OffloadError, ValueError: this rank cannot offload its part.
-            FailedElsewhere: another rank cannot.
-        """
+        """Adds parameters; those that are new in a run that has begun go to the last fragment."""
         placed = [
             (self._fragment_of.setdefault(segment.name, len(self.fragments) - 1), segment)
             for segment in segments
@@ -122,31 +102,23 @@ class Averaging:
         # A single group has nothing to average. Its outer optimizer steps all the same, on what the group has
         # learned since the anchor.
         if len(self._groups) > 1 or self._outer is not None:
-            make = functools.partial(WeightRun, outer=self._outer, wire=self._wire, offload=self._offload)
-            room: AbstractContextManager[None] = nullcontext()
-            if self._offload is not None:
-                # A rank without room for its part must raise on all of them, before any begins a period.
-                room = errors_on_all(f"{self._collectives.prefix}.room", self._members)
-            with room:
-                self._add("weights", placed, make, self._place)
+            make = functools.partial(WeightRun, outer=self._outer, wire=self._wire)
+            self._add("weights", placed, make, self._place)
         for name in self._moment_names:
             self._add_moment(name, placed)
 
     def _add_buffers(self, model: torch.nn.Module) -> None:
         fragment_of_block = {block_of(name): number for name, number in self._fragment_of.items()}
-        floats: list[tuple[int, Segment]] = []
-        integers: list[tuple[int, Segment]] = []
-        for name, buffer in model.named_buffers():
-            if buffer.numel() and _is_persistent(model, name):
-                number = fragment_of_block.get(block_of(name), len(self.fragments) - 1)
-                segment = Segment(name, buffer, buffer, functools.partial(model.get_buffer, name))
-                is_float = buffer.is_floating_point() or buffer.is_complex()
-                (floats if is_float else integers).append((number, segment))
-        self._add("buffers", floats, ValueRun, self._everyone)
-        for fragment in self.fragments:
-            own = [segment for number, segment in integers if number == fragment.number]
-            if own:
-                fragment.runs.append((IntegerRun(f"integers.{fragment.number}", own, self._everyone), 1))
+        placed = [
+            (
+                fragment_of_block.get(block_of(name), len(self.fragments) - 1),
+                Segment(name, buffer, buffer, functools.partial(model.get_buffer, name)),
+            )
+            for name, buffer in model.named_buffers()
+            if buffer.numel() and _is_persistent(model, name)
+            if buffer.is_floating_point() or buffer.is_complex()
+        ]
+        self._add("buffers", placed, Run, self._everyone)
 
     def _add_moment(self, name: str, placed: Sequence[tuple[int, Segment]]) -> None:
         if len(self._groups) == 1:
@@ -163,8 +135,7 @@ class Averaging:
             )
             for number, segment in placed
         ]
-        period = 1 if isinstance(self._moments, str) else self._moments[name] // self.schedule.every
-        self._add(f"{MOMENT}{name}", segments, ValueRun, self._place, period)
+        self._add(f"{MOMENT}{name}", segments, Run, self._place)
 
     def _moment(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
         # Looked up each time: the optimizer makes its state in its first step, and has another one after loading.
@@ -175,9 +146,8 @@ class Averaging:
         self,
         what: str,
         placed: Sequence[tuple[int, Segment]],
-        make: Callable[..., ValueRun],
+        make: Callable[..., Run],
         place: Place,
-        period: int = 1,
     ) -> None:
         for fragment in self.fragments:
             own = (segment for number, segment in placed if number == fragment.number)
@@ -186,7 +156,7 @@ class Averaging:
                 # The first step, before which begin() is called for all runs, is over.
                 if self.step:
                     run.begin()
-                fragment.runs.append((run, period))
+                fragment.runs.append(run)
 
     def _find_moments(self) -> None:
         """Agrees on the names of moments, once some rank has any. Collective."""
@@ -213,7 +183,7 @@ class Averaging:
         """Before the first step: what the ranks have now is the anchor."""
         if not self.step:
             for fragment in self.fragments:
-                for run, _ in fragment.runs:
+                for run in fragment.runs:
                     run.begin()
 
     @torch.no_grad()
@@ -259,7 +229,8 @@ class Averaging:
         #   apply           0  1  2
         #
         # So two are under way at a time, whatever the size of the model.
-        runs = self._due(fragment)
+        self._leave(fragment)
+        runs = fragment.runs
         for place in range(len(runs) + 2):
             if place >= 2:
                 runs[place - 2].apply(delayed=False)
@@ -271,14 +242,15 @@ class Averaging:
         self._end(fragment)
 
     def _send(self, fragment: Fragment) -> None:
-        for run in self._due(fragment):
+        self._leave(fragment)
+        for run in fragment.runs:
             fragment.moved += run.send()
         self._send_distances(fragment)
 
-    def _due(self, fragment: Fragment) -> list[Run]:
-        """Begins an average: what this rank counts for leaves. Returns what is averaged."""
+    def _leave(self, fragment: Fragment) -> None:
+        """Begins an average: what this rank counts for leaves."""
         # The wrapped optimizer makes its moments in its first step, so that their names are not known earlier.
-        if self._moments == "average" and not self._moment_names and len(self._groups) > 1:
+        if self._averages_moments and not self._moment_names and len(self._groups) > 1:
             self._find_moments()
         steps, tokens = fragment.marks
         # What was given to weigh() since the last average; without it, the steps that have used gradients.
@@ -286,8 +258,6 @@ class Averaging:
         fragment.marks = (self._worked, self.tokens)
         fragment.sent_at, fragment.moved = self.step, 0.0
         self._send_weights(fragment)
-        turn = self.schedule.turn(fragment.number, self.step)
-        return [run for run, period in fragment.runs if turn % period == 0]
 
     def _send_weights(self, fragment: Fragment) -> None:
         fragment.weights = self._numbers(f"{fragment.number}.weights", fragment.weight)
@@ -337,15 +307,12 @@ class Averaging:
             Each of this rank's tensors that may have changed, and a copy of it from before.
         """
         kept = []
-        runs = [
-            run for fragment in self.fragments for run, _ in fragment.runs if not isinstance(run, IntegerRun)
-        ]
-        for run in runs:
+        for run in (run for fragment in self.fragments for run in fragment.runs):
             if run.name.startswith(MOMENT) or self.settled or run.place.exchange.ranks == 1:
                 continue
             own = [value.detach() for segment in run.segments if (value := segment.value()) is not None]
             kept += [(value, value.clone()) for value in own]
-            mean = ValueRun(f"means.{run.name}", run.segments, run.place)
+            mean = Run(f"means.{run.name}", run.segments, run.place)
             mean.send()
             mean.combine(_parts_of_one([1.0] * run.place.exchange.ranks))
             mean.apply(False)
@@ -375,7 +342,7 @@ class Averaging:
                     f"take 'local_sgd' out of the state to begin a new one"
                 )
         for fragment, saved in zip(self.fragments, state["fragments"]):
-            ours = sorted(run.name for run, _ in fragment.runs if not run.name.startswith(MOMENT))
+            ours = sorted(run.name for run in fragment.runs if not run.name.startswith(MOMENT))
             theirs = sorted(name for name in saved["runs"] if not name.startswith(MOMENT))
             if ours != theirs:
                 raise ValueError(

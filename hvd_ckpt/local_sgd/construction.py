@@ -14,7 +14,7 @@ from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.local_sgd.averaging import Averaging
 from hvd_ckpt.local_sgd.optimizer import LocalOptimizer, add_averages
 from hvd_ckpt.local_sgd.options import LocalOptions
-from hvd_ckpt.local_sgd.schedule import Moments, assign_fragments
+from hvd_ckpt.local_sgd.schedule import assign_fragments
 from hvd_ckpt.local_sgd.weights import Outer
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.construction import agree_at_construction, name_parameters
@@ -27,7 +27,7 @@ def LocalSGD(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     every: int = 100,
     outer: Outer | None = None,
-    moments: Moments = "local",
+    moments: str = "local",
     fragments: int = 1,
     delay: int = 0,
     wire: str = "fp32",
@@ -55,8 +55,7 @@ def LocalSGD(
         outer: makes the outer optimizer from a list of parameters: ``Nesterov(...)``, or an element-wise optimizer of
             ``torch.optim``, such as ``functools.partial(torch.optim.SGD, lr=0.7)``. With None, ranks use the mean.
         moments: the wrapped optimizer's state. ``"local"`` keeps it separate on each rank, ``"average"`` averages it with the
-            parameters. A dict has a period for each name, a multiple of ``every``: ``{"exp_avg": 300, "exp_avg_sq": 600}``
-            (DES-LOC, 2025).
+            parameters.
         fragments: number of parts of the model that are averaged in turn, evenly spread over ``every`` steps (Streaming DiLoCo,
             2025).
         delay: number of steps between the start of an average and its application, at most ``every``. Communication overlaps with
@@ -66,24 +65,20 @@ def LocalSGD(
         within: groups of ranks whose gradients are reduced in every step, as by :func:`DistributedOptimizer`: None (each rank by
             itself), ``"host"``, or a list of lists of ranks, of equal length. Averages are between groups.
         shard: the states that are split over the ranks of a group, as in :func:`DistributedOptimizer`.
-        model: the module whose buffers are averaged (and parameters split). By default, it is the module whose
+        model: the module whose floating-point buffers are averaged (and parameters split). By default, it is the module whose
             ``named_parameters()`` is given.
         process_set: the ranks that take part; a rank outside of it steps on its own.
         elastic: must be True in an elastic job. The program must then create the optimizer again after each change of ranks, in
             the function that ``hc.elastic.run`` calls. The weights must be those of a commit that was taken when
             ``optimizer.settled``.
-        offload: ``"optimizer"`` offloads the state between averages: anchor, exact values, the outer optimizer's state, and
-            rounding errors of a lossy wire. It is kept in memory-mapped files for a CPU, or in pinned host memory for a GPU; the
-            outer step then runs on the CPU. With ``shard``, the states of the group are also offloaded as by
-            :func:`DistributedOptimizer`.
-        offload_folder: folder of these files; by default the temporary folder.
+        offload, offload_folder: with ``shard``, the offload of the states that are split, as in :func:`DistributedOptimizer`.
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
 
     Raises:
         ValueError: an argument is invalid, or arguments differ between ranks; raised on every rank.
-        OSError: the disk or memory for offloaded state is full. The other ranks raise a ValueError that names this rank.
+        OSError: the disk or memory for offloaded state is full; raised on every rank.
     """
     options = LocalOptions(**locals()).resolved()
     error: Exception | None = None

@@ -118,10 +118,6 @@ class LocalOptimizer(_Base):
                     tensor.copy_(before)
             self._share_pieces(bool(kept))
 
-    @property
-    def is_offloaded(self) -> bool:
-        return super().is_offloaded or (self.averaging is not None and self.averaging.is_offloaded)
-
     # -------------------------------------------------------------------------------- steps
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.distributed.options import check_optimizer, model_of
-from hvd_ckpt.local_sgd.schedule import Moments, Schedule, check_moments
+from hvd_ckpt.local_sgd.schedule import Schedule
 from hvd_ckpt.local_sgd.weights import Outer
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import described
@@ -21,7 +21,6 @@ from hvd_ckpt.reduction.process_sets import check_within
 from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import INT4, WireFormat, wire_format
-from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.utils.text import stage_name, stage_of
 
 
@@ -59,7 +58,7 @@ class LocalOptions:
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None
     every: int
     outer: Outer | None
-    moments: Moments
+    moments: str
     fragments: int
     delay: int
     wire: str
@@ -96,14 +95,6 @@ class LocalOptions:
         if not self.stage or ranks == 1:
             return {}
         return {"shard": self.stage, "offload": self.offload, "offload_folder": self.offload_folder}
-
-    @property
-    def make_offload(self) -> Callable[[torch.device], Offload] | None:
-        """Makes what has the state between averages of parameters on a device; None: it is beside them."""
-        if self.offload is None:
-            return None
-        folder = None if self.offload_folder is None else Path(self.offload_folder)
-        return lambda device: Offload(folder, device, parameters=True)
 
     def described(self) -> dict[str, Any]:
         """The options that must be equal on all ranks, as plain data."""
@@ -152,12 +143,13 @@ class LocalOptions:
                 )
             check_elementwise(made, promised=True)
         Schedule(self.every, self.fragments, self.delay)
-        check_moments(self.moments, self.every)
+        if self.moments not in ("local", "average"):
+            raise ValueError(
+                f"moments must be 'local' (each rank keeps its own) or 'average' (in each average), not {self.moments!r}"
+            )
         if self.format is INT4:
             raise ValueError(
                 "wire='int4' is for sharded gradients: give 'int8' or a wider format for averages"
             )
-        stage = check_stage(self.shard, self.offload if self.stage else None, "fp32")[0]
-        if not stage and self.offload not in (None, "optimizer"):
-            raise ValueError(f"offload must be None or 'optimizer' without shard, not {self.offload!r}")
+        check_stage(self.shard, self.offload, "fp32")
         check_within(self.within)

@@ -7,7 +7,6 @@ one row.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from hvd_ckpt.local_sgd.exchange import PeerExchange, weighted_mean
 from hvd_ckpt.reduction.assignment import pack
-from hvd_ckpt.reduction.collectives import Work, ranks_of
+from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import FP32, sum_dtype
 from hvd_ckpt.sharding.layout import ALIGNMENT, RUN_BYTES
@@ -88,75 +87,18 @@ class Place:
         return self.group.rank if self.group is not None else 0
 
 
-class Run(ABC):
-    """Values that are averaged with one message each way.
+class Run:
+    """Moments or float buffers, which become the weighted mean of what they were when they left; one message each way.
 
     Attributes:
         sent: what left; None where nothing is under way.
-    """
-
-    def __init__(self, name: str, segments: Sequence[Segment], place: Place) -> None:
-        self.name, self.segments, self.place = name, segments, place
-        self.sent: torch.Tensor | None = None
-        self._work: Work | None = None
-
-    def begin(self) -> None:  # noqa: B027  # values and integers have nothing to remember
-        """The first period begins."""
-
-    def send(self) -> float:
-        """The average leaves; returns the squared norm of what this rank's part brings to the divergence."""
-        self.sent = self._read()
-        self.resend()
-        return 0.0
-
-    @abstractmethod
-    def _read(self) -> torch.Tensor: ...
-
-    @abstractmethod
-    def resend(self) -> None:
-        """Launches what is under way, also again after a resume."""
-
-    @abstractmethod
-    def combine(self, shares: Sequence[float]) -> None:
-        """Adds up this rank's row, each peer's by its share, and sends it."""
-
-    @abstractmethod
-    def apply(self, delayed: bool) -> None:
-        """Writes the average where its values came from."""
-
-    def abandon(self) -> None:
-        """Drops what is under way."""
-        if self._work is not None:
-            self._work.forget()
-        self._end()
-
-    def _end(self) -> None:
-        self.sent = self._work = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of an average under way."""
-        return {"sent": self.sent}
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state of this rank's; :meth:`resend` launches what was under way.
-
-        Raises:
-            ValueError: it is of another size.
-        """
-
-
-class ValueRun(Run):
-    """Moments or float buffers, which become the weighted mean of what they were when they left.
-
-    Attributes:
         row: this rank's row of the average, once it is known.
     """
 
     format = FP32
 
     def __init__(self, name: str, segments: Sequence[Segment], place: Place) -> None:
-        super().__init__(name, segments, place)
+        self.name, self.segments, self.place = name, segments, place
         self.dtype, self.device = segments[0].kind
         # 1000 elements between two groups of two ranks with equal values: 2 parts of 2 rows. A row has 4 * 64 = 256 elements,
         # since a quarter of 1000 is rounded up to the alignment; a part has 512.
@@ -164,29 +106,55 @@ class ValueRun(Run):
         numel = sum(segment.numel for segment in segments)
         self.row_numel = max(-(-numel // (rows * ALIGNMENT)), 1) * ALIGNMENT  # never empty
         self.part_numel = self.row_numel * place.exchange.ranks
+        self.sent: torch.Tensor | None = None
         self.row: torch.Tensor | None = None
+        self._work: Work | None = None
+
+    def begin(self) -> None:
+        """The first period begins; only parameters have an anchor to remember."""
+
+    def send(self) -> float:
+        """The average leaves; returns the squared norm of what this rank's part brings to the divergence."""
+        self.sent = self._read()
+        self.resend()
+        return 0.0
 
     def resend(self) -> None:
+        """Launches what is under way, also again after a resume."""
         if self.row is not None:
             self._work = self.place.exchange.gather(self._outgoing(), self.name, self.format)
         elif self.sent is not None:
             self._work = self.place.exchange.scatter(self._message(), self.name, self.format)
 
     def combine(self, shares: Sequence[float]) -> None:
+        """Adds up this rank's row, each peer's by its share, and sends it."""
         assert self._work is not None
         rows = self._work.wait(AVERAGES)
         self._combined(weighted_mean(rows, shares, self.format, self.dtype, self.row_numel))
         self.resend()
 
     def apply(self, delayed: bool) -> None:
+        """Writes the average where its values came from."""
         assert self._work is not None
         self._write(self._work.wait(AVERAGES), add=False)
         self._end()
 
+    def abandon(self) -> None:
+        """Drops what is under way."""
+        if self._work is not None:
+            self._work.forget()
+        self._end()
+
     def state_dict(self) -> dict[str, Any]:
+        """The state of an average under way."""
         return {"sent": self.sent, "row": self.row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a state of this rank's; :meth:`resend` launches what was under way.
+
+        Raises:
+            ValueError: it is of another size.
+        """
         self.sent = self._loaded(state["sent"], self.part_numel)
         self.row = self._loaded(state["row"], self.row_numel)
 
@@ -202,8 +170,7 @@ class ValueRun(Run):
         self.row = mean
 
     def _end(self) -> None:
-        super()._end()
-        self.row = None
+        self.sent = self.row = self._work = None
 
     def _read(self) -> torch.Tensor:
         flat = torch.zeros(self.part_numel * self.place.parts, dtype=self.dtype, device=self.device)
@@ -242,45 +209,6 @@ class ValueRun(Run):
         return value.detach().to(self.device, self.dtype, copy=True)
 
 
-class IntegerRun(Run):
-    """Integer and boolean buffers: they become those of the first rank, plus what this rank has counted since they left."""
-
-    def _read(self) -> torch.Tensor:
-        return torch.cat([buffer.cpu().long().view(-1) for buffer in self._buffers()])
-
-    def resend(self) -> None:
-        if self.sent is None:
-            return
-        collectives = self.place.exchange.collectives
-        first = ranks_of(collectives.process_set)[0]
-        # Of a copy, which gets the first rank's values: apply() needs what this rank had sent.
-        self._work = collectives.broadcast(self.sent.clone(), first, self.name)
-
-    def combine(self, shares: Sequence[float]) -> None:
-        """The message goes to all ranks by itself."""
-
-    def apply(self, delayed: bool) -> None:
-        assert self._work is not None and self.sent is not None
-        firsts, start = self._work.wait(AVERAGES), 0
-        for buffer in self._buffers():
-            stop = start + buffer.numel()
-            first, own = (
-                flat[start:stop].view(buffer.shape).to(buffer.device) for flat in (firsts, self.sent)
-            )
-            buffer.copy_(first if buffer.dtype is torch.bool else buffer + first - own)
-            start = stop
-        self._end()
-
-    def _buffers(self) -> Iterator[torch.Tensor]:
-        for segment in self.segments:
-            value = segment.value()
-            assert value is not None
-            yield value.detach()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sent = None if state["sent"] is None else state["sent"].detach().clone()
-
-
 KEPT = ("sent_at", "gathering", "weight", "moved", "marks", "squares")
 NOTHING: dict[str, Any] = {"sent": None, "row": None, "gathering": False, "anchor": None, "exact": None}
 
@@ -291,7 +219,7 @@ class Fragment:
 
     Attributes:
         number: among the fragments.
-        runs: what is averaged, each with its period, counted in averages of the fragment.
+        runs: what is averaged.
         sent_at: the step after which the average under way has left; None if nothing is under way.
         gathering: its rows have been added up.
         weight: weight of this rank in the average.
@@ -302,7 +230,7 @@ class Fragment:
     """
 
     number: int
-    runs: list[tuple[Run, int]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     sent_at: int | None = None
     gathering: bool = False
     weight: float = 0.0
@@ -313,25 +241,25 @@ class Fragment:
     distances: Work | None = None
 
     def under_way(self) -> list[Run]:
-        return [run for run, _ in self.runs if run.sent is not None]
+        return [run for run in self.runs if run.sent is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data and tensors."""
         kept = {name: getattr(self, name) for name in KEPT}
-        return {**kept, "runs": {run.name: run.state_dict() for run, _ in self.runs}}
+        return {**kept, "runs": {run.name: run.state_dict() for run in self.runs}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state, and sends the runs that were under way."""
         for name in KEPT:
             setattr(self, name, state[name])
-        for run, _ in self.runs:
+        for run in self.runs:
             # A run of moments that were unknown when the state was saved has nothing under way.
             run.load_state_dict(state["runs"].get(run.name, NOTHING))
             run.resend()
 
     def abandon(self) -> None:
         """Drops what is under way."""
-        for run, _ in self.runs:
+        for run in self.runs:
             run.abandon()
         for work in (self.weights, self.distances):
             if work is not None:

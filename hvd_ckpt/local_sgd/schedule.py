@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-Moments = str | Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -47,32 +45,9 @@ class Schedule:
         place = step % self.every
         return [fragment for fragment in range(self.fragments) if self._offset(fragment) == place]
 
-    def turn(self, fragment: int, step: int) -> int:
-        """Number of averages of a fragment that have left after ``step`` steps."""
-        # With every=100 and offset 25 a fragment leaves after steps 25, 125, ..., of which the first would
-        # count as 0. With offset 0 it leaves after steps 100, 200, ..., which count as 1, 2, ...
-        return (step - self._offset(fragment)) // self.every + (1 if self._offset(fragment) else 0)
-
     def _offset(self, fragment: int) -> int:
         # Four fragments in 100 steps leave after steps 25, 50, 75 and 100 of a period; the last one has the offset 0.
         return (fragment + 1) * self.every // self.fragments % self.every
-
-
-def check_moments(moments: object, every: int) -> None:
-    """Checks the argument ``moments``.
-
-    Raises:
-        ValueError: it is neither ``"local"``, ``"average"`` nor periods by name, or a period is no multiple of ``every``.
-    """
-    if isinstance(moments, str) and moments in ("local", "average"):
-        return
-    if not isinstance(moments, Mapping) or not all(isinstance(name, str) for name in moments):
-        raise ValueError(
-            f"moments must be 'local', 'average', or steps by name such as {{'exp_avg': {3 * every}}}, not {moments!r}"
-        )
-    for name, period in moments.items():
-        if isinstance(period, bool) or not isinstance(period, int) or period < 1 or period % every:
-            raise ValueError(f"moments[{name!r}] must be a multiple of every={every}, not {period!r}")
 
 
 def block_of(name: str) -> str:

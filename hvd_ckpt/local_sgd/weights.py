@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.local_sgd.runs import AVERAGES, Place, Segment, ValueRun
+from hvd_ckpt.local_sgd.runs import AVERAGES, Place, Run, Segment
 from hvd_ckpt.sharding.formats import FP32, WireFormat
-from hvd_ckpt.sharding.offload import Offload
 
 _CHUNK = 1 << 20  # elements, where a copy of all would be too much
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-class WeightRun(ValueRun):
+class WeightRun(Run):
     """Parameters, which become what the outer optimizer makes of their anchor and the mean change since.
 
     What a rank has learned since the average left is kept on top of it.
@@ -28,24 +27,13 @@ class WeightRun(ValueRun):
     Args:
         outer: makes the outer optimizer; None: the anchor moves by the mean change.
         wire: communication format of changes; rounding errors are added to the next change.
-        offload: makes what has the state that is kept between averages, for the parameters' device; the outer step is then on the
-            CPU. None: it is beside the parameters.
 
     Attributes:
         anchor: this rank's part, as all ranks have it since the last average; None before the first step.
-
-    Raises:
-        OffloadError, ValueError: it cannot be offloaded.
     """
 
     def __init__(
-        self,
-        name: str,
-        segments: Sequence[Segment],
-        place: Place,
-        outer: Outer | None,
-        wire: WireFormat,
-        offload: Callable[[torch.device], Offload] | None,
+        self, name: str, segments: Sequence[Segment], place: Place, outer: Outer | None, wire: WireFormat
     ) -> None:
         super().__init__(name, segments, place)
         self.anchor: torch.Tensor | None = None
@@ -53,56 +41,40 @@ class WeightRun(ValueRun):
         self.format = wire if self._lossy else FP32
         self._make_outer = outer
         self._outer: torch.optim.Optimizer | None = None
-        home = self.device if offload is None else torch.device("cpu")
         # this rank's row; the anchor is rounded where the wire is
-        self._exact = torch.nn.Parameter(torch.empty(0, dtype=self.dtype, device=home))
+        self._exact = torch.nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device))
         self._rest: torch.Tensor | None = None  # what the wire has rounded away so far, of this rank's part
-        self._offload = None if offload is None else offload(self.device)
-        self._room: dict[str, torch.Tensor] = {}
-        if self._offload is not None:
-            sizes = {"anchor": self.part_numel, "exact": self.row_numel}
-            if self._lossy:
-                sizes["rest"] = self.part_numel
-            self._room = {what: self._offload.empty(numel, self.dtype) for what, numel in sizes.items()}
-            self._exact.data = self._room["exact"]
-            if outer is not None:
-                self._offload.reserve(outer([self._exact]))
 
     def begin(self) -> None:
         if self.anchor is None:
             self._begin_at(self._read())
 
     def _begin_at(self, anchor: torch.Tensor) -> None:
-        self.anchor = self._keep("anchor", anchor)
-        self._exact.data = self._keep("exact", self._own_row(anchor).clone())
+        self.anchor = anchor
+        self._exact.data = self._own_row(anchor).clone()
         if self._make_outer is not None:
             self._outer = self._make_outer([self._exact])
         if self._lossy:
-            self._rest = self._keep("rest", torch.zeros_like(anchor))
+            self._rest = torch.zeros_like(anchor)
 
     def send(self) -> float:
-        if self._offload is not None:
-            for kept in self._room.values():
-                self._offload.prefetch(kept)
         super().send()
         assert self.anchor is not None and self.sent is not None
         parts = zip(torch.split(self.anchor, _CHUNK), torch.split(self.sent, _CHUNK))
-        moved = [torch.linalg.vector_norm(self._here(a) - b, dtype=torch.float64) for a, b in parts]
+        moved = [torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in parts]
         return float(torch.stack(moved).square().sum())
 
     def apply(self, delayed: bool) -> None:
         assert self._work is not None and self.anchor is not None and self.sent is not None
         arrived = self._work.wait(AVERAGES)
         # What has arrived is the change of the rows if the wire rounds, else the rows themselves: see _outgoing().
-        anchor = self._here(self.anchor)
         if self._lossy:
-            anchor.add_(arrived)
+            self.anchor.add_(arrived)
         else:
-            anchor.copy_(arrived)
+            self.anchor.copy_(arrived)
         # With a delay, parameters p have moved from what was sent, s, by what they have learned since. So
         # they become p + (anchor - s), which is the anchor with p - s on top.
-        self._write(anchor - self.sent if delayed else anchor, add=delayed)
-        self.anchor = self._keep("anchor", anchor)
+        self._write(self.anchor - self.sent if delayed else self.anchor, add=delayed)
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,10 +97,10 @@ class WeightRun(ValueRun):
         if anchor is None or exact is None:
             return
         self._begin_at(anchor)
-        self._exact.data = self._keep("exact", exact)
+        self._exact.data = exact
         rest = self._loaded(state["rest"], self.part_numel) if self._lossy else None
         if rest is not None:
-            self._rest = self._keep("rest", rest)
+            self._rest = rest
         if self._outer is not None and state["outer"] is not None:
             (made,) = self._outer.state_dict()["param_groups"]
             # With learning rate and momentum as they are given now.
@@ -138,8 +110,8 @@ class WeightRun(ValueRun):
 
     def _message(self) -> torch.Tensor:
         assert self.anchor is not None and self.sent is not None
-        change = self._here(self.anchor) - self.sent
-        return change if self._rest is None else change.add_(self._here(self._rest))
+        change = self.anchor - self.sent
+        return change if self._rest is None else change.add_(self._rest)
 
     def _combined(self, mean: torch.Tensor) -> None:
         if self._rest is not None:
@@ -147,41 +119,24 @@ class WeightRun(ValueRun):
             # Encoded once more, to see what the wire has made of it, instead of keeping that since it left.
             travelled = torch.empty_like(message)
             self.format.decode(self.format.encode(message, self.place.exchange.ranks), travelled)
-            self._rest = self._keep("rest", message.sub_(travelled))
+            self._rest = message.sub_(travelled)
         # The mean is of anchor minus parameters, like a gradient: going against it leads from the anchor to the ranks' mean.
-        exact, mean = self._exact.data, mean.to(self._exact.device)
+        exact = self._exact.data
         if self._outer is None:
             exact.sub_(mean)
         else:
             frozen = [(start, stop, exact[start:stop] - mean[start:stop]) for start, stop in self._frozen()]
             self._exact.grad = mean
-            if self._offload is None:
-                self._outer.step()
-            else:
-                self._offload.step(self._outer, self._outer.step)
+            self._outer.step()
             self._exact.grad = None
             for start, stop, values in frozen:
                 exact[start:stop] = values
-        self.row = self._keep("exact", exact)
+        self.row = exact
 
     def _outgoing(self) -> torch.Tensor:
         assert self.anchor is not None
-        exact = self._here(self._exact.data)
-        return exact - self._here(self._own_row(self.anchor)) if self._lossy else exact
-
-    def _here(self, kept: torch.Tensor) -> torch.Tensor:
-        """The state between averages, on the device of the parameters."""
-        return kept.to(self.device, non_blocking=True)
-
-    def _keep(self, what: str, value: torch.Tensor) -> torch.Tensor:
-        """The same values where they are kept until the next average, which may leave memory there."""
-        if self._offload is None:
-            return value
-        kept = self._room[what]
-        if kept.data_ptr() != value.data_ptr():
-            kept.copy_(value)
-        self._offload.release(kept)
-        return kept
+        exact = self._exact.data
+        return exact - self._own_row(self.anchor) if self._lossy else exact
 
     def _own_row(self, part: torch.Tensor) -> torch.Tensor:
         start = self.place.exchange.rank * self.row_numel

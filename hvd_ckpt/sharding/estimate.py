@@ -35,7 +35,6 @@ from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.tensor.recipes import tensor_parallel
-from hvd_ckpt.utils.text import stage_of
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]
@@ -85,8 +84,8 @@ def estimate_memory(
         loss: loss of the model's output, as for :func:`hvd_ckpt.plan`.
         device: the device on which the step of the sample and the optimizer run; by default that of the model.
         local: arguments of :func:`hvd_ckpt.LocalSGD` that take memory: ``{"every": 100, "outer": hc.Nesterov(), "fragments": 4,
-            "delay": 5, "wire": "int8", "within": 8}``. ``within`` is the number of ranks in a group, by default 1. ``shard`` then
-            applies within a group, and ``offload="optimizer"`` also offloads the state between averages.
+            "delay": 5, "wire": "int8", "within": 8}``. ``within`` is the number of ranks in a group, by default 1. ``shard`` and
+            ``offload`` then apply within a group.
         within: with ``shard="parameters"``, the number of ranks in a group that keeps a second copy of the parameters.
         tensor: number of parts into which :func:`hvd_ckpt.tensor_parallel` splits a copy of the model, by its built-in recipe. The
             estimate is that of the first part. ``np`` is then the number of replicas.
@@ -96,9 +95,7 @@ def estimate_memory(
     """
     if not isinstance(np, int) or isinstance(np, bool) or np < 1:
         raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
-    averages = None if local is None else LocalMemory(np, local, offload is not None)
-    if averages is not None and offload == "optimizer" and not stage_of(shard):
-        offload = None
+    averages = None if local is None else LocalMemory(np, local)
     check_stage(shard, offload, wire)
     if averages is not None and within is not None:
         raise ValueError(f"within={within!r}: groups of local SGD are given in local, as its 'within'")

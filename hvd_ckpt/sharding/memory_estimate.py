@@ -62,7 +62,7 @@ class MemoryEstimate:
         recorded_peak: peak without the memory that Horovod's own threads allocate (the results of gathers and
             alltoalls until they are copied). :func:`hvd_ckpt.utils.memory.recording_peak` measures this peak on a CPU.
         averages: state of local SGD between averages: the anchor, the exact values and outer optimizer's state of this rank's
-            part, and rounding errors of a lossy wire. 0 if they are offloaded.
+            part, and rounding errors of a lossy wire.
     """
 
     ranks: int
@@ -126,7 +126,6 @@ class LocalMemory:
     Args:
         ranks: number of ranks of the job.
         options: arguments of ``LocalSGD``.
-        offload: what is kept between averages is in files.
 
     Attributes:
         group: ranks that have the same weights, and share the anchor.
@@ -135,7 +134,7 @@ class LocalMemory:
         ValueError: an argument is unknown or out of range.
     """
 
-    def __init__(self, ranks: int, options: Mapping[str, Any], offload: bool) -> None:
+    def __init__(self, ranks: int, options: Mapping[str, Any]) -> None:
         for name in options:
             if name not in DEFAULTS:
                 raise ValueError(unknown("argument of local", name, sorted(DEFAULTS)))
@@ -152,7 +151,7 @@ class LocalMemory:
         if ranks % group:
             raise ValueError(f"local: within={group} does not divide np={ranks}")
         self.group: int = group
-        self._ranks, self._fragments, self._offload = ranks, fragments, offload
+        self._ranks, self._fragments = ranks, fragments
         self._outer, self._wire = given["outer"], wire_format(given["wire"])
         # the part of the model whose averages are under way at a time, while the next steps compute:
         # with every=100, one of 4 fragments leaves every 25 steps. With delay=30 two of them are under way at times.
@@ -194,13 +193,11 @@ class LocalMemory:
             ((step.peak_phase, computing), ("average", at_average)),
             key=lambda moment: sum(moment[1].values()),
         )
-        own, elsewhere = (0, round(held)) if self._offload else (round(held), 0)
+        own = round(held)
         return dataclasses.replace(
             step,
             ranks=self._ranks,
             averages=own,
-            offload=step.offload or ("optimizer" if self._offload else None),
-            offloaded=step.offloaded + elsewhere,
             buckets=max(step.buckets + travelling, averaged),
             peak=sum(at_peak.values()) + own,
             peak_phase=phase,

@@ -98,8 +98,8 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"local_steps": 4, "shard": 1}, "give within as well"),
         ({"local_steps": 4, "stages": 2}, "local_steps 4 and stages 2"),
         (
-            {"local_steps": 4, "offload": "parameters"},
-            "whole parameters stay in memory, give shard parameters as well",
+            {"local_steps": 4, "offload": "optimizer"},
+            "offload optimizer: it is for sharded runs, give shard optimizer or more",
         ),
         ({"local_steps": 4, "replicas": 2}, "local_steps 4 and replicas 2"),
         ({"local_steps": 4, "ema": 0.9}, "local_steps 4 and ema 0.9"),

@@ -109,9 +109,9 @@ def _check_local(config: Config) -> None:
 
 def _check_sharding(config: Config) -> None:
     needs_gradients = f"it is for sharded gradients, give shard {STAGES[2]} or {STAGES[3]} as well"
-    if config.offload is not None and not config.is_sharded and config.local_steps is None:
+    if config.offload is not None and not config.is_sharded:
         raise ValueError(
-            f"offload {config.offload}: it is for sharded runs and local SGD, give shard {STAGES[1]} or more, or local_steps"
+            f"offload {config.offload}: it is for sharded runs, give shard {STAGES[1]} or more as well"
         )
     if config.offload == "parameters" and not config.splits_parameters:
         raise ValueError(
