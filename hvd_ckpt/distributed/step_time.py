@@ -27,8 +27,7 @@ from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.late import ControlFlags
 from hvd_ckpt.reduction.tree import SMALL_BYTES as TREE_SMALL_BYTES
-from hvd_ckpt.reduction.weights import Maxima, Sums
-from hvd_ckpt.sharding.flags import ShardFlags
+from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import RUN_BYTES, Group, Layout
 from hvd_ckpt.sharding.units import find_units
@@ -237,7 +236,7 @@ class ModelSizes:
     ) -> None:
         """A backward pass from which whole gradients are reduced; the last bucket leaves at its end, with the flags."""
         *buckets, last = self._buckets(split.cap, parts)
-        flags = 4 * (_flags(ControlFlags, len(self._named)) + Sums.SIZE) if step.cycles else 0
+        flags = self._flag_bytes if step.cycles else 0
         ends: list[float] = []
         again: list[tuple[float, int]] = []  # parts of sums of replicas, which are then gathered
 
@@ -279,14 +278,17 @@ class ModelSizes:
             while left < len(groups) and done[left] >= block:
                 launched.add(_padded(groups[left]))
                 left += 1
-        self._shard_flags(step, len(groups))
+        self._shard_flags(step)
         launched.wait()
         self._gather_weights(step, split)
 
-    def _shard_flags(self, step: StepTime, groups: int) -> None:
+    @property
+    def _flag_bytes(self) -> int:
+        return 4 * (ControlFlags.size(len(self._named)) + Sums.SIZE)
+
+    def _shard_flags(self, step: StepTime) -> None:
         if step.cycles:
-            count = _flags(ShardFlags, len(self._named), groups) + Maxima.SIZE
-            step.wait(step.launch("allreduce", 4 * count))
+            step.wait(step.launch("allreduce", self._flag_bytes))
 
     def _sharded_parameters(self, step: StepTime, split: Split, kind: Kind) -> None:
         """Units are gathered before they run, each while the one before runs, and gradients scattered after they have run."""
@@ -311,7 +313,7 @@ class ModelSizes:
         through(numbers, self.forward, lambda unit: None)
         through(numbers[::-1], self.backward, lambda unit: launched.add(units[unit]))
         launched.add(root)
-        self._shard_flags(step, len(layout.groups))
+        self._shard_flags(step)
         launched.wait()
 
     def _averages(self, step: StepTime, split: Split) -> None:
@@ -384,13 +386,3 @@ class _InFlight:
 
 def _padded(group: Group) -> int:
     return group.padded * group.dtype.itemsize
-
-
-def _flags(kind: type[Any], parameters: int, groups: int = 0) -> int:
-    """How many control flags so many parameters and groups have."""
-    vectors = [[0.0] * parameters] * 2
-    others = len(kind._fields) - 2
-    if groups:
-        vectors += [[0.0] * groups] * 2
-        others -= 2
-    return len(kind(*vectors, *[0.0] * others).tensor())

@@ -13,7 +13,6 @@ import hashlib
 import io
 import pickle
 import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,11 +98,6 @@ class ParameterFacts:
             device_type=parameter.device.type,
             requires_grad=parameter.requires_grad,
         )
-
-
-def flag_of(table: Mapping[int, Any]) -> float:
-    """A number below 2**24, which float32 holds, that stands for a table of plain data; 0 for an empty one."""
-    return float(1 + zlib.crc32(repr(sorted(table.items())).encode()) % ((1 << 24) - 1)) if table else 0.0
 
 
 def allgather_objects(value: Any, process_set: Any, name: str, message: str = MESSAGE) -> list[Any]:

@@ -21,21 +21,30 @@ class ControlFlags(NamedTuple):
         late: for each parameter, whether a gradient came after its bucket had left.
         resynchronize: a rank asks for the resynchronization.
         notice: a rank has a notice for the caller.
+        further: a rank has launched, or needs, more rounds than all make without being told (gradients in shards).
+        unsteady: a rank had to launch in ``synchronize()`` (gradients in shards).
     """
 
     used: Sequence[float]
     late: Sequence[float]
     resynchronize: float
     notice: float
+    further: float = 0.0
+    unsteady: float = 0.0
+
+    @staticmethod
+    def size(parameters: int) -> int:
+        """How many flags so many parameters have."""
+        return 2 * parameters + len(ControlFlags._fields) - 2
 
     def tensor(self) -> torch.Tensor:
-        """The flags, float32 [2 * parameters + 2]."""
-        return torch.tensor([*self.used, *self.late, self.resynchronize, self.notice], dtype=torch.float32)
+        """The flags, float32 [:meth:`size`]."""
+        return torch.tensor([*self.used, *self.late, *self[2:]], dtype=torch.float32)
 
     @classmethod
     def of(cls, values: Sequence[float]) -> ControlFlags:
         """From the values of :meth:`tensor`."""
-        count = len(values) // 2 - 1
+        count = (len(values) - cls.size(0)) // 2
         return cls(values[:count], values[count : 2 * count], *values[2 * count :])
 
 

@@ -38,7 +38,7 @@ from hvd_ckpt.reduction.gradients import DROPPED, OWN, SENT, TrackedGradient
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports
 from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.stats import StepStats
-from hvd_ckpt.reduction.weights import WeightVerification
+from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.utils.spans import span
 
 
@@ -240,7 +240,7 @@ class Reducer(OwningReducer):
         report.error = self._mismatch or report.error
         report.wanted |= bool(report.error or report.dropped) or len(assignment.parameters) != self._known
         values, scale = self._reduce_buckets()
-        flags = ControlFlags.of(values[: -self.weights.size])
+        flags = ControlFlags.of(values[: -Sums.SIZE])
 
         self.noticed, self.notice = flags.notice > 0, False
         used = [index for index, ranks in enumerate(flags.used) if ranks > 0]
@@ -437,10 +437,10 @@ class Reducer(OwningReducer):
         self.assignment.make_buckets()
         self._next = 0
         if self.assignment.buckets and self._communicator.carries_flags(self.assignment.buckets[-1]):
-            # The tail behind the gradients of the last bucket, for 3 parameters 2 * 3 + 2 + 33 = 41 elements:
+            # The tail behind the gradients of the last bucket, for 3 parameters 2 * 3 + 4 + 33 = 43 elements:
             #
-            #   used x 3 | late x 3 | resynchronize | notice | fingerprint of weights x 33
-            self.assignment.buckets[-1].flags = 2 * self._known + 2 + self.weights.size
+            #   used x 3 | late x 3 | resynchronize | notice | further | unsteady | fingerprint of weights x 33
+            self.assignment.buckets[-1].flags = ControlFlags.size(self._known) + Sums.SIZE
         self.weights.compare([*self.assignment.order, *self.assignment.sparse])
 
     def _resynchronize(self) -> tuple[list[int], set[int]]:

@@ -1,12 +1,9 @@
 """Verification of weights: in each step the ranks compare a part of their weights, within the control flags.
 
 The weights are divided into parts, and each step compares the next part. Each rank sends the fingerprint of the part
-(:mod:`hvd_ckpt.utils.fingerprint`), cut into digits that float32 adds exactly, so no additional message is needed:
-
-* If control flags are summed, a rank sends 1, and *d* and *d* x *d* for each digit *d*. By the Cauchy-Schwarz inequality, *n*
-  ranks have sent the same digit if and only if *n* times the sum of the squares is the square of the sum. A rank that is
-  absent (``join()``), or does not take part, counts as 0 everywhere.
-* If flags are combined by their maximum, a rank sends *d* and -*d*: the greatest and the least are equal if and only if all are.
+(:mod:`hvd_ckpt.utils.fingerprint`), cut into digits that float32 adds exactly, so no additional message is needed: 1, and *d* and
+*d* x *d* for each digit *d*. By the Cauchy-Schwarz inequality, *n* ranks have sent the same digit if and only if *n* times the sum
+of the squares is the square of the sum. A rank that is absent (``join()``), or does not take part, counts as 0 everywhere.
 
 A fingerprint is computed while the last gradients of a step are in flight, from the weights of that step. It is sent with the
 flags of the next step, so it only uses time that would be spent waiting.
@@ -96,7 +93,7 @@ class Sums:
         """Of a fingerprint, float32 [SIZE]; zeros for None."""
         if value is None:
             return torch.zeros(Sums.SIZE, dtype=torch.float32)
-        digits = _digits(value, 4)
+        digits = ((value >> torch.arange(0, 64, 4, device=value.device)) & 15).float()
         return torch.cat([torch.ones(1, dtype=torch.float32, device=value.device), digits, digits * digits])
 
     @staticmethod
@@ -108,31 +105,6 @@ class Sums:
         """
         ranks, *sums = (round(value / scale) for value in values)
         return all(ranks * squares == digits**2 for digits, squares in zip(sums[:16], sums[16:]))
-
-
-class Maxima:
-    """Flags of which the greatest over the ranks counts: each 16 bits, and their negative."""
-
-    # 4 numbers of 16 bits, and these with the other sign.
-    SIZE = 8
-
-    @staticmethod
-    def encode(value: torch.Tensor | None) -> torch.Tensor:
-        """Of a fingerprint, float32 [SIZE]; less than all numbers for None."""
-        if value is None:
-            return torch.full((Maxima.SIZE,), -float("inf"), dtype=torch.float32)
-        digits = _digits(value, 16)
-        return torch.cat([digits, -digits])
-
-    @staticmethod
-    def equal(values: Sequence[float], scale: float) -> bool:
-        """Whether all ranks that brought a fingerprint brought the same."""
-        return all(greatest in (-least, -float("inf")) for greatest, least in zip(values[:4], values[4:]))
-
-
-def _digits(value: torch.Tensor, bits: int) -> torch.Tensor:
-    shifts = torch.arange(0, 64, bits, device=value.device)
-    return ((value >> shifts) & ((1 << bits) - 1)).float()
 
 
 class _Range(NamedTuple):
@@ -160,7 +132,6 @@ class WeightVerification:
     Args:
         names, parameters: names and parameters of the optimizer; the lists may grow.
         process_set: the ranks that compare.
-        flags: control flags that carry its values.
 
     Attributes:
         sample: where the ranks take over parts of each other's weights in each step (stages 1 and 2), so that what one rank has
@@ -177,10 +148,8 @@ class WeightVerification:
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
         process_set: Any,
-        flags: type[Sums] | type[Maxima] = Sums,
     ) -> None:
         self._names, self._parameters, self._process_set = names, parameters, process_set
-        self._flags, self.size = flags, flags.SIZE
         self.sample: Callable[[int, Sequence[torch.Tensor]], torch.Tensor] | None = None
         self._compared: list[int] = []
         self._parts: list[list[_Range]] = []
@@ -210,19 +179,19 @@ class WeightVerification:
     # ---------------------------------------------------------------------------------- what a rank brings
 
     def encode(self) -> torch.Tensor:
-        """This rank's flags of a synchronization, float32 [size], on the device of the weights."""
+        """This rank's flags of a synchronization, float32 [Sums.SIZE], on the device of the weights."""
         self._sent, self._prepared = self._prepared, None
         # A state was loaded, say, so that it is another part's turn: the other ranks would compare this one with theirs.
         if self._sent is not None and (self._sent.turn != self.turn or not self._takes_part):
             self._sent = None
         written, self.written = set(map(id, self.written)), []
         if self._sent is None:
-            return self._flags.encode(None)
+            return Sums.encode(None)
         value = self._sent.value
         for index in self._compared if written else ():
             if id(self._parameters[index]) in written and not self._ignores(index):
                 value = value * _FOLD + fingerprint(self._parameters[index]).to(value.device) + index
-        return self._sent.flags if value is self._sent.value else self._flags.encode(value)
+        return self._sent.flags if value is self._sent.value else Sums.encode(value)
 
     def prepare(self, exact: bool = True) -> None:
         """Takes the fingerprint that the next synchronization sends, once this one has sent its own.
@@ -239,7 +208,7 @@ class WeightVerification:
                 sampled = [index for index in self._compared if not self._ignores(index)]
                 sample = self.sample(self._steps, [self._parameters[index] for index in sampled])
                 value = value * _FOLD + fingerprint(sample).to(value.device)
-            self._prepared = _Prepared(turn, self._steps, value, self._flags.encode(value), sampled, sample)
+            self._prepared = _Prepared(turn, self._steps, value, Sums.encode(value), sampled, sample)
 
     @property
     def _takes_part(self) -> bool:
@@ -297,7 +266,7 @@ class WeightVerification:
             return
         part = self.turn % len(self._parts)
         self.turn = (part + 1) % len(self._parts)
-        if not self._flags.equal(values[-self.size :], scale):
+        if not Sums.equal(values[-Sums.SIZE :], scale):
             self._compare_all(part, total)
         elif self._sent is not None:
             self._equal_in[part] = self._sent.step

@@ -24,7 +24,6 @@ Gradients (stages 2 and 3):
     schedule         when each group leaves
     in_flight        packs, sends, and adds what arrives
     gradients        placeholders in ``p.grad``, and whole gradients
-    flags            what ranks tell each other in each step
     replicas         gradients of logical replicas
 
 Weights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -144,14 +144,15 @@ class ShardedParameters:
         error, self.written.error = self.written.error, None
         return error
 
-    def check_written(self) -> None:
-        """Raises RuntimeError, the same on every rank, if a rank has written other values than were kept since the last time.
+    def check_written(self, values: Mapping[int, int]) -> None:
+        """Raises RuntimeError, the same on every rank, if a rank has written other values than were kept. Collective.
 
-        Collective.
+        Args:
+            values: fingerprints of what this rank has written, by index.
         """
         # Gathered again, since a rank may have written the same without a trace, as by Horovod's broadcast.
         with self.gathered():
-            parameters, values = self._layout.parameters, self.written.values
+            parameters = self._layout.parameters
             own = [index for index, value in values.items() if value != int(fingerprint(parameters[index]))]
         differing = list(chain(*allgather_objects(own, self._exchange.process_set, "written weights")))
         if differing:

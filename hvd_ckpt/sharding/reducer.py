@@ -7,9 +7,9 @@ The protocol, the same on every rank:
   round, since sums are linear.
 * In the backward pass a rank may wait for older launches, so that only few buffers exist at once. It only waits for launches of
   the rounds that every rank made in the last step; all ranks make these again before they synchronize.
-* In :meth:`ShardReducer.synchronize` one message has flags for each parameter (used, late), the number of launches that each
-  group needs, and the position of each rank. Then all ranks launch up to the furthest position, and
-  send the groups that need more.
+* In :meth:`ShardReducer.synchronize` all ranks launch up to the position that each of them reaches without being told, and sum
+  their control flags (:mod:`hvd_ckpt.reduction.late`). If one of them is further, or needs more launches of a group, a second
+  message has the furthest position and the greatest need of each group, and all ranks follow.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.accumulation import OwningReducer
-from hvd_ckpt.reduction.agreement import allgather_objects, flag_of, raise_gathered
+from hvd_ckpt.reduction.late import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
-from hvd_ckpt.reduction.weights import Maxima, WeightVerification
+from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.flags import LATE, USED, ShardFlags
 from hvd_ckpt.sharding.formats import WireFormat
 from hvd_ckpt.sharding.gradients import SentGradients, dropped_on_some, whole_gradients
 from hvd_ckpt.sharding.in_flight import InFlight, pack
@@ -60,6 +60,19 @@ class HowReduced:
     def scale(self, ranks: int) -> float:
         """Factor of the sum over the ranks."""
         return 1.0 / (ranks * self.prescale) if self.op == Average else 1.0
+
+
+@dataclass
+class ShardReport(Report):
+    """The report of one rank.
+
+    Attributes:
+        begun_anew: by parameter whose gradient was dropped, what had left until then; ranks that add it up must have the same.
+        written: fingerprints of weights that the rank has written.
+    """
+
+    begun_anew: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
 
 
 class ShardReducer(OwningReducer):
@@ -103,7 +116,7 @@ class ShardReducer(OwningReducer):
         self._sums_once = how.op == Sum
         self._keeps_sums = self._sums_once and exchange.rank > 0
         self._whole = store is None
-        self.weights = WeightVerification(layout.names, layout.parameters, exchange.process_set, Maxima)
+        self.weights = WeightVerification(layout.names, layout.parameters, exchange.process_set)
         self._ever_used = [False] * len(layout.parameters)
 
     @property
@@ -149,7 +162,7 @@ class ShardReducer(OwningReducer):
             if self._sent.is_zero(index):
                 parameter.grad = torch.zeros_like(parameter)
         begun = float(any(self._schedule.launched) or any(self.used))
-        if not self._exchange.maximum(torch.tensor([begun], dtype=torch.float32), "drain")[0]:
+        if not self._sum(torch.tensor([begun], dtype=torch.float32), "drain")[0]:
             return
         self.synchronize()
         for index, gradient in whole_gradients(self._layout, self._exchange, self._in_flight.shards):
@@ -251,8 +264,8 @@ class ShardReducer(OwningReducer):
             RecomputationMismatch: a rank has recomputed other values; the same on every rank.
             RuntimeError: a parameter was converted after it was laid out; the same on every rank.
         """
-        # 1. up to _agreed, where every rank comes without being told   2. the flags: what all need, and how far each has come
-        # 3. up to the furthest rank   4. further rounds of the groups that need them   5. wait for everything
+        # 1. up to _agreed, where every rank comes without being told   2. the flags   3. up to the furthest rank, and further
+        # rounds of the groups that need them   4. wait for everything
         schedule, parameters = self._schedule, self._layout.parameters
         self.hook_parameters()
         self._look_at(range(len(parameters)))
@@ -265,53 +278,77 @@ class ShardReducer(OwningReducer):
         # in the next.
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
-        flags, values = self._exchange_flags(unsteady)
+        report = self._own_report()
+        own, needs = self._own_flags(report.wanted, unsteady)
+        values = self._sum(torch.cat([own.tensor(), self.weights.encode().cpu()]), "flags")
+        flags = ControlFlags.of(values[: -Sums.SIZE])
         self.noticed, self.notice = flags.notice > 0, False
-        if flags.failed:
-            raise_gathered(allgather_objects(self._mismatch, self.process_set, "recomputation"))
-        self._check_converted(round(flags.converted))
-        # Each flag is the greatest over the ranks, so the sum of these two is 0 if and only if all ranks have brought the same.
-        if flags.anew != -flags.not_anew:
-            self._check_begun_anew(flags.states)
-        if self._store is not None:
-            try:
-                if flags.written != -flags.unwritten:
-                    self._store.check_written()
-            finally:
-                self._store.written.values.clear()
-        # A rank that has launched further did so in its backward pass; the others must follow before anything else is sent.
-        self._launch_up_to(round(flags.position))
-        self._send_rest(flags.needs)
+        used = [ranks > 0 for ranks in flags.used]
+        dropped = self._resynchronize(report, used) if flags.resynchronize > 0 else set()
+        if flags.further > 0:
+            # A rank that has launched further did so in its backward pass; the others must follow before anything else is sent.
+            self._step.control_messages += 1
+            own_needs = torch.tensor([schedule.position, *needs], dtype=torch.float32)
+            position, *needs = map(round, self._exchange.maximum(own_needs, "further"))
+            self._launch_up_to(position)
+            self._send_rest(needs)
         self.weights.prepare()
         self._in_flight.wait_all()
-        used = [state > 0 for state in flags.states]
-        late = [name for name, state in zip(self._layout.names, flags.states) if state == LATE]
-        self._step.late_gradients = late
+        self._step.late_gradients = [name for name, ranks in zip(self._layout.names, flags.late) if ranks > 0]
         # Ranks may wait in the next backward pass only for rounds that each of them makes there: those of this step.
         whole_rounds = max(1, schedule.position // max(1, len(schedule.order)))
         self.weights.check(values, 1.0, self._exchange.sum)
+        schedule.activate(used)
+        if not schedule.ordered:
+            # Zeros on other ranks make the sum that of rank 0.
+            leads = self._exchange.rank == 0
+            arrivals = [float(leads and schedule.last_arrival(group)) for group in self._layout.groups]
+            schedule.arrange(self._sum(torch.tensor(arrivals, dtype=torch.float32), "place"))
         self._end_step(learn=True)
-        schedule.arrange(used, flags.last_arrivals)
         self._agreed = whole_rounds * len(schedule.order)
         self._may_wait = flags.unsteady == 0
-        self._keep(used, flags.dropped)
+        self._keep(used, dropped)
         self._compare(used)
 
-    def _keep(self, used: Sequence[bool], dropped: Sequence[float]) -> None:
+    def _sum(self, values: torch.Tensor, what: str) -> Any:
+        self._step.control_messages += 1
+        return self._exchange.sum(values, what)
+
+    def _keep(self, used: Sequence[bool], dropped: Set[int]) -> None:
         """Notes which gradients the shards have now; those that were dropped, and came on no rank again, are taken out."""
-        for index, (now, gone) in enumerate(zip(used, dropped)):
+        for index, now in enumerate(used):
+            gone = index in dropped
             if gone and not now:
                 self._in_flight.take_out(self._layout.group_of[index], index)
             self.used[index] = now or (self.used[index] and not gone)
             if self.used[index]:
                 self._sent.note(index)
 
-    def _check_begun_anew(self, states: Sequence[float]) -> None:
-        """Raises RuntimeError for the first gradient that was dropped on some ranks only, or between other passes."""
-        tables = allgather_objects(self._sent.begun_anew, self.process_set, "gradients begun anew")
-        for index, (name, state) in enumerate(zip(self._layout.names, states)):
-            if state and any(table.get(index) != tables[0].get(index) for table in tables):
-                raise dropped_on_some(name)
+    def _own_report(self) -> ShardReport:
+        """What this rank has to say to the others that flags cannot express."""
+        report = ShardReport(error=self._mismatch or self._converted(), begun_anew=self._sent.begun_anew)
+        if self._store is not None:
+            report.written, self._store.written.values = self._store.written.values, {}
+        report.wanted = bool(report.error or report.begun_anew or report.written)
+        return report
+
+    def _resynchronize(self, report: ShardReport, used: Sequence[bool]) -> set[int]:
+        """All ranks compare what they have to say, and raise or continue together.
+
+        Returns:
+            The parameters whose gradients were dropped after they had left.
+        """
+        reports = self._exchange.objects(report, "resynchronization")
+        check_reports(reports)
+        dropped = set(chain(*(each.begun_anew for each in reports)))
+        for index in sorted(dropped):
+            if used[index] and any(
+                each.begun_anew.get(index) != report.begun_anew.get(index) for each in reports
+            ):
+                raise dropped_on_some(self._layout.names[index])
+        if self._store is not None and any(each.written != report.written for each in reports):
+            self._store.check_written(report.written)
+        return dropped
 
     def _compare(self, used: Sequence[bool]) -> None:
         """Has the weights verified of all that has been used, where they are whole."""
@@ -327,67 +364,49 @@ class ShardReducer(OwningReducer):
             self._in_flight.make_room(group)
             self._launch(group)
 
-    def _exchange_flags(self, unsteady: bool) -> tuple[ShardFlags, Sequence[float]]:
-        """Tells the ranks what this one knows; returns the greatest of each flag, and with those of the weights."""
-        schedule, layout = self._schedule, self._layout
-        due = schedule.due
-        states, dropped = ([0.0] * len(layout.parameters) for _ in range(2))
-        needs = [float(launched) for launched in schedule.launched]
-        for index in range(len(layout.parameters)):
-            position = layout.group_of[index].position
+    def _own_flags(self, wanted: bool, unsteady: bool) -> tuple[ControlFlags, list[int]]:
+        """What this rank knows after it has launched as far as every rank does.
+
+        Returns:
+            Its flags, and for each group, how many launches this rank needs.
+        """
+        sent, launched, due = self._sent, self._schedule.launched, self._schedule.due
+        used, late = ([0.0] * len(self.used) for _ in range(2))
+        needs = list(launched)
+        for index, group in enumerate(self._layout.group_of):
+            if sent.unsent(index) is not None:
+                last = launched[group.position]
+                needs[group.position] = last + 1
+            elif sent.is_dropped(index):
+                continue
+            else:
+                last = sent.rounds.get(index, -1)
             # The round in which the gradient left last, or will leave. After two backward passes with one pass in a round,
             # rounds 0 and 1 are due. A gradient of round 2 has therefore come late.
-            last = self._sent.rounds.get(index, -1)
-            dropped[index] = float(self._sent.is_dropped(index))
-            if self._sent.unsent(index) is not None:
-                last = schedule.launched[position]
-                needs[position] = last + 1.0
-            if dropped[index]:
-                continue
             if last >= 0:
-                states[index] = LATE if last >= due else USED
+                used[index], late[index] = 1.0, float(last >= due)
             elif self.used[index]:
-                states[index] = USED
-            elif self._sent.is_zero(index):
-                states[index] = USED
+                used[index] = 1.0
+            elif sent.is_zero(index):
+                used[index] = 1.0
                 # A group sends zeros for what it has no gradient of, once at least.
-                needs[position] = max(needs[position], 1.0)
-        leads = self._exchange.rank == 0
-        # Zeros on other ranks make the greatest the one of rank 0.
-        last_arrivals = [float(leads and schedule.last_arrival(group)) for group in layout.groups]
-        converted = [index + 1 for index in range(len(states)) if not layout.fits(index)]
-        written = 0.0 if self._store is None else flag_of(self._store.written.values)
-        anew = flag_of(self._sent.begun_anew)
-        flags = ShardFlags(
-            states,
-            dropped,
-            needs,
-            last_arrivals,
-            notice=float(self.notice),
-            converted=float(max(converted, default=0)),
-            position=float(schedule.position),
-            unsteady=float(unsteady),
-            failed=float(self._mismatch is not None),
-            anew=anew,
-            not_anew=-anew,
-            written=written,
-            unwritten=-written,
-        )
-        self._step.control_messages += 1
-        values = self._exchange.maximum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags")
-        own = values[: -self.weights.size]
-        return ShardFlags.of(own, len(layout.parameters), len(layout.groups)), values
+                needs[group.position] = max(needs[group.position], 1)
+        further = self._schedule.position > self._agreed or needs != launched
+        flags = ControlFlags(used, late, float(wanted), float(self.notice), float(further), float(unsteady))
+        return flags, needs
 
-    def _check_converted(self, number: int) -> None:
-        if number:
-            group = self._layout.group_of[number - 1]
-            raise RuntimeError(
-                f"parameter '{self._layout.names[number - 1]}' has another dtype, device or shape on some rank since "
-                f"DistributedOptimizer was made, when it was {group.dtype} on {group.device}; convert the model first, "
-                f"then make the optimizer"
-            )
+    def _converted(self) -> RuntimeError | None:
+        """The error for a parameter that was converted."""
+        for index, name in enumerate(self._layout.names):
+            if not self._layout.fits(index):
+                group = self._layout.group_of[index]
+                return RuntimeError(
+                    f"parameter '{name}' has another dtype, device or shape since DistributedOptimizer was made, when it was "
+                    f"{group.dtype} on {group.device}; convert the model first, then make the optimizer"
+                )
+        return None
 
-    def _send_rest(self, needs: Sequence[float]) -> None:
+    def _send_rest(self, needs: Sequence[int]) -> None:
         """Sends groups that some rank still has gradients of, but no further round: late ones, and those not active so far."""
         order = self._schedule.order
         others = [group.position for group in self._layout.groups if group.position not in set(order)]

@@ -189,12 +189,11 @@ class Schedule:
             self._expecting[position] += 1
         self._waiting = list(self._expecting)
 
-    def arrange(self, used: Sequence[bool], leaders_last_arrivals: Sequence[float]) -> None:
-        """Settles the order of the next step, from what all ranks know.
+    def activate(self, used: Sequence[bool]) -> None:
+        """Settles which groups are active in the next step, from what all ranks know.
 
         Args:
             used: for each parameter, whether any rank had a gradient for it.
-            leaders_last_arrivals: :meth:`last_arrival` of each group on rank 0.
         """
         active = set(self.order)
         any_used = any(used)
@@ -203,7 +202,7 @@ class Schedule:
             if any(used[index] for index in group.indices):
                 self._idle[position] = 0
                 if position not in active:
-                    # Active again: the order is made anew below, from this step's completions on rank 0.
+                    # Active again: the order is made anew, from this step's completions on rank 0.
                     self.order.append(position)
                     self.ordered = False
                     continue
@@ -212,7 +211,14 @@ class Schedule:
                 self._idle[position] += any_used
                 if self._idle[position] >= IDLE_STEPS and position in active:
                     self.order.remove(position)
-        if not self.ordered and any(leaders_last_arrivals):
+
+    def arrange(self, leaders_last_arrivals: Sequence[float]) -> None:
+        """Sets the order of the next step: that of completion on rank 0.
+
+        Args:
+            leaders_last_arrivals: :meth:`last_arrival` of each group there.
+        """
+        if any(leaders_last_arrivals):
             # Sorting is stable, so groups that rank 0 has not completed keep their order behind the others.
             never = float("inf")
             self.order.sort(key=lambda position: leaders_last_arrivals[position] or never)
