@@ -1,6 +1,8 @@
 """Measurements of speed and memory, beside other engines: ``python -m benchmarks SUITE --help``, in a clone of the repository.
 
-The runner is :mod:`hvd_ckpt.app.compare.runner`: jobs of ranks, statistics, reports, options of commands, engines, workloads.
+A suite is a file in ``suites``, with a :class:`benchmarks.suite.Suite` or a command of its name; an engine is one in ``engines``,
+or any class of :mod:`hvd_ckpt.app.compare.runner.engines`. ``case`` has cases and rows, ``worker`` is what each rank runs, and
+``probes`` are what it measures beside seconds. Below them is :mod:`hvd_ckpt.app.compare.runner`: jobs, reports, options.
 
     reduce            speed of gradient reduction beside stock Horovod and DDP
     recompute         plans beside other ways to recompute

@@ -10,30 +10,16 @@ import click
 from benchmarks import suites
 from benchmarks.suite import Suite
 
-SUITES = {
-    "faults": "benchmarks.faults",
-    "local": "benchmarks.local.command",
-    "pipeline": "benchmarks.pipeline.command",
-    "recompute": "benchmarks.recompute.command",
-    "replicas": "benchmarks.replicas",
-    "scale": "benchmarks.scale",
-    "scale_on_hosts": "benchmarks.scale_on_hosts",
-    "shard": "benchmarks.shard.command",
-    "tensor": "benchmarks.tensor",
-    "train": "benchmarks.train.command",
-}
-"""The module of each suite; the command has the same name in it."""
-
 
 class _Suites(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*(module.name for module in pkgutil.iter_modules(suites.__path__)), *SUITES])
+        return sorted(module.name for module in pkgutil.iter_modules(suites.__path__))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        module = SUITES.get(cmd_name, f"{suites.__name__}.{cmd_name}")
-        found: Suite | click.Command = getattr(import_module(module), cmd_name)
+        module = import_module(f"{suites.__name__}.{cmd_name}")
+        found: Suite | click.Command = getattr(module, cmd_name)
         return found.command if isinstance(found, Suite) else found
 
 

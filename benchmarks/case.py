@@ -79,11 +79,16 @@ class Row:
         """Seconds of a step over the rounds."""
         return quartiles(self.seconds) if self.seconds and not self.failure else None
 
-    def ratio(self, other: Row | None, figure: str = "seconds") -> Quartiles | float | None:
-        """The time of a step, or a figure, as a ratio to another row's: time within a round, over the rounds."""
-        if other is None:
-            return None
-        if figure == "seconds":
-            return quartiles_of_ratios(self.seconds, other.seconds)
-        own, base = self.over(figure), other.over(figure)
+    def peer(self, rows: Sequence[Row], engine: str) -> Row | None:
+        """The row of an engine under the same condition."""
+        same = (row for row in rows if row.case.condition == self.case.condition)
+        return next((row for row in same if row.case.engine == engine), None)
+
+    def ratio(self, other: Row | None) -> Quartiles | None:
+        """The time of a step as a ratio to another row's in the same round, over the rounds."""
+        return None if other is None else quartiles_of_ratios(self.seconds, other.seconds)
+
+    def peak_ratio(self, other: Row | None, figure: str = "peak_bytes") -> float | None:
+        """A figure, the largest of all ranks, as a ratio to another row's."""
+        own, base = self.over(figure), other.over(figure) if other is not None else None
         return own / base if own is not None and base else None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import psutil
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -148,18 +149,19 @@ class Loss(Probe):
 
 
 class Hash(Probe):
-    """A hash of the loss, the gradients and the buffers of the examined step."""
+    """Hashes of the loss and the gradients of the examined step, and of the buffers after them."""
 
     columns: ClassVar[Mapping[str, Column]] = {
         "hash": Column(
             "bits", lambda row: row.over("hash", lambda found: found[0][:8]), key="hash", left=True
         )
     }
-    notes = "bits: of a hash of a step's loss, gradients and buffers on rank 0."
+    notes = "bits: of a hash of a step's loss and gradients on rank 0."
 
     def ready(self, training: Training, loss: float) -> None:
         gradients = training.engine.held(training.model, training.optimizer).gradients
-        self.figures["hash"] = hash_of([torch.tensor(loss), *gradients, *training.model.buffers()])
+        self.figures["hash"] = hash_of([torch.tensor(loss), *gradients])
+        self.figures["buffer_hash"] = hash_of(training.model.buffers())
 
 
 PROBES: Mapping[str, type[Probe]] = {
@@ -183,13 +185,20 @@ def hash_of(tensors: Iterable[Tensor]) -> str:
 
 
 def storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the tensors' storages, each whole and once: those whose addresses are in ``seen`` do not count."""
+    """Bytes of the tensors' storages in memory, each whole and once: those whose addresses are in ``seen`` do not count, nor
+    does what lies in mapped files."""
+    regions = [
+        region for region in psutil.Process().memory_maps(grouped=False) if region.path.startswith("/")
+    ]
+    mapped = [tuple(int(address, 16) for address in region.addr.split("-")) for region in regions]
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
+        address = storage.data_ptr()
+        if address not in seen:
+            seen.add(address)
+            on_disk = not tensor.is_cuda and any(start <= address < end for start, end in mapped)
+            total += 0 if on_disk else storage.nbytes()
     return total
 
 

@@ -29,14 +29,14 @@ from hvd_ckpt.app.compare.runner.settings import (
 )
 from hvd_ckpt.app.compare.runner.stats import alternating
 
-Baseline = str | Callable[[Row, Sequence[Row]], Row | None]
-"""An engine, or what finds the row that a row is compared with among all rows of its condition."""
+Compared = str | Callable[[Row, Sequence[Row]], Any]
+"""An engine, to which the time of a step is a ratio, or from a row and all rows to a value: quartiles, a number or a text."""
 
 STEP = "step ms: median over rounds, quartiles in brackets; a step ends when the slowest rank's does. "
 NOTES = (
     STEP + "Jobs alternate: A B C, then C B A.",
     "of NAME: the time of a step as a ratio to that engine's in the same round; median over rounds, quartiles in brackets. Below 1 "
-    "is faster. peak of NAME: the ratio of peaks.",
+    "is faster.",
 )
 TOGETHER = (
     STEP + "All engines are in the same processes and take turns step by step: A B C, then C B A.",
@@ -52,13 +52,15 @@ class Axis:
         help: of the option.
         values: by the words of the command line.
         default: some of these words, by default all of them.
-        is_option: of the engine, too, or of the worker.
     """
 
     help: str
     values: Mapping[str, Any]
     default: str = ""
-    is_option: bool = True
+
+    def word(self, value: Any) -> str:
+        """The word of a value."""
+        return next(word for word, known in self.values.items() if known == value)
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,15 @@ class Suite:
         engines: by name; those that name the suite themselves follow.
         workloads: by the words of the command line, what they are; ``kinds``: the names of those whose names are not the words.
         columns: names in :data:`benchmarks.probes.PROBES`.
-        against: engines, or functions, to which time is a ratio, by title.
-        peaks: the same for the peak of a step.
+        against: further columns by title.
         axes: further options by name.
-        options: of every case.
+        keeps: which cases there are; by default every engine with every workload and every value of the axes.
+        options: of a case that has none so far, by default its values of the axes.
         sizes, quick_sizes: of each workload.
         np, controllers, rounds, steps, warm_up: defaults; ``quick`` has other ones by name.
         optimizer, lr, cosine: as in :class:`benchmarks.worker.Job`.
         together: all engines of a condition are in one job, and a round is one step.
         threads: of each rank; by default this machine's processors are shared.
-        cases: which cases there are, by default every engine with every workload and every value of the axes.
         notes: lines below the table, beside those of columns.
         facts: of the report.
         within: from the options of a case to the words of a command that runs its launcher.
@@ -94,10 +95,10 @@ class Suite:
     engines: Sequence[str]
     workloads: Mapping[str, str]
     columns: Sequence[str] = ()
-    against: Mapping[str, Baseline] = field(default_factory=dict)
-    peaks: Mapping[str, Baseline] = field(default_factory=dict)
+    against: Mapping[str, Compared] = field(default_factory=dict)
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    keeps: Callable[[Case], bool] = lambda case: True
+    options: Callable[[Case], Mapping[str, Any]] = lambda case: case.at
     kinds: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     quick_sizes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -112,7 +113,6 @@ class Suite:
     cosine: bool = False
     together: bool = False
     threads: int | None = None
-    cases: Callable[[Suite, Any], Iterator[Case]] | None = None
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     within: Callable[[Mapping[str, Any]], Sequence[str]] = lambda options: ()
@@ -126,7 +126,7 @@ class Suite:
             self.run(run, settings)
 
         run.__name__, run.__doc__ = self.name, self.help
-        return bench_command(self.settings, width=150)(run)
+        return bench_command(self.settings, width=180)(run)
 
     @property
     def settings(self) -> type[BenchSettings]:
@@ -174,34 +174,16 @@ class Suite:
             "Settings", annotated, bases=(BenchSettings,), frozen=True, namespace=check
         )
 
-    def every_case(self, settings: Any) -> Iterator[Case]:
-        """Every engine with every workload and every value of the axes, on every number of ranks."""
-        if self.cases is not None:
-            yield from self.cases(self, settings)
-            return
-        chosen = [[(name, axis.values[word]) for word in getattr(settings, name)] for name, axis in self.axes.items()]  # fmt: skip
-        for size, controller, name in itertools.product(
-            settings.sizes, settings.controllers, settings.workloads
-        ):
-            for at in map(dict, itertools.product(*chosen)):
-                for engine in settings.engines:
-                    yield self.case(settings, name, engine, size, controller, at)
-
-    def case(
-        self,
-        settings: Any,
-        name: str,
-        engine: str,
-        size: int,
-        controller: str,
-        at: dict[str, Any],
-        **more: Any,
-    ) -> Case:
-        """A case with the options and the sizes of this suite; ``more``: options of the engine."""
-        sizes = (self.quick_sizes if settings.quick else self.sizes).get(name, {})
-        options = {key: value for key, value in at.items() if self.axes[key].is_option}
-        kind = self.kinds.get(name, name)
-        return Case(kind, engine, size, controller, at, {**self.options, **options, **more}, sizes)
+    def cases(self, settings: Any) -> Iterator[Case]:
+        """The cases of these settings, with the options and the sizes of this suite."""
+        axes = [getattr(settings, name) for name in self.axes]
+        places = itertools.product(settings.sizes, settings.controllers, settings.workloads, *axes)
+        for (size, controller, name, *words), engine in itertools.product(places, settings.engines):
+            at = {axis: self.axes[axis].values[word] for axis, word in zip(self.axes, words)}
+            sizes = (self.quick_sizes if settings.quick else self.sizes).get(name, {})
+            case = Case(self.kinds.get(name, name), engine, size, controller, at, sizes=sizes)
+            if self.keeps(case):
+                yield dataclasses.replace(case, options=dict(self.options(case)))
 
     def run(self, run: BenchRun, settings: Any) -> None:
         """Runs all jobs, saves the report before each, prints it."""
@@ -211,7 +193,7 @@ class Suite:
 
         if settings.engines == tuple(self.engines):
             settings = dataclasses.replace(settings, engines=(*settings.engines, *engines_for(self.name)))
-        rows = [Row(case) for case in self.every_case(settings)]
+        rows = [Row(case) for case in self.cases(settings)]
         left_out = {}
         for engine in dict.fromkeys(row.case.engine for row in rows):
             if why := find_engine(engine).unavailable():
@@ -257,20 +239,13 @@ class Suite:
         from benchmarks.probes import PROBES, probes_of
         from hvd_ckpt.processes.runtime import threads_per_rank
 
-        def compared(title: str, base: Baseline, figure: str) -> Column:
+        def compared(title: str, base: Compared) -> Column:
             def of(row: Row) -> Any:
-                condition = row.case.condition
-                same = [other for other in rows if other.case.condition == condition]
-                if isinstance(base, str):
-                    found = next((other for other in same if other.case.engine == base), None)
-                else:
-                    found = base(row, same)
-                return row.ratio(found, figure) if found is not row else None
+                if callable(base):
+                    return base(row, rows)
+                return None if row.case.engine == base else row.ratio(row.peer(rows, base))
 
-            return Column(title, of, ".2f", key=title.replace(" ", "_"), missing="")
-
-        def has(base: Baseline) -> bool:
-            return callable(base) or base in settings.engines
+            return Column(title, of, _two_digits, key=title.replace(" ", "_"), missing="")
 
         def varies(name: str, of: Callable[[Case], Any]) -> Column:
             return Column(
@@ -281,7 +256,7 @@ class Suite:
             varies("workload", lambda case: case.workload),
             varies("np", lambda case: case.np),
             varies("controller", lambda case: case.controller),
-            *(varies(name, lambda case, name=name: case.at.get(name)) for name in self.axes),  # type: ignore[misc]
+            *(varies(name, lambda case, name=name: self.axes[name].word(case.at[name])) for name in self.axes),  # type: ignore[misc]
         ]  # fmt: skip
         # What is the same everywhere is in the facts: the settings.
         shown = [column for column in conditions if len({str(column.of(row)) for row in rows}) > 1]
@@ -291,9 +266,8 @@ class Suite:
             Column("", lambda row: row.case.engine, key="engine"),
             Column("", lambda row: row.seconds, key="rounds"),
             Column("step ms", lambda row: row.step, quartiles_in_ms(".1f"), key="step_seconds", missing="failed"),
-            *(compared(f"of {name}", base, "seconds") for name, base in self.against.items() if has(base)),
+            *(compared(title, base) for title, base in self.against.items() if callable(base) or base in settings.engines),
             *(PROBES[name].columns[name] for name in self.columns),
-            *(compared(f"peak of {name}", base, "step_bytes") for name, base in self.peaks.items() if has(base)),
             Column("", lambda row: row.figures, key="figures"),
             Column("", lambda row: row.failure, key="failure"),
         ]  # fmt: skip
@@ -314,18 +288,24 @@ class Suite:
             if row.failure and row.failure not in run.failures.values():
                 where = ", ".join(f"{name} {value}" for name, value in row.case.condition.items())
                 report.remarks.append(f"{row.case.engine}, {where}: {row.failure}")
-        report.draw = lambda folder: draw(folder, rows, shown)
+        report.draw = lambda folder: draw(
+            folder, rows, shown, "step_bytes" if "step_peak" in self.columns else "peak_bytes"
+        )
         return report
 
 
-def draw(folder: Path, rows: Sequence[Row], conditions: Sequence[Column]) -> list[str]:
+def _two_digits(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:.2f}"
+
+
+def draw(folder: Path, rows: Sequence[Row], conditions: Sequence[Column], figure: str) -> list[str]:
     """The picture of any suite: the time of each row's step with its quartiles, and its peak where that is measured."""
     timed = [row for row in rows if row.step is not None]
     if not timed:
         return []
     steps = [row.step for row in timed if row.step is not None]
     panels = {"ms": [[1000 * value for value in dataclasses.astuple(step)] for step in steps]}
-    peaks = [row.over("peak_bytes") for row in timed]
+    peaks = [row.over(figure) for row in timed]
     if all(peaks):
         panels["peak MiB"] = [[peak / 2**20] for peak in peaks]
     engines = [row.case.engine for row in timed]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import hvd_ckpt as hc
 from benchmarks.case import Case
 from benchmarks.engines import find_engine
 from benchmarks.probes import SETTLE, probes_of
@@ -118,12 +119,16 @@ class Training:
         drawn = [self.workload.draw(number, self._job.seed) for number in numbers]
         return [(inputs.to(engine.device), targets.to(engine.device)) for inputs, targets in drawn]
 
-    def accumulate(self) -> float:
-        """Forward and backward passes of a step, until the gradients are ready; returns the mean loss."""
+    def prepare(self) -> None:
+        """What comes before a step and is no part of its time: the batch, the learning rate, and what the engine needs."""
         if self.workload.changes:
             self.parts = self.batches(self.steps)
         if self._schedule is not None:
             self._schedule.apply(self.optimizer, min(self.steps, self._job.steps - 1))
+        self.engine.prepare(self.model)
+
+    def accumulate(self) -> float:
+        """Forward and backward passes of a prepared step, until the gradients are ready; returns the mean loss."""
         if isinstance(self.model, Stage):
             self.optimizer.zero_grad()
             inputs, targets = self.parts[0]
@@ -144,13 +149,14 @@ class Training:
 
     def step(self) -> None:
         """A whole step."""
-        self.accumulate()
-        self.update()
+        self.timed()
 
     def timed(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step that is prepared."""
+        self.prepare()
         start = now(self.engine.device)
-        self.step()
+        self.accumulate()
+        self.update()
         return now(self.engine.device) - start
 
     def final_loss(self) -> float:
@@ -198,12 +204,15 @@ class Bench:
         probes = [probe() for probe in probes_of(self.job.columns)]
         if not probes:
             return
+        # Models that share their weights are not built anew, and plans cannot be made while memory is recorded.
+        training = self.build(number) if find_engine(self.job.cases[number].engine).shares else None
         for probe in probes:
             probe.start(own_device(self.job.device))
         try:
-            training = self.build(number)
+            training = training or self.build(number)
             for _ in range(SETTLE):
                 training.step()
+            training.prepare()
             for probe in probes:
                 probe.settled(training)
             loss = training.accumulate()
@@ -247,30 +256,34 @@ class Bench:
 
     def together(self) -> None:
         """All cases in turn, step by step; what fails on any rank is left out on all of them."""
-        import horovod.torch as hvd
-
+        if self.job.size > 1:
+            self._join()
         numbers = range(len(self.job.cases))
         running = [number for number in numbers if self._on_all(self.examine, number)]
         running = [number for number in running if self._on_all(self.start, number)]
         with frozen():
             for _, number in alternating(running, self.job.steps):
-                hvd.barrier()
+                if self.job.size > 1:
+                    hc.barrier()
                 self.time(number)
         for number in running:
             self._on_all(self.finish, number)
 
-    def _on_all(self, work: Any, number: int) -> bool:
-        import horovod.torch as hvd
+    def _join(self) -> None:
+        """Starts Horovod before the first case, so that it changes nothing for the ones after it: as the engines do, if one does."""
+        engines = (find_engine(case.engine) for case in self.job.cases)
+        starting = next((engine for engine in engines if engine.uses_horovod), None)
+        hc.init() if starting is None else starting().start(self.job.folder)
 
+    def _on_all(self, work: Any, number: int) -> bool:
         print(self.job.cases[number], flush=True)
         try:
             work(number)
         except Exception as error:
             traceback.print_exc()
             self.found[number]["failure"] = reason(error)
-        if not hvd.is_initialized():
-            hvd.init()
-        return not any(hvd.allgather_object("failure" in self.found[number]))
+        failed = "failure" in self.found[number]
+        return not (any(hc.allgather_object(failed)) if self.job.size > 1 else failed)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ reduce = Suite(
     },
     kinds={"densenet": "densenet-narrow"},
     columns=("beyond",),
-    against={name: name for name in ENGINES},
+    against={f"of {name}": name for name in ENGINES},
     controllers="gloo,mpi",
     rounds=5,
     steps=15,

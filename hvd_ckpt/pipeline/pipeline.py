@@ -102,9 +102,8 @@ class Pipeline(nn.Module):
         costs: cost of each block in any unit, such as measured seconds; by default the bytes of its parameters and buffers.
 
     Attributes:
-        recorder: None, or a function that makes a context for each part of the next steps, for a timeline as in
-            ``python -m benchmarks pipeline``. It takes the kind (``"forward"``, ``"backward"``, ``"wait"``, ``"recompute"``), the
-            chunk and the micro-batch.
+        recorder: None, or a function that makes a context for each part of the next steps, for a timeline. It takes the kind
+            (``"forward"``, ``"backward"``, ``"wait"``, ``"recompute"``), the chunk and the micro-batch.
 
     Raises:
         TypeError: the model is not a chain.

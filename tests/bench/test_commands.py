@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 import hvd_ckpt as hc
+from benchmarks import engines, suites
 from benchmarks.__main__ import benchmarks as bench
 from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, load_json, reason, save_json
 from hvd_ckpt.utils.named import import_named
@@ -48,8 +49,7 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
         return [load_json(result, job.result_file(rank)) for rank in range(job.size)]
 
     monkeypatch.setattr("hvd_ckpt.app.compare.runner.jobs.run_job", run_here)
-    for module in ("train.command", "recompute.command", "shard.command"):
-        monkeypatch.setattr(f"benchmarks.{module}.run_job", run_here, raising=False)
+    monkeypatch.setattr("benchmarks.shard.command.run_job", run_here, raising=False)
 
     def run(*arguments: str) -> tuple[int, str, dict[str, Any]]:
         output = folder / f"output{hc.rank()}"
@@ -79,17 +79,43 @@ def test_reduce_times_engines_and_names_one_that_fails(
     assert broken["rounds"] == [] and "no network" in broken["failure"]
 
 
-def test_recompute_merges_what_the_ranks_found(command: Command) -> None:
-    status, output, report = command(
-        *("recompute", "--quick", "--np", "2", "--controller", "gloo", "--rounds", "1", "--batches", "4"),
-        *("--workloads", "lstm", "--methods", "blocks,ours", "--budgets", "min"),
-    )
+OWN_SUITE = """
+from benchmarks.suite import Suite
+
+mine = Suite(
+    name="mine", title="Mine", help="Time mine.", engines=("hvd_ckpt",), workloads={"gpt": ""}, columns=("hash",),
+    against={"of hvd_ckpt": "hvd_ckpt"}, np="2", rounds=1, steps=1, quick_sizes={"gpt": {"width": 16, "layers": 1}},
+)
+"""
+OWN_ENGINE = """
+from hvd_ckpt.app.compare.runner.engines import HvdCkpt
+
+class Mine(HvdCkpt):
+    suites = ("mine",)
+
+ENGINES = {"mine": Mine}
+"""
+
+
+def test_a_suite_and_an_engine_are_one_file_each(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, text in ((suites, OWN_SUITE), (engines, OWN_ENGINE)):
+        own = folder / package.__name__
+        if hc.rank() == 0:
+            own.mkdir()
+            (own / "mine.py").write_text(text)
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(own)])
+    hc.barrier()
+    engines.engines.cache_clear()
+    try:
+        status, output, report = command("mine", "--quick")
+    finally:
+        engines.engines.cache_clear()
     assert status == 0, output
-    (case,) = report["results"]
-    assert (case["ranks"], case["batch"], case["failure"]) == (2, 4, None)
-    found = {one["name"]: one for one in (*case["entries"], *case["plans"])}
-    assert {(one["same"], len(one["seconds"])) for one in found.values()} == {("bitwise", 1)}
-    assert found["plan min"]["peak_bytes"] < found["no recomputation"]["peak_bytes"]
+    ours, mine = report["results"]
+    assert (ours["engine"], mine["engine"]) == ("hvd_ckpt", "mine")
+    assert mine["hash"] == ours["hash"] and mine["of_hvd_ckpt"]
 
 
 @pytest.fixture

@@ -44,13 +44,6 @@ for group, words in ((main, []), *((main, [name]) for name in COMMANDS), *((benc
     assert result.stdout.count("Usage:") == 1 + len(cli.COMMANDS) + 6
 
 
-def test_defaults_that_help_lists_name_all_there_is() -> None:
-    from benchmarks.recompute import command as recompute
-    from benchmarks.recompute.methods import FAMILIES
-
-    assert recompute.METHODS.split(",") == [name for name in FAMILIES if name != "compile"]
-
-
 def test_without_a_terminal_long_work_prints_lines_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from faults.soak import soak, soak_report
 from faults.stall import measure_stall, stall_report
 from pydantic import Field, TypeAdapter, ValidationError
 
-from benchmarks.faults import FaultSettings
+from benchmarks.suites.faults import FaultSettings
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
 from hvd_ckpt.app.compare.runner.jobs import JobError
 from hvd_ckpt.app.compare.runner.options import BenchRun

@@ -15,7 +15,7 @@ from same_bits.curves import CurveJob
 from same_bits.job import WORKLOADS, Job, RankResult
 
 from benchmarks.checks import TESTS
-from benchmarks.replicas import ReplicaSettings
+from benchmarks.suites.replicas import ReplicaSettings
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.options import ONE_THREAD, BenchRun
 from hvd_ckpt.app.compare.runner.report import Report, Table, save_figure

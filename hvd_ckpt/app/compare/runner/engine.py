@@ -124,6 +124,9 @@ class Engine(ABC):
         """The backward passes of a step, each as a context."""
         return (nullcontext(),)
 
+    def prepare(self, model: nn.Module) -> None:  # noqa: B027  # most engines have nothing to do
+        """Called before each step of a benchmark, outside of the time that is measured."""
+
     def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
         """The forward and backward passes of a step's micro-batches, until the gradients are ready; returns the mean loss.
 

@@ -86,7 +86,10 @@ class StageEngine(Engine):
         raise NotImplementedError(f"{self.title} cuts models for itself")
 
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[Any, Optimizer]:
-        stage = self.cut(model, model.cut(self.stages))
+        """Cuts a model that knows its cut, or any chain as the options say."""
+        knows = hasattr(model, "cut")
+        cut = model.cut(self.stages) if knows else Cut(loss=self.workload.loss, **self.options)
+        stage = self.cut(model, cut)
         return stage, made_again(optimizer, model)
 
     def own(self, cut: Cut) -> dict[int, range]:
@@ -207,4 +210,6 @@ def keep_blocks(model: nn.Sequential, own: Collection[int]) -> None:
 
 def made_again(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     """An optimizer of the same kind for what the model has now."""
-    return type(optimizer)(model.parameters(), **optimizer.defaults)
+    known = inspect.signature(type(optimizer)).parameters  # AdamW has defaults that it does not take
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return type(optimizer)(model.parameters(), **options)

@@ -52,7 +52,7 @@ class Method:
 
     Attributes:
         title: for people.
-        engine: one of :data:`benchmarks.local.worker.ENGINES`.
+        engine: one of :data:`benchmarks.local_runs.ENGINES`.
         options: of the engine, such as ``every``: steps between two averages.
         outer: with Nesterov momentum, as DiLoCo.
     """
@@ -128,7 +128,7 @@ class LocalJob(RankJob):
         evaluations: evenly spread over the steps, besides one before the first; 0 for none.
     """
 
-    worker = "benchmarks.local.worker:measure"
+    worker = "benchmarks.local_runs:measure"
 
     methods: tuple[str, ...]
     seed: int

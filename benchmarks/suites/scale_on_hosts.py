@@ -40,7 +40,7 @@ LOCAL = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4}
 class StepJob(RankJob):
     """Ranks that train a GPT; ``shard`` as in ``DistributedOptimizer``."""
 
-    worker = "benchmarks.scale_on_hosts:measure"
+    worker = "benchmarks.suites.scale_on_hosts:measure"
 
     shard: str
 
@@ -117,7 +117,7 @@ def _numbers(text: str) -> list[int]:
 @click.option("--shards", default="none,gradients,parameters")
 def scale_on_hosts(rates: list[int], delay: float, sizes: list[int], shards: str) -> None:
     """Print measured steps on hosts with slow links beside predicted ones."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
     from hosts import Hosts  # type: ignore[import-not-found,unused-ignore]
 
     folder = Path(tempfile.mkdtemp(prefix="scale-on-hosts-"))

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from benchmarks.local.command import BATCH, FULL, LR, METHODS, QUICK, Figures, LocalJob, Method
-from benchmarks.peers import ModelAverager, TorchftDiLoCo
+from benchmarks.engines.averaging import ModelAverager, TorchftDiLoCo
+from benchmarks.suites.local import BATCH, FULL, LR, METHODS, QUICK, Figures, LocalJob, Method
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.runner.engines import HvdCkpt, Local
 from hvd_ckpt.app.training.config import Config

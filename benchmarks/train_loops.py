@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from benchmarks.train.command import Job
+from benchmarks.suites.train import Job
 from hvd_ckpt.app.training.build import Assembly, assemble
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.modes import Parts

@@ -76,7 +76,7 @@ class Settings(BenchSettings):
 class Job(RankJob):
     """One model, with steps of ``accumulate`` micro-batches."""
 
-    worker = "benchmarks.train.loops:measure"
+    worker = "benchmarks.train_loops:measure"
 
     model: str
     accumulate: int

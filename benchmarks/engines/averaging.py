@@ -1,0 +1,89 @@
+"""Engines that average weights: those of PyTorch and torchft, each as its documentation tells its user to write it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import hvd_ckpt as hc
+from hvd_ckpt.app.compare.runner.engine import Engine, OnTorch
+from hvd_ckpt.app.compare.runner.engines import variant
+
+TORCHFT_TIMEOUT = timedelta(seconds=120)
+_kept: list[Any] = []  # of torchft, whose servers must outlive a run
+
+
+class ModelAverager(OnTorch):
+    """PyTorch's PeriodicModelAverager, which averages the weights after each ``every`` steps of the optimizer."""
+
+    title = "PeriodicModelAverager"
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+        every = self.options["every"]
+        # It counts steps from 0, and averages when `warmup_steps` and any number of periods have passed: with
+        # this warm-up after `every` steps for the first time.
+        averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
+        optimizer.register_step_post_hook(lambda *_: averager.average_parameters(model.parameters()))
+        return model, optimizer
+
+
+class TorchftDiLoCo(Engine):
+    """torchft's DiLoCo, whose hooks average after each ``every`` steps of the optimizer; each rank is a replica group.
+
+    Args:
+        every: steps between two averages.
+        lr, momentum: of the outer optimizer.
+    """
+
+    title = "DiLoCo of torchft"
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft._torchft import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+
+        # Rank 0 has the server at which all replica groups meet. Each rank is a group of its own, and so has
+        # a store of its own.
+        port = None
+        if self.rank == 0:
+            server = LighthouseServer(bind="127.0.0.1:0", min_replicas=self.size)
+            _kept.append(server)
+            port = server.address().rpartition(":")[2]
+        port = hc.broadcast_object(port, root_rank=0)
+        distributed: Any = torch.distributed  # whose stores have no types
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        manager = Manager(
+            pg=ProcessGroupGloo(timeout=TORCHFT_TIMEOUT),
+            load_state_dict=model.load_state_dict,
+            state_dict=model.state_dict,
+            min_replica_size=self.size,
+            use_async_quorum=False,
+            timeout=TORCHFT_TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr="127.0.0.1",
+            store_port=store.port,
+            lighthouse_addr=f"http://127.0.0.1:{port}",
+            replica_id=f"rank{self.rank}",
+            hostname="127.0.0.1",
+            # All ranks have begun with the weights of rank 0.
+            init_sync=False,
+        )
+        lr, momentum = self.options["lr"], self.options["momentum"]
+        outer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, nesterov=True)
+        diloco = DiLoCo(manager, [model], optimizer, outer, self.options["every"], pin_memory=False)
+        diloco.__enter__()
+        _kept.extend([store, manager, diloco])
+        return model, optimizer
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "averager": variant(ModelAverager, "PeriodicModelAverager", every=50),
+    "torchft": variant(TorchftDiLoCo, "DiLoCo of torchft", every=50, lr=0.7, momentum=0.9),
+}

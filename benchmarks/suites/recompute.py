@@ -1,0 +1,75 @@
+"""Memory and time of recomputation: this library's plans beside no recomputation and everything else that recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.case import Case, Row
+from benchmarks.suite import Suite
+
+METHODS = (
+    *("sequential-2", "sequential-4", "sequential-8", "sequential-16", "blocks", "blocks-2", "layers"),
+    *("matmuls-saved", "half-saved", "attention-saved"),
+)
+
+
+def keeps(case: Case) -> bool:
+    """Not every way is one for every model."""
+    method = case.engine.removeprefix("plan-")
+    chains = {"layers": ("densenet",), "attention-saved": ("gpt", "bert")}
+    return case.workload in chains.get(method, (case.workload,))
+
+
+def of_method(row: Row, rows: Sequence[Row]) -> Any:
+    """The time of a plan as a ratio to the way whose peak is its budget."""
+    method = row.case.engine.removeprefix("plan-")
+    return row.ratio(row.peer(rows, method)) if method != row.case.engine else None
+
+
+def peak_of_none(row: Row, rows: Sequence[Row]) -> Any:
+    """The peak of a step as a ratio to that without recomputation."""
+    return row.peak_ratio(row.peer(rows, "none"), "step_bytes")
+
+
+def result(row: Row, rows: Sequence[Row]) -> str | None:
+    """Whether loss and gradients are, bit for bit, those without recomputation, and the buffers."""
+    none = row.peer(rows, "none")
+    if none is None or not row.figures or not none.figures:
+        return None
+    same = [row.figures[name] == none.figures[name] for name in ("hash", "buffer_hash")]
+    return "bitwise" if all(same) else "running statistics differ" if same[0] else "differs"
+
+
+recompute = Suite(
+    name="recompute",
+    title="Recomputation, measured",
+    help="""Time a step and measure its peak with this library's plans and with everything else that recomputes.
+
+    Each way has a plan beside it whose budget is the peak of that way. All run in one process, step by step in turn, on the same
+    parameters. Engines compile-1, compile-0.5 and compile-0 are torch.compile with its activation memory budgets, which takes about
+    a minute for each. Run it on a machine that does nothing else.
+    """,
+    engines=("none", *METHODS, *(f"plan-{name}" for name in METHODS), "plan-min"),
+    workloads={"gpt": "", "bert": "", "densenet": "", "lstm": ""},
+    columns=("step_peak", "hash"),
+    against={"of none": "none", "of the way": of_method, "peak of none": peak_of_none, "result": result},
+    keeps=keeps,
+    options=lambda case: {},
+    quick_sizes={
+        "gpt": {"batch": 2, "length": 32, "width": 32, "heads": 2, "layers": 4},
+        "bert": {"batch": 2, "length": 16, "width": 32, "heads": 2, "layers": 4, "vocabulary": 100},
+        "densenet": {"batch": 2, "depth": 22, "pixels": 8},
+        "lstm": {"batch": 2, "length": 8, "width": 16, "layers": 3, "vocabulary": 50},
+    },
+    np="1",
+    rounds=15,
+    warm_up=1,
+    quick={"rounds": 3},
+    together=True,
+    notes=(
+        "peak: bytes that a step (forward pass, loss, backward pass) has allocated at most above its start, where the gradients "
+        "are allocated. plan-NAME: this library's plan whose budget is that way's peak; of the way: its time as a ratio to that "
+        "way's. result: bitwise where loss, gradients and buffers are those without recomputation.",
+    ),
+)

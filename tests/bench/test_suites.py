@@ -1,0 +1,67 @@
+"""Suites without ranks: cases, rows, ratios, counts of bytes."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.case import Case, Row
+from benchmarks.probes import storage_bytes
+from benchmarks.suites.pipeline import of_ideal, pipeline
+from hvd_ckpt.app.compare.runner.stats import Quartiles
+
+
+def row(engine: str, *seconds: float, **at: Any) -> Row:
+    return Row(Case("gpt", engine, at=at), list(seconds))
+
+
+def settings(suite: Any, **chosen: Any) -> Any:
+    words = {name: tuple(axis.values) for name, axis in suite.axes.items()}
+    places = {"sizes": (1, 2), "controllers": ("gloo",), "workloads": ("gpt",), "engines": suite.engines}
+    return SimpleNamespace(**{**words, **places, "quick": True, **chosen})
+
+
+def test_a_row_takes_the_slowest_rank_and_the_least_of_several_counts() -> None:
+    alone, together = row("a"), row("b")
+    alone.add(
+        [{"seconds": [1.0, 3.0, 2.0], "peak_bytes": 9}, {"seconds": [2.0, 1.0, 1.0], "peak_bytes": 7}], False
+    )
+    alone.add([{"seconds": [4.0], "peak_bytes": 8}, {"seconds": [1.0], "peak_bytes": 8}], False)
+    assert alone.seconds == [2.0, 4.0] and alone.over("peak_bytes") == 8
+    together.add([{"seconds": [1.0, 3.0]}, {"seconds": [2.0, 1.0], "failure": "RuntimeError: no"}], True)
+    assert together.seconds == [2.0, 3.0] and together.failure == "RuntimeError: no" and together.step is None
+
+
+def test_ratios_are_within_a_round_and_a_condition() -> None:
+    # The machine is ten times as slow in the second round.
+    ours, theirs = row("a", 1.0, 10.0, stage=2), row("b", 2.0, 20.0, stage=2)
+    assert ours.peer([ours, row("b", 1.0, stage=3), theirs], "b") is theirs
+    assert ours.ratio(theirs) == Quartiles(0.5, 0.5, 0.5)
+    assert ours.ratio(None) is None
+
+
+def test_pipelines_are_compared_with_what_the_schedule_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = row("unstaged", 9.0, schedule="1f1b")
+    stages = Row(Case("gpt", "stages", 2, at={"schedule": "1f1b"}), [9.0 / (2 * 8 / 9)])
+    assert of_ideal(stages, [whole, stages]) == Quartiles(1.0, 1.0, 1.0)
+    assert of_ideal(whole, [whole, stages]) is None
+    monkeypatch.setattr("benchmarks.suites.pipeline.balance", lambda *given: [given[-1]])
+    cases = list(pipeline.cases(settings(pipeline, schedule=("1f1b", "interleaved"), workloads=("gpt",))))
+    assert [case.engine for case in cases if case.np == 1] == ["unstaged"]
+    assert {case.options["balance"][0] for case in cases if case.at["schedule"] == "interleaved"} == {4}
+
+
+def test_each_storage_counts_once_and_mapped_files_do_not(tmp_path: Path) -> None:
+    tensor = torch.zeros(1000)
+    path = tmp_path / "state"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with open(path, "r+b") as file:
+        mapped = torch.frombuffer(mmap.mmap(file.fileno(), mmap.PAGESIZE), dtype=torch.uint8)
+    seen: set[int] = set()
+    assert storage_bytes([tensor, tensor[:10], mapped], seen) == 4000
+    assert storage_bytes([tensor.view(10, 100)], seen) == 0
