@@ -270,7 +270,7 @@ class Bench:
             self._on_all(self.finish, number)
 
     def _join(self) -> None:
-        """Starts Horovod before the first case, so that it changes nothing for the ones after it: as the engines do, if one does."""
+        """Starts Horovod before the first case, as the engines do where one does: it changes nothing between cases."""
         engines = (find_engine(case.engine) for case in self.job.cases)
         starting = next((engine for engine in engines if engine.uses_horovod), None)
         hc.init() if starting is None else starting().start(self.job.folder)
