@@ -44,20 +44,8 @@ class PlanOptions:
 
     blocks: Sequence[str] | None = None
     autocast: torch.dtype | None = None
-    lossy: torch.dtype | None = None
     chunk_head: bool = True
     offload: bool = False
-
-    @property
-    def lossy_name(self) -> str | None:
-        """The name of the dtype.
-
-        Raises:
-            ValueError: the dtype is neither float16 nor bfloat16.
-        """
-        if self.lossy not in (None, torch.float16, torch.bfloat16):
-            raise ValueError(f"lossy must be torch.float16 or torch.bfloat16, got {self.lossy!r}")
-        return None if self.lossy is None else str(self.lossy).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -191,13 +179,11 @@ def _matters(trace: Trace, node: frozenset[int]) -> bool:
     return any(source in node for call in calls for source, _ in call.reads)
 
 
-def candidates(
-    trace: Trace, limit: int = 8, lossy: str | None = None, offload: bool = False
-) -> list[CheckpointPolicy]:
+def candidates(trace: Trace, limit: int = 8, offload: bool = False) -> list[CheckpointPolicy]:
     """Policies that are worth measuring, "keep" first.
 
-    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress. With ``lossy``,
-    each set also appears with floating point numbers kept in that dtype, and with ``offload``, with kept tensors in host memory.
+    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress. With
+    ``offload``, each set also appears with kept tensors in host memory.
     """
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
@@ -216,9 +202,6 @@ def candidates(
             policy = Policy(trace.names, dropped, breaks, compress)
             if dropped or compress:
                 policies.append(CheckpointPolicy(_title(trace, policy), policy))
-        if lossy is not None:
-            policy = Policy(trace.names, dropped, breaks, saves > 0, lossy)
-            policies.append(CheckpointPolicy(_title(trace, policy), policy))
         if offload:
             policy = Policy(trace.names, dropped, breaks, offload=True)
             policies.append(CheckpointPolicy(_title(trace, policy), policy))
@@ -326,8 +309,6 @@ def _title(trace: Trace, policy: Policy) -> str:
         words.append("in two parts")
     if policy.compress:
         words.append("compress")
-    if policy.lossy is not None:
-        words.append(f"keep as {policy.lossy}")
     if policy.offload:
         words.append("offload")
     return ", ".join(words)

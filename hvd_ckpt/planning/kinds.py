@@ -58,7 +58,7 @@ class KindProfiler:
         self.notes: dict[int, str] = {}
         self.alone: set[int] = set()
         self._step = step
-        self._lossy, self._offload = options.lossy_name, options.offload
+        self._offload = options.offload
         self._most_policies = 4 if kinds > _MANY_KINDS else 8
         self._least_seconds = min(_SECONDS_PER_KIND, _SECONDS / max(kinds, 1))
         self._checked: dict[object, _Checked] = {}  # by the form of the calls of a block
@@ -97,10 +97,9 @@ class KindProfiler:
         repeats = checked.repeats
 
         def problem(policy: CheckpointPolicy) -> str | None:
-            exact = policy.selective is None or policy.selective.lossy is None
             try:
-                # Bits tell nothing if the block does not repeat its own, or if the policy rounds: then it only has to run.
-                right = runner.outcome(policy, block.modules) == expected() or not (repeats and exact)
+                # Bits tell nothing if the block does not repeat its own: then it only has to run.
+                right = runner.outcome(policy, block.modules) == expected() or not repeats
                 return None if right else "gives other values"
             except (torch.OutOfMemoryError, MemoryError):
                 raise
@@ -121,9 +120,7 @@ class KindProfiler:
             reason = "it gives other values in each run" if whole else f"recomputing it {problems[-1]}"
             self.notes[block.like] = f"in no segment: {reason}"
         if not block.compiled:
-            chosen = (
-                [] if traced is None else candidates(traced, self._most_policies, self._lossy, self._offload)
-            )
+            chosen = [] if traced is None else candidates(traced, self._most_policies, self._offload)
             right = [policy for policy in chosen if policy == KEEP or is_right(policy)]
             if len(right) > 1 or not (problems or chosen == []):
                 return right

@@ -66,7 +66,6 @@ class Profile:
         self._repeats: dict[int | None, bool] = {}
         # The outcome of the last step without recomputation.
         self._expected: dict[int | None, list[int]] = {}
-        self._lossy = options.lossy_name
         self.blocks = find_blocks(step.model, step.forward, options.blocks)
         self.head: str | None = None
         self.head_costs = [HeadCost(None, 0, 0.0)]
@@ -194,7 +193,7 @@ class Profile:
             raise
         except Exception as error:
             return f"fails ({in_words(error)})"
-        if not compare or not self._repeats.get(chunks, self._lossy is None):
+        if not compare or not self._repeats.get(chunks, True):
             return None
         if outcome != self._expected.get(chunks):
             # This is the first check, or the state is another than in the last one: weights, buffers, random numbers, sample.

@@ -33,7 +33,6 @@ def plan(
     budget: Given = None,
     blocks: Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
-    lossy: torch.dtype | None = None,
     chunk_head: bool = True,
     offload: bool = False,
     verbose: bool | None = None,
@@ -64,8 +63,6 @@ def plan(
             them.
         autocast: dtype of :class:`torch.autocast`, if the forward pass will run under it; by default, that of the autocast that
             surrounds this call, if any.
-        lossy: ``torch.bfloat16`` or ``torch.float16``: kept tensors may be stored in this dtype. The gradients then change by
-            about its rounding.
         chunk_head: whether the cross entropy of a language model's head may be computed in chunks of rows (as by
             :func:`hvd_ckpt.chunked_cross_entropy`). Results are then equal up to float32 rounding. With False, they keep their
             bits. With ``stages``, the head is never computed in chunks.
@@ -112,7 +109,6 @@ def plan(
     options = {
         "blocks": blocks,
         "autocast": autocast,
-        "lossy": lossy,
         "chunk_head": chunk_head,
         "offload": offload,
     }

@@ -17,7 +17,7 @@ Single calls, dropped and replayed:
     tape           records the calls of a block, and drops results
     replay         runs dropped calls again
     keeper         tensors that are kept for that
-    saved          kept tensors in fewer bytes
+    saved          kept masks in bits
     host           kept tensors in host memory
     partition      kept tensors split over the parts of tensor parallelism
 

@@ -152,21 +152,19 @@ class Later:
 
 
 class Forms:
-    """The forms in which tensors that the code computes are kept: in fewer bytes, in host memory, or as they are.
+    """The forms in which tensors that the code computes are kept: as bits, in host memory, or as they are.
 
     Args:
         keeper: keeps the tensors to which no other form applies.
-        compress, lossy, offload: as in :class:`.tape.Policy`.
+        compress, offload: as in :class:`.tape.Policy`.
 
     Attributes:
         of_results: whether results of calls may be kept in another form, in addition to masks and other inner tensors.
     """
 
-    def __init__(self, keeper: Keeper, compress: bool, lossy: str | None, offload: bool) -> None:
-        self.of_results = lossy is not None or offload
-        self._keeper = keeper
-        self._lossy: torch.dtype | None = getattr(torch, lossy) if lossy else None
-        self._compresses = compress or lossy is not None
+    def __init__(self, keeper: Keeper, compress: bool, offload: bool) -> None:
+        self.of_results = offload
+        self._keeper, self._compresses = keeper, compress
         self._host = HostTensors() if offload else None
 
     def keep(self, tensor: Tensor, user: str, after: list[Callable[[], object]]) -> Any:
@@ -186,7 +184,7 @@ class Forms:
         packed = None
         if self._compresses:
             with aside():
-                packed = compress(tensor, self._lossy)
+                packed = compress(tensor)
         elif self._host is not None and not self._keeper.collecting and may_leave(tensor):
             return self._host.take(tensor)
         if packed is None:

@@ -1,9 +1,7 @@
-"""Exact compression of saved tensors, which often hold far less information than their bits could.
+"""Saved masks in one bit per element, whatever their dtype.
 
-The idea is that of Gist (Jain et al., ISCA 2018): a dropout mask needs one bit per element whatever its dtype, and an index rarely
-needs the width of an int64. :func:`compress` decides by the values of a tensor and not by its origin, and returns None if
-compression saves nothing. All encodings restore every bit, including signs of zero and payloads of nan. The only exception is the
-lossy encoding, which is used on request.
+The idea is that of Gist (Jain et al., ISCA 2018). :func:`compress` decides by the values of a tensor and not by its origin, and
+returns None if this saves nothing. Every bit is restored, including signs of zero and payloads of nan.
 
 On the CPU, packing uses NumPy on the memory of the tensor, one piece that fits into the cache at a time. This is several times
 faster than tensor operations, which write each intermediate result to memory. Other devices use tensor operations.
@@ -12,7 +10,6 @@ faster than tensor operations, which write each intermediate result to memory. O
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +23,8 @@ _SAMPLE = 256
 # Elements of a piece on the CPU: a piece and its intermediate results stay in the second-level cache.
 _PIECE = 1 << 15
 
-# Integer dtypes by the number of bytes of an element, and the dtypes that integers are narrowed to.
+# Integer dtypes by the number of bytes of an element.
 _SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
-_NARROWED = (torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,17 +56,17 @@ class _ElementOrder:
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """A tensor in fewer bytes, as :func:`compress` returns it.
+    """A tensor in bits, as :func:`compress` returns it.
 
     Attributes:
-        payload: the compressed elements, one-dimensional, on the device of the tensor.
+        payload: a bit for each element, one-dimensional, on the device of the tensor.
         dtype: dtype of the tensor.
     """
 
     payload: torch.Tensor
     dtype: torch.dtype
     _layout: _ElementOrder
-    _pattern: int | None = None  # of the elements other than zero, if each element is one bit of the payload
+    _pattern: int  # of the elements other than zero
 
     @property
     def nbytes(self) -> int:
@@ -81,34 +76,24 @@ class Compressed:
     @torch.no_grad()
     def restore(self) -> torch.Tensor:
         """The tensor with its dtype, shape and values, in new memory; with its strides if it was dense, else contiguous."""
-        if self._pattern is None:
-            flat = self.payload.to(self.dtype)
-        else:
-            flat = _unpack(self.payload, self._layout.shape.numel(), self._pattern, self.dtype)
-        return self._layout.apply(flat)
+        return self._layout.apply(
+            _unpack(self.payload, self._layout.shape.numel(), self._pattern, self.dtype)
+        )
 
 
 @torch.no_grad()
-def compress(tensor: torch.Tensor, lossy: torch.dtype | None = None) -> Compressed | None:
+def compress(tensor: torch.Tensor) -> Compressed | None:
     """Compresses ``tensor``; returns None if that saves no bytes.
 
-    - Elements that are zero or one other bit pattern, in any dtype, become one bit each: bool masks, masks of ones, the scaled
-      masks that ``F.dropout`` saves on the CPU.
-    - Other integers become the narrowest of int8, uint8, int16 and int32 that holds the least and the greatest of them.
-    - If ``lossy`` is given, other float32 and float64 tensors become that dtype, unless a finite value is too large for it.
+    Elements that are zero or one other bit pattern, in any dtype, become one bit each: bool masks, masks of ones, the scaled masks
+    that ``F.dropout`` saves on the CPU.
 
     A few elements are read first, so a tensor that cannot be compressed costs little. Sparse, quantized, complex and meta tensors
     and subclasses of tensors are not compressed.
 
     Args:
         tensor: any tensor, including views and empty tensors. It is neither changed nor referenced.
-        lossy: ``torch.float16`` or ``torch.bfloat16``.
-
-    Raises:
-        ValueError: ``lossy`` is another dtype.
     """
-    if lossy not in (None, torch.float16, torch.bfloat16):
-        raise ValueError(f"lossy is {lossy}: choose torch.float16, torch.bfloat16 or None")
     if not _is_plain(tensor):
         return None
     held = tensor.element_size()
@@ -116,16 +101,7 @@ def compress(tensor: torch.Tensor, lossy: torch.dtype | None = None) -> Compress
         held *= size if stride else 1  # an expanded dimension takes no memory
     flat, layout = _ElementOrder.of(tensor.detach())
     packed = _pack(flat, held)
-    if packed is not None:
-        return Compressed(packed[0], tensor.dtype, layout, packed[1])
-    payload = None
-    if tensor.dtype in _NARROWED:
-        payload = _narrow(flat)
-    elif lossy is not None and tensor.dtype in (torch.float32, torch.float64):
-        payload = _shorten(flat, lossy)
-    if payload is None or payload.nbytes >= held:
-        return None
-    return Compressed(payload, tensor.dtype, layout)
+    return None if packed is None else Compressed(packed[0], tensor.dtype, layout, packed[1])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -159,15 +135,9 @@ def _pack(flat: torch.Tensor, held: int) -> tuple[torch.Tensor, int] | None:
     if flat.device.type != "cpu":
         return _pack_on_device(same_bits)
     # Where all sampled elements are zero, a pattern of the others is the least or the greatest of all elements.
-    pattern = patterns.pop() if patterns else next((bound for bound in _bounds(same_bits) if bound), 1)
+    pattern = patterns.pop() if patterns else next(filter(None, torch.stack(same_bits.aminmax()).tolist()), 1)
     packed = _pack_exactly(same_bits.numpy(), pattern)
     return None if packed is None else (packed, pattern)
-
-
-def _bounds(values: torch.Tensor) -> list[Any]:
-    """The least and the greatest value; the host waits for the device once."""
-    bounds: list[Any] = torch.stack(values.aminmax()).tolist()
-    return bounds
 
 
 def _pack_exactly(elements: NDArray[Any], pattern: int) -> torch.Tensor | None:
@@ -224,28 +194,3 @@ def _rows(pattern: int, itemsize: int) -> NDArray[Any]:
     element = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[itemsize]
     rows: NDArray[Any] = bits.astype(element) * element(pattern)
     return rows
-
-
-def _narrow(flat: torch.Tensor) -> torch.Tensor | None:
-    """The integers in the narrowest dtype that holds all of them; None if that is not narrower than their own."""
-    sample = flat[:: max(flat.numel() // _SAMPLE, 1)]
-    # The sample refuses most tensors, before all elements are read. What fits in the end is that of all elements.
-    for values in (sample, flat):
-        least, greatest = _bounds(values)
-        fitting = [
-            dtype
-            for dtype in _NARROW
-            if torch.iinfo(dtype).min <= least and greatest <= torch.iinfo(dtype).max
-        ]
-        if not fitting or fitting[0].itemsize >= flat.element_size():
-            return None
-    return flat.to(fitting[0])
-
-
-def _shorten(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The floats in a shorter dtype; None if a finite one becomes infinite."""
-    short = flat.to(dtype)
-    # The usual case takes one pass without intermediate results: infinities and nans would show in the bounds.
-    if all(map(math.isfinite, _bounds(short))):
-        return short
-    return short if torch.equal(short.isfinite(), flat.isfinite()) else None

@@ -63,8 +63,7 @@ class Policy:
         dropped: numbers of the calls whose results are dropped.
         breaks: dropped calls that end a group. The calls that depend on their results are replayed apart from the calls that they
             depend on, which takes less memory and more time.
-        compress: keep masks and integers in fewer bytes (:mod:`hvd_ckpt.recompute.saved`).
-        lossy: keep floating point numbers that the code computes as ``"float16"`` or ``"bfloat16"``. Results change.
+        compress: keep masks as bits (:mod:`hvd_ckpt.recompute.saved`).
         offload: keep large CUDA tensors that the code computes in host memory (:mod:`hvd_ckpt.recompute.host`).
     """
 
@@ -72,17 +71,12 @@ class Policy:
     dropped: frozenset[int]
     breaks: frozenset[int] = frozenset()
     compress: bool = False
-    lossy: str | None = None
     offload: bool = False
-
-    def __post_init__(self) -> None:
-        if self.lossy not in (None, "float16", "bfloat16"):
-            raise ValueError(f"lossy must be 'float16' or 'bfloat16', got {self.lossy!r}")
 
     @property
     def acts(self) -> bool:
         """Whether the policy changes what is kept."""
-        return bool(self.dropped) or self.compress or self.lossy is not None or self.offload
+        return bool(self.dropped) or self.compress or self.offload
 
 
 class _Tag(NamedTuple):
@@ -152,7 +146,7 @@ def _verification(function: Callable[..., Any], policy: Policy) -> Verification 
     # The policy itself and not its id, which a later policy of this function may get again.
     key = (policy, getattr(owner, "training", None), is_undisturbed(), Environment().key)
     title = getattr(owner, "__qualname__", type(owner).__name__)
-    return begin_pass(owner, key, lambda: title, may_verify=policy.lossy is None).verification
+    return begin_pass(owner, key, lambda: title).verification
 
 
 class Tape(TorchFunctionMode):
@@ -169,7 +163,7 @@ class Tape(TorchFunctionMode):
         self.depth = depth()
         self.keeper = Keeper()
         self._policy = policy
-        self._forms = Forms(self.keeper, policy.compress, policy.lossy, policy.offload)
+        self._forms = Forms(self.keeper, policy.compress, policy.offload)
         self._dropped = policy.dropped
         self._count = 0
         self._running: _Running | None = None

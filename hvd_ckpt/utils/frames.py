@@ -96,9 +96,9 @@ def without_recomputation() -> Iterator[None]:
     """A context in which forward passes of this thread keep everything: checkpointed calls, chains of segments and plans run
     without recomputation.
 
-    Results are the same bit for bit (with a plan that keeps numbers in fewer bytes, they are those without the plan). It is for a
-    forward pass whose backward pass follows at once, such as that of the last micro-batch (:func:`hvd_ckpt.accumulate`). It has an
-    effect on forward passes only: a recomputation inside the context does what its first pass did.
+    Results are the same bit for bit. It is for a forward pass whose backward pass follows at once, such as that of the last
+    micro-batch (:func:`hvd_ckpt.accumulate`). It has an effect on forward passes only: a recomputation inside the context does what
+    its first pass did.
     """
     _thread.keeping.append(depth())
     try:

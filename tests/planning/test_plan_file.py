@@ -110,7 +110,7 @@ for _ in range(150):
         ("['version']", True, "version is true"),
         ("['plan']['new']", 1, "plan.new"),
         ("['plan']['blocks'][1]['policy']['selective']['dropped'][1]", 5, r"blocks\[1\].policy.* 5 .*5 calls"),
-        ("['plan']['blocks'][1]['policy']['selective']['lossy']", "load", r"blocks\[1\].policy.selective.*'load'"),
+        ("['plan']['blocks'][1]['policy']['selective']['lossy']", "bfloat16", r"selective.*lossy"),
         ("['plan']['blocks'][3]['policy']['recompute']", 1, r"blocks\[3\].policy.recompute is 1"),
         ("['plan']['blocks'][3]['members']", ["layers.2", "other.3"], r"blocks\[3\].*members.*other.3"),
         ("['plan']['blocks'][3]['members']", [], r"blocks\[3\].*members"),

@@ -494,17 +494,6 @@ def test_an_interrupt_says_so_without_frames_of_the_planner(capsys):
     assert said.count("\n") == 1 and "while planning" in said and "Traceback" not in said
 
 
-def test_floats_in_fewer_bytes_only_if_asked():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2)))
-    x = torch.randn(64, 8)
-    for lossy in (None, torch.bfloat16):
-        policies = Planner(model, x, loss=torch.sum, lossy=lossy).profile.policies
-        asked = {one.selective.lossy for several in policies for one in several if one.selective is not None}
-        assert ("bfloat16" in asked) == (lossy is not None)
-    with pytest.raises(ValueError, match=r"lossy must be torch.float16 or torch.bfloat16, got torch.int8"):
-        hc.plan(model, x, loss=torch.sum, lossy=torch.int8)
-
-
 class Scores(nn.Module):
     def __init__(self, weight):
         super().__init__()

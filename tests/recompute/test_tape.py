@@ -15,7 +15,7 @@ import pytest
 import torch
 from call_names import names_of_calls
 from same import assert_same
-from selective import checkpointed, drop_all, held, on_cpu, selectively, some
+from selective import checkpointed, drop_all, on_cpu, selectively, some
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -422,29 +422,3 @@ def test_threads_train_their_own_models() -> None:
     for rank, (model, x, _) in enumerate(cases):
         expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
         assert_same(list(expected), found[rank])
-
-
-@pytest.mark.parametrize(("dtype", "nested"), [("bfloat16", False), ("float16", True)])
-def test_floating_point_numbers_in_fewer_bytes_only_if_asked(dtype: str, nested: bool) -> None:
-    torch.manual_seed(0)
-    model = Gpt(64)
-    x = torch.randn(4, 32, 64)
-
-    def gradients(policy: Policy) -> list[Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        run = functools.partial(run_selectively, model, policy=policy)
-        y = hc.checkpoint(lambda z: run((z,), {}), x * 1.0) if nested else run((x * 1.0,), {})
-        y.square().mean().backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    plain, lossy = gradients(Policy((), frozenset())), gradients(Policy((), frozenset(), lossy=dtype))
-    assert any(not torch.equal(one, other) for one, other in zip(plain, lossy))
-    for one, other in zip(plain, lossy):
-        assert (one - other).norm() <= 0.02 * one.norm()
-    if not nested:
-        whole, short = (
-            held(lambda x, policy=policy: run_selectively(model, (x * 1.0,), {}, policy), x)  # type: ignore[misc]
-            for policy in (Policy((), frozenset()), Policy((), frozenset(), lossy=dtype))
-        )
-        assert short < 0.75 * whole

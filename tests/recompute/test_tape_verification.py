@@ -111,11 +111,6 @@ def test_another_policy_at_the_place_of_an_old_one_is_verified() -> None:
         run_selectively(layer, (torch.randn(4, 8),), {}, policy).sum().backward()
 
 
-def test_lossy_policies_are_not_verified() -> None:
-    layer, policy = planned(lambda x: x.exp().sin(), lossy="bfloat16")
-    run_selectively(layer, (torch.randn(4, 8),), {}, policy).sum().backward()
-
-
 def test_a_difference_of_the_size_of_rounding_warns() -> None:
     layer, policy = planned(rounding)
     with pytest.warns(UserWarning, match="rounds in another way.*deterministic"):

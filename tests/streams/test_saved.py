@@ -12,24 +12,20 @@ MASK = torch.arange(5000) % 3 == 0
 
 
 @pytest.mark.parametrize(
-    "tensor, lossy, waits",
+    "tensor, waits",
     [
-        (MASK, None, 0),
-        (MASK.float() * 1.25, None, 2),
-        (torch.zeros(3000, dtype=torch.int64), None, 2),
-        (torch.linspace(0, 1, 5000), None, 1),
-        (torch.linspace(0, 1, 5000), torch.bfloat16, 2),
-        (torch.arange(5000), None, 3),
+        (MASK, 0),
+        (MASK.float() * 1.25, 2),
+        (torch.zeros(3000, dtype=torch.int64), 2),
+        (torch.linspace(0, 1, 5000), 1),
     ],
 )
-def test_the_host_waits_a_few_times_and_not_to_restore(
-    tensor: torch.Tensor, lossy: torch.dtype | None, waits: int
-) -> None:
-    compressed_here = compress(tensor, lossy)
+def test_the_host_waits_a_few_times_and_not_to_restore(tensor: torch.Tensor, waits: int) -> None:
+    compressed_here = compress(tensor)
     with simulated() as simulation:
         given = tensor.to(DEVICE)
         simulation.waits.clear()
-        compressed = compress(given, lossy)
+        compressed = compress(given)
         assert len(simulation.waits) == waits
         assert (compressed is None) == (compressed_here is None)
         if compressed is not None and compressed_here is not None:
