@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from benchmarks.network import Cost, Network
-from hvd_ckpt.planning.schedule import make_schedule, timeline
+from hvd_ckpt.pipeline.schedule import make_schedule, timeline
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.late import ControlFlags

@@ -93,6 +93,10 @@ from hvd_ckpt.local_sgd.construction import (
 from hvd_ckpt.local_sgd.options import (
     Nesterov as Nesterov,
 )
+from hvd_ckpt.pipeline.balance import (
+    balance_by_size as balance_by_size,
+    balance_by_time as balance_by_time,
+)
 from hvd_ckpt.pipeline.microbatch import (
     accumulate as accumulate,
 )
@@ -107,9 +111,8 @@ from hvd_ckpt.pipeline.skip import (
     skippable as skippable,
     stash as stash,
 )
-from hvd_ckpt.planning.balance import (
-    balance_by_size as balance_by_size,
-    balance_by_time as balance_by_time,
+from hvd_ckpt.pipeline.stages import (
+    StageLayout as StageLayout,
 )
 from hvd_ckpt.planning.budget import BudgetError as BudgetError
 from hvd_ckpt.planning.plan import (

@@ -48,11 +48,13 @@ def cuts_of(plan: Plan, stages: int, options: PipelineOptions) -> PipelinePlan:
         ValueError: an option is given that the plan gives.
     """
     if plan.pipeline is None:
-        raise PlanError("The plan was made without stages: make one with hc.plan(..., stages=hc.stages()).")
+        raise PlanError(
+            "The plan was made without stages: make one with hc.plan(..., layout=hc.StageLayout(hc.stages()))."
+        )
     if plan.pipeline.stages != stages:
         raise PlanError(
             f"The plan was made for {plan.pipeline.stages} stages, and this job has {stages}: make one with "
-            f"hc.plan(..., stages={stages})."
+            f"hc.plan(..., layout=hc.StageLayout({stages}))."
         )
     given = [
         name

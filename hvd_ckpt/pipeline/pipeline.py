@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.pipeline.balance import balance_costs, block_bytes, check_balance
 from hvd_ckpt.pipeline.chain import Chain
 from hvd_ckpt.pipeline.clipping import clip_over_stages
 from hvd_ckpt.pipeline.cuts import PipelineOptions, cuts_of, options_of, release_weights
@@ -35,12 +36,7 @@ from hvd_ckpt.pipeline.microbatch import (
     terms_of,
 )
 from hvd_ckpt.pipeline.random_state import draw_key, seed_each
-from hvd_ckpt.pipeline.skip import find_skips
-from hvd_ckpt.pipeline.tied import Tied, TiedGradients, digest, find_tied
-from hvd_ckpt.pipeline.transport import Transport
-from hvd_ckpt.planning.balance import balance_costs, block_bytes, check_balance
-from hvd_ckpt.planning.plan import PipelinePlan, Plan
-from hvd_ckpt.planning.schedule import (
+from hvd_ckpt.pipeline.schedule import (
     FORWARD,
     Edge,
     Schedule,
@@ -49,6 +45,10 @@ from hvd_ckpt.planning.schedule import (
     make_schedule,
     virtual_stages_of,
 )
+from hvd_ckpt.pipeline.skip import find_skips
+from hvd_ckpt.pipeline.tied import Tied, TiedGradients, digest, find_tied
+from hvd_ckpt.pipeline.transport import Transport
+from hvd_ckpt.planning.plan import PipelinePlan, Plan
 from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.recompute.sequential import CheckpointSequential
@@ -88,10 +88,10 @@ class Pipeline(nn.Module):
             recomputation (``checkpoint_interval``) is not used; see ``checkpoint``.
         balance: number of blocks in each chunk of the model, ``stages * virtual_stages`` numbers; by default the exact optimum for
             ``costs``.
-        plan: a plan of ``hc.plan(..., stages=hc.stages())``, which is applied to the model. It sets ``balance``, ``chunks``,
-            ``schedule`` and ``virtual_stages``, which must not be given, and ``checkpoint="auto"``.
+        plan: a plan of ``hc.plan(..., layout=hc.StageLayout(hc.stages()))``, which is applied to the model. It sets ``balance``,
+            ``chunks``, ``schedule`` and ``virtual_stages``, which must not be given, and ``checkpoint="auto"``.
         chunks: number of micro-batches of a batch; required without a plan.
-        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, see :mod:`hvd_ckpt.planning.schedule`.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, see :mod:`hvd_ckpt.pipeline.schedule`.
         checkpoint: the micro-batches whose blocks are recomputed from their input in the backward pass, as in torchgpipe:
             ``"always"``, ``"except_last"`` (the default without a plan), ``"never"``. ``"auto"`` recomputes a micro-batch unless
             its backward pass follows at once on that rank: with ``"1f1b"``, the last stage recomputes nothing and the others nearly

@@ -16,15 +16,8 @@ One file per step:
     solver        the fastest schedule within a budget
     plan          the decision, as data and as a JSON file, and its application to a model
     planner       predict, measure, correct: from a model to a plan
-    request       plans on request, with options, cache and stages
+    request       plans on request, with options and cache
     ranks         one plan for all ranks
-    show          a plan as tables and pictures
-
-and for pipeline stages:
-
-    balance       cuts of a chain into parts
-    schedule      the order of the passes of each rank
-    stages        cuts and checkpoint policies together, for the memory of each stage
 
 Import the module you need. Nothing is imported here, so that reading a budget needs no PyTorch.
 """

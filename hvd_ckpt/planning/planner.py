@@ -12,7 +12,7 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.plan import Cost, Plan, Timeline, applied, sample_shapes, thinned
 from hvd_ckpt.planning.profile import FITS, Profile
 from hvd_ckpt.planning.solver import Solver
-from hvd_ckpt.planning.stages import Layout, StagePlanner, plan_stages
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.recompute.verify import verifying
 from hvd_ckpt.utils.measure import undisturbed
@@ -48,6 +47,23 @@ class _Tried(NamedTuple):
     solution: Solution
     peak: int
     timeline: Timeline
+
+
+class Layout(Protocol):
+    """Parts of a model on several processes, such as the stages of :class:`hvd_ckpt.StageLayout`."""
+
+    def blocks_of(self, model: nn.Module) -> list[str]:
+        """Names of the blocks, of which each part has some."""
+
+    def plan(
+        self,
+        chain: Sequence[Block],
+        blocks: Sequence[nn.Module],
+        budget: Budget,
+        device: torch.device,
+        plan_of: Callable[..., Plan],
+    ) -> Plan:
+        """The plan of a measured chain, in which each part fits the budget."""
 
 
 class Planner:
@@ -205,14 +221,14 @@ class Planner:
         for name in ("smallest", "_solver", "_points", "_unlimited"):
             self.__dict__.pop(name, None)
 
-    def plan_stages(self, layout: Layout, budget: Given, param_scale: float) -> Plan:
-        """The plan for pipeline stages whose longest stage takes least time, where each stage fits ``budget``.
+    def plan_parts(self, layout: Layout, budget: Given) -> Plan:
+        """The plan for parts of the model on several processes, each of which fits ``budget``.
 
         The plan is predicted and not measured.
 
         Args:
-            layout: stages, micro-batches and schedule; the blocks of this planner are ``layout.blocks_of(model)``.
-            budget, param_scale: as in :func:`plan`.
+            layout: the blocks of this planner are ``layout.blocks_of(model)``.
+            budget: as in :func:`plan`.
 
         Raises:
             ValueError: the budget is invalid, or the model does not call each block once.
@@ -228,9 +244,8 @@ class Planner:
         pairs = zip(self._chain, [0, *self.profile.waiting, 0])
         chain = [block.with_costs(functools.partial(alone, extra)) for block, extra in pairs]
         modules = [self._step.model.get_submodule(block.members[0]) for block in blocks]
-        planner = StagePlanner(chain, modules, layout, param_scale)
         make = functools.partial(self.profile.plan_of, sample=self._sample)
-        return plan_stages(planner, parse_budget(budget), self._step.device, make)
+        return layout.plan(chain, modules, parse_budget(budget), self._step.device, make)
 
     def _finished(self, limit: int | None, tried: _Tried) -> Plan:
         """The plan of a schedule with its measured time and with its facts."""

@@ -16,8 +16,7 @@ from hvd_ckpt.planning.budget import Budget, BudgetError, Given, parse_budget
 from hvd_ckpt.planning.cache import cached, key_of
 from hvd_ckpt.planning.inputs import tensors_of
 from hvd_ckpt.planning.plan import Plan
-from hvd_ckpt.planning.planner import Planner, free_failed_step
-from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
+from hvd_ckpt.planning.planner import Layout, Planner, free_failed_step
 from hvd_ckpt.planning.step import as_outside, device_of, surrounding_autocast
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.text import one_line, show_bytes, talking
@@ -36,17 +35,13 @@ def plan(
     chunk_head: bool = True,
     offload: bool = False,
     verbose: bool | None = None,
-    stages: int | None = None,
-    chunks: int | None = None,
-    schedule: str = "1f1b",
-    virtual_stages: int | None = None,
-    param_scale: float = PARAM_SCALE,
+    layout: Layout | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Chooses for each block of ``model`` what its forward pass keeps, so that a training step fits ``budget`` and loses least
     time.
 
-    With ``stages``, the plan also cuts a chain into pipeline stages. The longest stage takes the least possible time, and each
+    With a ``layout``, the plan also cuts a chain into pipeline stages. The longest stage takes the least possible time, and each
     stage fits ``budget`` with its own number of micro-batches in flight. The sample is then *one micro-batch*, and the plan is for
     ``hc.Pipeline(model, plan=plan)``. Such a plan is predicted from blocks that are measured on one process, so one process can
     make it.
@@ -65,20 +60,15 @@ def plan(
             surrounds this call, if any.
         chunk_head: whether the cross entropy of a language model's head may be computed in chunks of rows (as by
             :func:`hvd_ckpt.chunked_cross_entropy`). Results are then equal up to float32 rounding. With False, they keep their
-            bits. With ``stages``, the head is never computed in chunks.
+            bits. With a ``layout``, the head is never computed in chunks.
         offload: on a GPU, large tensors that a block keeps may be kept in host memory, as a third choice beside keeping and
             recomputing them. Results keep their bits.
         verbose: whether to print progress on standard error of rank 0; None to print it once planning has taken 10 seconds.
-        stages: number of pipeline stages. The model must be a chain of this library or an ``nn.Sequential``, and its children are
-            the blocks. The budget then covers all memory of a stage: parameters, gradients and optimizer state (see
-            ``param_scale``), activations, and gradients that are sent between stages. ``"0.3x"`` is a share of the memory of the
-            largest stage without recomputation. ``"min"`` is the smallest budget that does not double the time of the longest
+        layout: pipeline stages, as a :class:`hvd_ckpt.StageLayout`. The model must be a chain of this library or an
+            ``nn.Sequential``, and its children are the blocks. The budget then covers all memory of a stage: parameters, gradients
+            and optimizer state, activations, and gradients that are sent between stages. ``"0.3x"`` is a share of the memory of
+            the largest stage without recomputation. ``"min"`` is the smallest budget that does not double the time of the longest
             stage.
-        chunks: number of micro-batches of a step; by default, 2 for each stage.
-        schedule, virtual_stages: as in :class:`hvd_ckpt.Pipeline`. If a stage has several parts of the model, each part gets an
-            equal share of the budget.
-        param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone. This
-            is 4 for Adam, 3 for SGD with momentum, 2 for SGD, and 2 + 2 / replicas for Adam with ``shard="optimizer"``.
         cache: a folder for plans. A plan in it is returned without a measurement if nothing has changed. Compared are model (code,
             settings, shapes), shapes of the sample, loss, options, device, threads and versions. ``"80%"`` is always measured.
 
@@ -90,7 +80,7 @@ def plan(
 
     Raises:
         ValueError: the model has no blocks, or is on ``meta`` or on another device than the sample. Or the budget is invalid, or
-            the loss is not a single number. Or ``offload`` is set without a GPU, or ``stages`` for a model that is not a chain or
+            the loss is not a single number. Or ``offload`` is set without a GPU, or ``layout`` for a model that is not a chain or
             has too few blocks.
         BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
             and the block that sets it, and the error has the plan that reaches it. A budget in bytes that the code around the
@@ -98,12 +88,8 @@ def plan(
     """
     from hvd_ckpt.planning.ranks import on_rank_0
 
-    layout = None
-    if stages is not None:
-        if blocks is not None:
-            raise ValueError("blocks: with stages the blocks are the children of the chain")
-        layout = Layout.make(stages, chunks, schedule, virtual_stages)
-
+    if layout is not None and blocks is not None:
+        raise ValueError("blocks: with a layout the blocks are the children of the chain")
     device = device_of(model, args)
     autocast = surrounding_autocast(device) if autocast is None else autocast
     options = {
@@ -111,16 +97,16 @@ def plan(
         "autocast": autocast,
         "chunk_head": chunk_head,
         "offload": offload,
+        "layout": layout,
     }
-    of_stages = {"layout": layout, "param_scale": param_scale}
 
     def find(limit: Budget) -> Plan:
         with _talking(verbose) as say:
-            given: dict[str, Any] = {"kwargs": kwargs, "loss": loss, "say": say, **options, **of_stages}
+            given: dict[str, Any] = {"kwargs": kwargs, "loss": loss, "say": say, **options}
             make = functools.partial(make_plan, model, *args, budget=limit, **given)
             if cache is None or limit.kind == "device":  # its bytes depend on the free memory
                 return make()
-            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options, **of_stages})
+            key = key_of(model, (args, kwargs), loss, device, {"budget": limit, **options})
             return cached(cache, key, model, make, say)
 
     try:
@@ -135,13 +121,12 @@ def make_plan(
     *args: Any,
     budget: Budget,
     layout: Layout | None = None,
-    param_scale: float = PARAM_SCALE,
     **options: Any,
 ) -> Plan:
     """Makes a plan in this process, without other ranks.
 
     Args:
-        layout: pipeline stages and their schedule, or None.
+        layout: as in :func:`plan`.
         options: arguments of :class:`.planner.Planner`.
 
     Raises:
@@ -154,7 +139,7 @@ def make_plan(
         with _planner(model, args, None if layout else budget, device, **options) as planner:
             if layout is None:
                 return planner.plan(budget)
-            return planner.plan_stages(layout, budget, param_scale)
+            return planner.plan_parts(layout, budget)
 
 
 # The planner of the last plan of a model. A plan for another budget takes its measurements, and is measured and checked itself.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.cli.plan_show import print_plan
 from hvd_ckpt.planning.planner import Planner
-from hvd_ckpt.planning.show import print_plan
 from hvd_ckpt.recompute.region import reach
 
 ROWS = 6

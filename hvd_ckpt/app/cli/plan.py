@@ -28,8 +28,8 @@ from hvd_ckpt.app.cli.command_line import (
 )
 from hvd_ckpt.app.cli.plan_cluster import Cluster, cluster_of
 from hvd_ckpt.app.models import catalog
+from hvd_ckpt.pipeline.schedule import NAMES
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
-from hvd_ckpt.planning.schedule import NAMES
 from hvd_ckpt.utils.extras import explain_import_error, say_no_pictures
 from hvd_ckpt.utils.text import show_bytes
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from hvd_ckpt.app.cli.plan_models import Job
+    from hvd_ckpt.pipeline.stages import StageLayout
     from hvd_ckpt.planning.plan import Cost, Plan
-    from hvd_ckpt.planning.stages import Layout
     from hvd_ckpt.planning.step import Step
 
 
@@ -200,15 +200,13 @@ class Request:
         precision: of the step.
         chunk_head: whether the head may be computed in chunks.
         layout: of pipeline stages, or None.
-        param_scale: with stages, as for :func:`hvd_ckpt.plan`.
     """
 
     given: str | None
     budget: Budget
     precision: str
     chunk_head: bool
-    layout: Layout | None
-    param_scale: float
+    layout: StageLayout | None
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Request:
@@ -217,7 +215,7 @@ class Request:
         Raises:
             BadArgument: one is wrong, or is for stages and ``--stages`` is not given.
         """
-        from hvd_ckpt.planning.stages import PARAM_SCALE, Layout
+        from hvd_ckpt.pipeline.stages import StageLayout
 
         given, precision, chunk_head = (options.pop(name) for name in ("budget", "precision", "chunk_head"))
         names = ("stages", "chunks", "schedule", "param_scale")
@@ -226,11 +224,10 @@ class Request:
         try:
             budget = parse_budget(given)
             if stages:
-                schedule = stages.get("schedule", "1f1b")
-                layout = Layout.make(stages["stages"], stages.get("chunks"), schedule, virtual_stages=None)
+                layout = StageLayout(**stages)
         except ValueError as error:
             raise BadArgument(str(error)) from None
-        return cls(given, budget, precision, chunk_head, layout, stages.get("param_scale", PARAM_SCALE))
+        return cls(given, budget, precision, chunk_head, layout)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -335,7 +332,6 @@ def _made(job: Job, request: Request, say: Callable[[str], None]) -> tuple[Plan,
             *job.sample,
             budget=request.budget,
             layout=request.layout,
-            param_scale=request.param_scale,
             kwargs=job.kwargs,
             loss=job.loss,
             autocast=request.autocast,
@@ -385,25 +381,25 @@ def _report(
     chosen: Plan, baseline: Cost | None, folder: Path, job: Job, cluster: Cluster | None, precision: str
 ) -> None:
     """Prints the tables and writes the files."""
-    from hvd_ckpt.planning import show
+    from hvd_ckpt.app.cli import plan_show
 
     console = console_for_tables(WIDTH)
-    show.print_plan(chosen, console, baseline)
+    plan_show.print_plan(chosen, console, baseline)
     if chosen.pipeline is not None:
-        show.print_stages(chosen, console)
+        plan_show.print_stages(chosen, console)
     if cluster is not None:
         cluster.show(job, chosen, precision, console)
     chosen.save(folder / "plan.json")
     click.echo(f"Plan: {folder / 'plan.json'}")
     try:
         if chosen.pipeline is not None:
-            show.schedule_plot(chosen, folder / "schedule.png")
+            plan_show.schedule_plot(chosen, folder / "schedule.png")
             click.echo(f"Schedule: {folder / 'schedule.png'}")
             return
-        show.frontier_plot(chosen, folder / "frontier.png", baseline)
+        plan_show.frontier_plot(chosen, folder / "frontier.png", baseline)
         click.echo(f"Frontier: {folder / 'frontier.png'}")
         if any(chosen.timelines.values()):
-            show.timeline_plot(chosen, folder / "timeline.png", baseline)
+            plan_show.timeline_plot(chosen, folder / "timeline.png", baseline)
             click.echo(f"Timeline: {folder / 'timeline.png'}")
     except ImportError as error:  # of matplotlib
         say_no_pictures(error)

@@ -14,6 +14,7 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.modes import Stages, mode_of
 from hvd_ckpt.distributed.precision import AUTOCAST
+from hvd_ckpt.pipeline.stages import StageLayout
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
 from hvd_ckpt.processes import watchdog
@@ -73,15 +74,15 @@ def _make_plan(
     count = min(config.micro_batch, len(train))
     with errors_everywhere("hvd_ckpt.train.sample"):
         sample = train.batch(range(count), [0] * count).to(device)
-    options: dict[str, Any] = {}
-    if layout := _layout_of(config):
-        options = {
-            "stages": layout["stages"],
-            "chunks": layout["accumulate"],
-            "schedule": layout["pipeline_schedule"],
-            "virtual_stages": layout["virtual_stages"],
-            "param_scale": _param_scale(model, optimizer, config),
-        }
+    layout: StageLayout | None = None
+    if stages := _layout_of(config):
+        layout = StageLayout(
+            stages["stages"],
+            stages["accumulate"],
+            stages["pipeline_schedule"],
+            stages["virtual_stages"],
+            _param_scale(model, optimizer, config),
+        )
         if current().number == 0:
             # The model is cut after planning, so it is still on the CPU; only the process that plans needs it on a device.
             model.to(device)
@@ -96,12 +97,12 @@ def _make_plan(
             chunk_head=config.chunk_head,
             verbose=True,
             cache=config.plan_cache,
-            **options,
+            layout=layout,
         )
     except ValueError as error:
         raise ConfigError(f"budget {config.budget}: {error}") from None
     finally:
-        if options:
+        if layout is not None:
             model.to("cpu")
 
 

@@ -287,8 +287,7 @@ def plan_of(model: Any, part: Batch, budget: Any, **arguments: Any) -> Any:
             kwargs=part.shared,
             loss=lambda output: loss_of(output, part.targets),
             budget=budget,
-            chunks=4,
-            **arguments,
+            layout=hc.StageLayout(chunks=4, **arguments),
         )
     except hc.BudgetError as error:
         return error.nearest

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hvd_ckpt.pipeline.schedule import BACKWARD, FORWARD, Span, bubble
+from hvd_ckpt.pipeline.stages import spans_of
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan
-from hvd_ckpt.planning.schedule import BACKWARD, FORWARD, Span, bubble
-from hvd_ckpt.planning.stages import spans_of
 
 MIB = 1 << 20
 GIB = 1 << 30

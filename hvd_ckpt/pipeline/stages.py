@@ -27,12 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.planning.balance import best_cuts
-from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError
-from hvd_ckpt.planning.chain import Block, Run, simulate
-from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
-from hvd_ckpt.planning.schedule import (
+from hvd_ckpt.pipeline.balance import best_cuts
+from hvd_ckpt.pipeline.schedule import (
     Schedule,
     Span,
     check_name,
@@ -41,6 +37,10 @@ from hvd_ckpt.planning.schedule import (
     timeline,
     virtual_stages_of,
 )
+from hvd_ckpt.planning.blocks import children_of
+from hvd_ckpt.planning.budget import MIN_SLOWDOWN, Budget, BudgetError
+from hvd_ckpt.planning.chain import Block, Run, simulate
+from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.text import show_bytes
 
@@ -50,38 +50,47 @@ _SEARCH = 30  # steps of the bisection for the budget "min"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Stages, micro-batches and schedule that a plan is made for.
+class StageLayout:
+    """Pipeline stages that a plan is made for: ``hc.plan(model, sample, layout=hc.StageLayout(4, chunks=8))``.
+
+    Args:
+        stages: number of pipeline stages.
+        chunks: number of micro-batches of a step; by default, 2 for each stage.
+        schedule, virtual_stages: as in :class:`hvd_ckpt.Pipeline`. If a stage has several parts of the model, each part gets an
+            equal share of the budget.
+        param_scale: bytes of a trained parameter with its gradient and optimizer state, for each byte of the parameter alone. This
+            is 4 for Adam, 3 for SGD with momentum, 2 for SGD, and 2 + 2 / replicas for Adam with ``shard="optimizer"``.
 
     Raises:
         ValueError: a number or the schedule is invalid, or the schedule does not allow the number of virtual stages.
     """
 
     stages: int
-    micro_batches: int
+    chunks: int | None = None
     schedule: str = "1f1b"
-    virtual_stages: int = 1
+    virtual_stages: int | None = None
+    param_scale: float = PARAM_SCALE
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("stages", self.stages),
-            ("chunks", self.micro_batches),
-            ("virtual_stages", self.virtual_stages),
-        ):
+        for name, value in (("stages", self.stages), ("chunks", self.micro_batches)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a number from 1, got {value!r}")
-        check_name(self.schedule, self.virtual_stages)
+        check_name(self.schedule, self.parts_of_stage)
 
-    @classmethod
-    def make(cls, stages: int, chunks: int | None, schedule: str, virtual_stages: int | None) -> Layout:
-        """A layout with the defaults of :class:`hvd_ckpt.Pipeline`."""
-        chunks = chunks if chunks is not None else 2 * stages
-        return cls(stages, chunks, schedule, virtual_stages_of(schedule, virtual_stages))
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of a step."""
+        return 2 * self.stages if self.chunks is None else self.chunks
+
+    @property
+    def parts_of_stage(self) -> int:
+        """Number of parts of the model on each stage."""
+        return virtual_stages_of(self.schedule, self.virtual_stages)
 
     @property
     def parts(self) -> int:
         """Number of parts of the model."""
-        return self.stages * self.virtual_stages
+        return self.stages * self.parts_of_stage
 
     def blocks_of(self, model: nn.Module) -> list[str]:
         """Names of the blocks of a chain that is cut into these parts.
@@ -99,7 +108,26 @@ class Layout:
     @functools.cached_property
     def actions(self) -> Schedule:
         """The schedule of each stage."""
-        return make_schedule(self.schedule, self.stages, self.micro_batches, self.virtual_stages)
+        return make_schedule(self.schedule, self.stages, self.micro_batches, self.parts_of_stage)
+
+    def plan(
+        self,
+        chain: Sequence[Block],
+        blocks: Sequence[nn.Module],
+        budget: Budget,
+        device: torch.device,
+        plan_of: Callable[..., Plan],
+    ) -> Plan:
+        """The plan that minimizes the time of the longest stage within a budget for each stage.
+
+        Args:
+            chain, blocks: as of :class:`StagePlanner`.
+            plan_of: makes a plan from items, choices and facts, as :meth:`.profile.Profile.plan_of` does.
+
+        Raises:
+            BudgetError: no plan fits the budget; the message has the smallest budget that works.
+        """
+        return _plan(StagePlanner(chain, blocks, self), budget, device, plan_of)
 
 
 class _Way(NamedTuple):
@@ -151,18 +179,15 @@ class StagePlanner:
             pseudo-blocks at its ends.
         blocks: the module of each block; at least as many as the layout has parts.
         layout: stages, micro-batches and schedule.
-        param_scale: as in :func:`hvd_ckpt.plan`.
     """
 
-    def __init__(
-        self, chain: Sequence[Block], blocks: Sequence[nn.Module], layout: Layout, param_scale: float
-    ) -> None:
+    def __init__(self, chain: Sequence[Block], blocks: Sequence[nn.Module], layout: StageLayout) -> None:
         self.layout = layout
         self._blocks = [replace(block, joins_next=False) for block in chain[1:-1]]
         self._behind = chain[-1]
         self._shared = chain[0].choices[0].kept  # what all blocks share of a batch, such as masks
         self._inputs = [0, *(block.output for block in self._blocks[:-1])]
-        self._held = _Held(blocks, param_scale)
+        self._held = _Held(blocks, layout.param_scale)
         self._in_flight = in_flight(layout.actions)
         self._solvers: dict[tuple[int, int], Solver] = {}
         self._known: dict[tuple[int, int, int], tuple[Any, Any]] = {}
@@ -252,7 +277,7 @@ class StagePlanner:
     def _fastest(self, limit: float) -> tuple[list[int], float]:
         """The cuts that minimize the time of the longest part, and that time; inf if no cuts stay within the limit."""
         # Cuts are chosen part by part. So the parts of a stage share its memory equally, although one may need more.
-        own = limit / self.layout.virtual_stages
+        own = limit / self.layout.parts_of_stage
 
         def seconds(part: int, first: int, end: int) -> float:
             memory, seconds = self._ways(part, first, end)
@@ -264,11 +289,11 @@ class StagePlanner:
     def smallest(self) -> int:
         """The smallest budget for which there is a plan."""
         _, most = self._cuts(lambda part, first, end: float(self._ways(part, first, end)[0].min()))
-        return int(most) * self.layout.virtual_stages
+        return int(most) * self.layout.parts_of_stage
 
     def pipeline(self, limit: float) -> tuple[PipelinePlan, list[int]]:
         """The fastest plan within a budget that is at least :attr:`smallest`, and the choice of each block."""
-        own = limit / self.layout.virtual_stages
+        own = limit / self.layout.parts_of_stage
         balance, _ = self._fastest(limit)
         return self._made(balance, lambda part, first, end: self._best(part, first, end, own))
 
@@ -341,20 +366,7 @@ class StagePlanner:
         return high
 
 
-def plan_stages(
-    planner: StagePlanner,
-    budget: Budget,
-    device: torch.device,
-    plan_of: Callable[..., Plan],
-) -> Plan:
-    """The plan that minimizes the time of the longest stage within a budget for each stage.
-
-    Args:
-        plan_of: makes a plan from items, choices and facts, as :meth:`.profile.Profile.plan_of` does.
-
-    Raises:
-        BudgetError: no plan fits the budget; the message has the smallest budget that works.
-    """
+def _plan(planner: StagePlanner, budget: Budget, device: torch.device, plan_of: Callable[..., Plan]) -> Plan:
     limit = planner.limit(budget, device)
 
     def made(within: float) -> Plan:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.cli.plan_show import schedule_lines
+from hvd_ckpt.pipeline.stages import StageLayout, StagePlanner, spans_of
 from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.chain import Block, Choice, Run, Segment, simulate
 from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.planning.planner import Planner
-from hvd_ckpt.planning.show import schedule_lines
 from hvd_ckpt.planning.solver import Solver
-from hvd_ckpt.planning.stages import Layout, StagePlanner, spans_of
 from hvd_ckpt.utils.memory import recording_marks
 
 KIB = 1024
@@ -54,15 +54,15 @@ def ends(shared: int, behind: int) -> tuple[Block, Block]:
 
 
 def made(
-    generator: random.Random, blocks: int, layout: Layout
+    generator: random.Random, blocks: int, layout: StageLayout
 ) -> tuple[StagePlanner, list[Block], list[nn.Module]]:
     inner = network(generator, blocks, 2, joins=True)
     modules: list[nn.Module] = [nn.Linear(generator.randint(1, 600), 500) for _ in inner]
     before, behind = ends(5000, 1_000_000)
-    return StagePlanner([before, *inner, behind], modules, layout, 4.0), inner, modules
+    return StagePlanner([before, *inner, behind], modules, layout), inner, modules
 
 
-def exhaustive(inner: list[Block], modules: list[nn.Module], layout: Layout, limit: float) -> float:
+def exhaustive(inner: list[Block], modules: list[nn.Module], layout: StageLayout, limit: float) -> float:
     """The seconds of the shortest longest stage over all cuts, policies and stages that are recomputed as a whole."""
     best = math.inf
     for cuts in itertools.combinations(range(1, len(inner)), layout.stages - 1):
@@ -97,7 +97,7 @@ def test_stages_are_the_best_of_all_cuts_and_policies(schedule: str) -> None:
     generator = random.Random(4)
     recomputed = 0
     for _ in range(12):
-        layout = Layout(generator.randint(2, 3), 4, schedule)
+        layout = StageLayout(generator.randint(2, 3), 4, schedule)
         planner, inner, modules = made(generator, generator.randint(layout.stages, 5), layout)
         most = max(planner.baseline.memory)
         for limit in (planner.smallest, (planner.smallest + most) // 2, most):
@@ -113,7 +113,7 @@ def test_stages_are_the_best_of_all_cuts_and_policies(schedule: str) -> None:
 
 
 def test_parts_of_an_interleaved_schedule_share_the_budget() -> None:
-    layout = Layout(2, 4, "interleaved", 2)
+    layout = StageLayout(2, 4, "interleaved", 2)
     planner, _, _ = made(random.Random(5), 8, layout)
     pipeline, _ = planner.pipeline(planner.smallest)
     assert len(pipeline.parts) == 4 and pipeline.virtual_stages == 2
@@ -129,7 +129,7 @@ def test_a_tied_parameter_is_counted_on_each_of_its_stages() -> None:
         if tied:
             modules[3].weight = modules[0].weight
         before, behind = ends(5000, 1_000_000)
-        planner = StagePlanner([before, *inner, behind], modules, Layout(2, 4), 4.0)
+        planner = StagePlanner([before, *inner, behind], modules, StageLayout(2, 4))
         pipeline, _ = planner.pipeline(math.inf)
         states[tied] = [part.state_bytes for part in pipeline.parts]
     size = 8 * 8 * 4
@@ -175,31 +175,31 @@ def planner() -> Planner:
 
 
 def test_each_stage_has_its_own_micro_batches_in_flight(planner: Planner) -> None:
-    plan = planner.plan_stages(Layout(3, 6), None, 4.0)
+    plan = planner.plan_parts(StageLayout(3, 6), None)
     assert plan.pipeline is not None and plan.predicted.peak_bytes == max(plan.pipeline.memory)
     assert [part.in_flight for part in plan.pipeline.parts] == [3, 2, 1]
-    plan = planner.plan_stages(Layout(3, 6, "gpipe"), None, 4.0)
+    plan = planner.plan_parts(StageLayout(3, 6, "gpipe"), None)
     assert plan.pipeline is not None and [part.in_flight for part in plan.pipeline.parts] == [6, 6, 6]
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_that_works(planner: Planner) -> None:
-    layout = Layout(2, 8, "gpipe")
+    layout = StageLayout(2, 8, "gpipe")
     with pytest.raises(hc.BudgetError) as caught:
-        planner.plan_stages(layout, 10 * KIB, 4.0)
+        planner.plan_parts(layout, 10 * KIB)
     smallest = caught.value.smallest
     assert str(smallest) in str(caught.value) and "\n" not in str(caught.value)
-    plan = planner.plan_stages(layout, smallest, 4.0)
+    plan = planner.plan_parts(layout, smallest)
     assert plan.pipeline is not None and plan.predicted.peak_bytes <= smallest == plan.budget
     assert caught.value.nearest is not None and caught.value.nearest.pipeline == plan.pipeline
     with pytest.raises(hc.BudgetError):
-        planner.plan_stages(layout, smallest - 1, 4.0)
+        planner.plan_parts(layout, smallest - 1)
 
 
 def test_budgets_in_words(planner: Planner) -> None:
-    layout = Layout(2, 8)
-    fastest = planner.plan_stages(layout, None, 4.0).pipeline
-    half = planner.plan_stages(layout, "0.8x", 4.0)
-    smallest = planner.plan_stages(layout, "min", 4.0).pipeline
+    layout = StageLayout(2, 8)
+    fastest = planner.plan_parts(layout, None).pipeline
+    half = planner.plan_parts(layout, "0.8x")
+    smallest = planner.plan_parts(layout, "min").pipeline
     assert half.budget == int(0.8 * half.baseline.peak_bytes) >= half.predicted.peak_bytes
     assert fastest is not None and smallest is not None
     longest = [max(part.seconds for part in one.parts) for one in (fastest, smallest)]
@@ -209,7 +209,7 @@ def test_budgets_in_words(planner: Planner) -> None:
 def test_states_are_counted_by_their_scale(planner: Planner) -> None:
     parameters = sum(one.nbytes for one in chain().parameters())
     for scale in (2.0, 4.0):
-        pipeline = planner.plan_stages(Layout(3, 6), None, scale).pipeline
+        pipeline = planner.plan_parts(StageLayout(3, 6, param_scale=scale), None).pipeline
         assert pipeline is not None
         assert sum(part.state_bytes for part in pipeline.parts) == scale * parameters
 
@@ -220,7 +220,7 @@ def test_the_activations_of_a_stage_are_those_predicted(
 ) -> None:
     """Of one stage in this process, with all micro-batches in flight (GPipe) or one."""
     count = 4
-    plan = planner.plan_stages(Layout(1, count, schedule), budget, 4.0)
+    plan = planner.plan_parts(StageLayout(1, count, schedule), budget)
     assert plan.pipeline is not None
     (part,) = plan.pipeline.parts
     assert part.recompute == (schedule == "gpipe" and budget == "min")
@@ -237,20 +237,20 @@ def test_the_activations_of_a_stage_are_those_predicted(
 def test_models_without_a_chain_of_blocks_are_refused(quick_planner: None) -> None:
     x = torch.randn(4, 16)
     with pytest.raises(ValueError, match="Layer"):
-        hc.plan(Layer(), x, stages=2)
+        hc.plan(Layer(), x, layout=hc.StageLayout(2))
     twice = Layer()
     with pytest.raises(ValueError, match="'0'"):
-        hc.plan(nn.Sequential(twice, Layer(), twice), x, stages=2)
+        hc.plan(nn.Sequential(twice, Layer(), twice), x, layout=hc.StageLayout(2))
     for stages in (3, 1 << 20):  # refused before a schedule of all stages is made
         with pytest.raises(ValueError, match="2 blocks"):
-            hc.plan(nn.Sequential(Layer(), Layer()), x, stages=stages)
+            hc.plan(nn.Sequential(Layer(), Layer()), x, layout=hc.StageLayout(stages))
     for wrong in ({"stages": 0}, {"chunks": 0}, {"schedule": "2f2b"}, {"virtual_stages": 2}):
         with pytest.raises(ValueError, match="stages|chunks|schedule|virtual"):
-            hc.plan(chain(), x, **{"stages": 2, **wrong})
+            hc.StageLayout(**{"stages": 2, **wrong})
 
 
 def test_a_pipeline_takes_a_plan_for_its_stages_alone(planner: Planner) -> None:
-    plan = planner.plan_stages(Layout(1, 2), None, 4.0)
+    plan = planner.plan_parts(StageLayout(1, 2), None)
     assert hc.Pipeline(chain(), plan=plan).balance == [6]
     with pytest.raises(ValueError, match="chunks"):
         hc.Pipeline(chain(), plan=plan, chunks=3)
@@ -259,13 +259,13 @@ def test_a_pipeline_takes_a_plan_for_its_stages_alone(planner: Planner) -> None:
     with pytest.raises(ValueError, match="chunks"):
         hc.Pipeline(chain())
     with pytest.raises(hc.PlanError, match="2 stages"):
-        hc.Pipeline(chain(), plan=planner.plan_stages(Layout(2, 2), None, 4.0))
+        hc.Pipeline(chain(), plan=planner.plan_parts(StageLayout(2, 2), None))
     with pytest.raises(hc.PlanError, match="6|blocks|module"):
         hc.Pipeline(chain(5), plan=plan)
 
 
 def test_the_schedule_is_drawn_as_text(planner: Planner) -> None:
-    pipeline = planner.plan_stages(Layout(3, 4), None, 4.0).pipeline
+    pipeline = planner.plan_parts(StageLayout(3, 4), None).pipeline
     assert isinstance(pipeline, PipelinePlan)
     parts = tuple(replace(part, forward_seconds=1.0, backward_seconds=2.0) for part in pipeline.parts)
     lines = schedule_lines(spans_of(replace(pipeline, parts=parts)), 400)
