@@ -34,7 +34,9 @@ def main(steps, eval_every, patience, shard):
         {"params": layer.parameters(), "lr": 3e-3 * 0.5**depth} for depth, layer in enumerate(layers[:0:-1])
     ]
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hc.DistributedOptimizer(torch.optim.AdamW(rates), model.named_parameters(), shard=shard)
+    optimizer = hc.DistributedOptimizer(
+        torch.optim.AdamW(rates), model.named_parameters(), shard=shard, model=model
+    )
     average = hc.AveragedWeights(optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.95))
     best, waited = math.inf, 0
     for step, (inputs, targets) in zip(range(1, steps + 1), loader):

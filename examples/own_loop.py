@@ -30,7 +30,7 @@ def main(folder, epochs, save_every, shard):
     )
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hc.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=3e-3), model.named_parameters(), shard=shard
+        torch.optim.AdamW(model.parameters(), lr=3e-3), model.named_parameters(), shard=shard, model=model
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader))
     with hc.Snapshots(

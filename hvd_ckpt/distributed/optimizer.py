@@ -89,8 +89,7 @@ def DistributedOptimizer(
         keep_buckets: whether to keep the storage of buckets between steps (faster), or to free it with the gradients.
         shard: the states that are split over the ranks: ``"none"``, ``"optimizer"`` (its state), ``"gradients"`` (also gradients),
             ``"parameters"`` (also parameters); or the stage, 0 to 3.
-        model: the module whose parameters are split (``shard="parameters"``). By default, it is the module whose
-            ``named_parameters()`` is given.
+        model: the module whose parameters are split; ``shard="parameters"`` and ``replicas`` need it.
         units: modules of the model, or lists of them, whose parameters are gathered together. By default, they are the recomputed
             segments, else the blocks of the model. All other parameters form another unit.
         offload: ``"optimizer"`` keeps the optimizer's state in pinned host memory for a GPU, or, together with master weights, in
@@ -105,8 +104,8 @@ def DistributedOptimizer(
         elementwise: declares that an optimizer of your own updates each element from its value, gradient and state alone, so that
             it can update shards.
         replicas: number of logical replicas, a power of two. Any power of two of ranks up to this number then computes the same
-            bits. Each step iterates over ``optimizer.local_replicas()``. Needs the model, as ``shard="parameters"`` does, and
-            ``op=Average`` over all ranks. Can be combined with ``shard="optimizer"`` and ``"gradients"``.
+            bits. Each step iterates over ``optimizer.local_replicas()``. Needs ``model`` and ``op=Average`` over all ranks. Can be
+            combined with ``shard="optimizer"`` and ``"gradients"``.
         within: with ``shard="parameters"``, groups of ranks that keep a second copy of the parameters, split over the group:
             ``"host"``, or lists of ranks of equal size. After a step, each parameter is gathered once from all ranks. In the
             backward pass and further passes, it is gathered within the group (hpZ of ZeRO++).

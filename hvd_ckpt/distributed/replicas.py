@@ -292,10 +292,7 @@ def check_replicas(number: object, ranks: int, model: nn.Module | None) -> None:
             f"replicas={number} can be computed on 1, 2, 4, ... up to {number} ranks, not on {ranks}"
         )
     if model is None:
-        raise ValueError(
-            "replicas needs the module whose buffers belong to them; pass model=model, or "
-            "named_parameters=model.named_parameters()"
-        )
+        raise ValueError("replicas needs the module whose buffers belong to them; pass model=model")
     for name, module in model.named_modules():
         if isinstance(module, (SyncBatchNorm, TorchSyncBatchNorm)):
             raise ValueError(

@@ -39,7 +39,7 @@ def replicas(job: CheckJob) -> Outcome:
             skipped=True,
         )
     model = training.model()
-    optimizer = distributed(model, model=model, replicas=REPLICAS)
+    optimizer = distributed(model, replicas=REPLICAS)
     for step in range(STEPS):
         optimizer.zero_grad()
         for replica in optimizer.local_replicas():

@@ -122,7 +122,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def distributed(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, /, **options: Any) -> Any:
     """An optimizer over all ranks, by default of :func:`make_optimizer`."""
     return hc.DistributedOptimizer(
-        optimizer or make_optimizer(model), named_parameters=model.named_parameters(), **options
+        optimizer or make_optimizer(model), named_parameters=model.named_parameters(), model=model, **options
     )
 
 

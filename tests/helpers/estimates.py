@@ -36,7 +36,10 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
     before = memory_of_tensors()
     model = make()
     optimizer = hc.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters()), named_parameters=model.named_parameters(), **options
+        torch.optim.AdamW(model.parameters()),
+        named_parameters=model.named_parameters(),
+        model=model,
+        **options,
     )
     step = Step(model, args, {}, loss, None)
 

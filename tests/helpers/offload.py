@@ -53,6 +53,7 @@ def model_step(folder: Path, offload: str | None) -> Callable[[], Any]:
         shard="parameters",
         offload=offload,
         offload_folder=folder if offload else None,
+        model=model,
     )
     batch = torch.randn(BATCH, WIDTH)
 

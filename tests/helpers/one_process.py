@@ -47,6 +47,7 @@ def wrap(model: nn.Module, bare: torch.optim.Optimizer | None = None, **options:
     return hc.DistributedOptimizer(
         sgd(model) if bare is None else bare,
         named_parameters=model.named_parameters(),
+        model=model,
         **{"bucket_cap_mb": SMALL, **options},
     )
 

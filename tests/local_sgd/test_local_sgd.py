@@ -61,7 +61,10 @@ class Run:
     ) -> None:
         self.model = make_model() if model is None else model
         self.optimizer = hc.LocalSGD(
-            make(self.model.parameters()), named_parameters=self.model.named_parameters(), **options
+            make(self.model.parameters()),
+            named_parameters=self.model.named_parameters(),
+            model=self.model,
+            **options,
         )
         self.step = 0
 
@@ -298,7 +301,7 @@ def test_parameters_of_every_type_are_averaged(wire: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
     model = nn.ParameterList([*(torch.ones(5, 3, dtype=dtype).t() for dtype in dtypes), torch.tensor(1.0)])
     optimizer = hc.LocalSGD(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), 1, wire=wire
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), 1, wire=wire, model=model
     )
     for parameter in model:
         parameter.grad = torch.full_like(parameter, float(hc.rank()))
@@ -339,7 +342,9 @@ def test_moments_and_float_buffers_are_averaged_and_integers_stay_each_ranks_own
 @pytest.mark.parametrize("tokens", [None, [1.0, 3.0, 0.0, 4.0]])
 def test_ranks_count_by_their_steps_or_tokens(tokens: list[float] | None) -> None:
     weight = nn.Linear(1, 1, bias=False)
-    optimizer = hc.LocalSGD(torch.optim.SGD(weight.parameters(), lr=1.0), weight.named_parameters(), every=3)
+    optimizer = hc.LocalSGD(
+        torch.optim.SGD(weight.parameters(), lr=1.0), weight.named_parameters(), every=3, model=weight
+    )
     start = weight.weight.item()
     steps = [3, 1, 0, 2]
     for step in range(3):
@@ -386,7 +391,11 @@ def test_traffic_is_the_periods_part_of_the_gradients() -> None:
     for wire, size in (("fp32", 4), ("int8", 1 + 4 / 256)):
         model = nn.Linear(elements // 64, 64, bias=False)
         optimizer = hc.LocalSGD(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), every=5, wire=wire
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            every=5,
+            wire=wire,
+            model=model,
         )
         for _ in range(10):
             model(torch.ones(1, elements // 64)).sum().backward()
@@ -418,6 +427,7 @@ def test_the_estimate_of_memory_has_the_anchor_and_the_outer_optimizer(
         model.named_parameters(),
         **options,
         within=within,
+        model=model,
     )
     for _ in range(7):  # the last average that has left has arrived
         optimizer.step()
@@ -436,7 +446,7 @@ def test_an_average_holds_a_few_runs_at_a_time() -> None:
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))  # 16 MiB each
     options = {"every": 2, "outer": hc.Nesterov()}
     estimate = hc.estimate_memory(model, 2, optimizer=SGD(model.parameters()), local=options)
-    optimizer = hc.LocalSGD(SGD(model.parameters()), model.named_parameters(), **options)
+    optimizer = hc.LocalSGD(SGD(model.parameters()), model.named_parameters(), model=model, **options)
     peaks = []
     for step in range(6):
         with memory.recording_peak() as recorded:
@@ -627,7 +637,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="every=4, and this rank has every=5"):
         Run(every=5).load(run.state())
     with pytest.raises(ValueError, match="DistributedOptimizer already"):
-        hc.LocalSGD(run.optimizer, run.model.named_parameters())
+        hc.LocalSGD(run.optimizer, run.model.named_parameters(), model=run.model)
     with pytest.raises(ValueError, match="-1"):
         run.optimizer.weigh(-1)
     with pytest.raises(ValueError, match="LocalSGD"):

@@ -296,7 +296,7 @@ def test_an_option_of_local_sgd_on_one_rank(name: str, value: Any) -> None:
     raises_everywhere(
         ValueError,
         f"LocalSGD: {name} differs between ranks",
-        lambda: hc.LocalSGD(adam(model), named_parameters=model.named_parameters(), **options),
+        lambda: hc.LocalSGD(adam(model), named_parameters=model.named_parameters(), model=model, **options),
     )
 
 

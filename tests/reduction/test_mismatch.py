@@ -47,7 +47,7 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(way: str, reentrant: bool) -> N
     torch.manual_seed(0)
     last = hc.size() - 1
     model = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == last), nn.Linear(4, 1))
-    options = {"model": model, **WAYS[way]} if way == "replicas" else WAYS[way]
+    options = {"model": model, **WAYS[way]}
     optimizer = hc.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **options
     )

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
 def make(model: nn.Module, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+    return hc.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), model=model, **options
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Scale(nn.Module):
 def split() -> tuple[nn.Module, Any]:
     model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
     optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=3
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=3, model=model
     )
     return model, optimizer
 
@@ -86,7 +86,7 @@ def test_a_whole_state_of_the_model_is_one_call_and_memory_of_its_own(stage: int
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale(), nn.Linear(4, 4))
     model[3].weight = model[0].weight  # tied
     optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=stage
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=stage, model=model
     )
     train(model, optimizer)
     state = optimizer.full_model_state_dict(model)
@@ -118,7 +118,7 @@ def test_an_average_made_before_parameters_are_split_is_not_filled_with_nan() ->
     model = nn.Linear(4, 4)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=3
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard=3, model=model
     )
     for _ in range(2):
         train(model, optimizer)

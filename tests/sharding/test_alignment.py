@@ -50,7 +50,9 @@ def trained(shard: int, dtype: torch.dtype, steps: int = 3, **options: Any) -> t
     torch.manual_seed(3)
     model = Odd().to(dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters(), shard=shard, **options)
+    optimizer = hc.DistributedOptimizer(
+        optimizer, model.named_parameters(), shard=shard, model=model, **options
+    )
     places: set[int] = set()
     for module in model.modules():
         module.register_forward_pre_hook(

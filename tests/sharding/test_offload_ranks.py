@@ -35,6 +35,7 @@ def job(
         named_parameters=model.named_parameters(),
         bucket_cap_mb=0.004,
         elementwise=True,
+        model=model,
         **options,
     )
     return model, optimizer

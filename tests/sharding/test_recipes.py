@@ -44,7 +44,10 @@ def test_recipes_run_as_they_stand(shard: int, folder: Path, monkeypatch: pytest
     tokens = torch.arange(12).view(2, 6) + hc.rank()
     model = build()
     optimizer = hc.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-3), named_parameters=model.named_parameters(), shard=shard
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        named_parameters=model.named_parameters(),
+        shard=shard,
+        model=model,
     )
     names: dict[str, Any] = {
         "batches": [(tokens, tokens), (tokens + 1, tokens)],

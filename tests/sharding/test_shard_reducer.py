@@ -36,6 +36,7 @@ def split(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **op
     return hc.DistributedOptimizer(
         optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         named_parameters=model.named_parameters(),
+        model=model,
         **{"shard": 2, "bucket_cap_mb": ONE_LAYER, **options},
     )
 

@@ -38,7 +38,9 @@ class Model(nn.Module):
 def build(stage: int, **options: Any) -> tuple[Model, Any]:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    return model, hc.DistributedOptimizer(optimizer, model.named_parameters(), shard=stage, **options)
+    return model, hc.DistributedOptimizer(
+        optimizer, model.named_parameters(), shard=stage, model=model, **options
+    )
 
 
 def backward(model: nn.Module, number: int, *ranks: int) -> None:
@@ -212,7 +214,7 @@ def test_zeros_beside_gradients_with_values(stage: int, foreach: bool) -> None:
     for of in (0, stage):
         model = Model()
         wrapped = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, foreach=foreach)
-        optimizer = hc.DistributedOptimizer(wrapped, model.named_parameters(), shard=of)
+        optimizer = hc.DistributedOptimizer(wrapped, model.named_parameters(), shard=of, model=model)
         for number in range(3):
             optimizer.zero_grad(set_to_none=False)
             model.unused.weight.grad = torch.ones(6, 6)

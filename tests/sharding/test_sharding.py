@@ -61,7 +61,11 @@ def batch(step: int, part: int = 0) -> torch.Tensor:
 def wrapped(model: nn.Module, make: Make, stage: int, **options: Any) -> Any:
     options = {"bucket_cap_mb": 0.004, **options}
     optimizer = hc.DistributedOptimizer(
-        make(model.parameters()), named_parameters=model.named_parameters(), shard=stage, **options
+        make(model.parameters()),
+        named_parameters=model.named_parameters(),
+        shard=stage,
+        model=model,
+        **options,
     )
     if not stage:
         hc.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -351,6 +355,7 @@ def test_clipping_needs_no_more_than_a_call_before_the_step(stage: int) -> None:
             model.named_parameters(),
             shard=stage,
             bucket_cap_mb=0.002,
+            model=model,
             **options,
         )
         hc.broadcast_parameters(model.state_dict(), root_rank=0) if not stage else None
@@ -384,7 +389,7 @@ def test_schedules_and_state_from_before() -> None:
         bare.step()
         bare.zero_grad()
         schedule = torch.optim.lr_scheduler.StepLR(bare, 1, gamma=0.5)
-        optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), shard=stage)
+        optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), shard=stage, model=model)
         for number in range(3):
             steps(model, optimizer, range(number, number + 1))
             schedule.step()
@@ -439,6 +444,7 @@ def test_groups_schedules_and_weights_from_outside(stage: int) -> None:
             named_parameters=model.named_parameters(),
             shard=stage,
             bucket_cap_mb=0.002,
+            model=model,
         )
         if not stage:
             hc.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -461,23 +467,21 @@ def test_groups_schedules_and_weights_from_outside(stage: int) -> None:
 def test_unshardable_configurations_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 3)
 
-    def refused(
-        match: str, make: Make = adam, kind: type[Exception] = ValueError, named: Any = None, **options: Any
-    ) -> None:
+    def refused(match: str, make: Make = adam, kind: type[Exception] = ValueError, **options: Any) -> None:
         with pytest.raises(kind, match=match):
             hc.DistributedOptimizer(
                 make(model.parameters()),
-                named_parameters=named if named is not None else model.named_parameters(),
+                named_parameters=model.named_parameters(),
                 **options,
             )
 
+    refused("pass model=model", shard=3)
     refused("LBFGS", lambda p: torch.optim.LBFGS(p), shard=1)
     refused("elementwise=True", type("Own", (torch.optim.SGD,), {}), shard=1)
     refused("shard must be one of", shard="zero")
     refused("shard must be one of", shard=4)
     refused("shard must be one of", shard="4")
     refused("op=Average and op=Sum", shard=1, op=hc.Max)
-    refused("pass model=model", shard=3, named=list(model.named_parameters()))
     refused("needs shard='optimizer' or more", offload="optimizer")
     refused("needs shard='optimizer' or more", wire="int8")
     refused("wire", shard=2, wire="fp7")
@@ -488,7 +492,12 @@ def test_unshardable_configurations_are_refused_in_one_sentence(monkeypatch: pyt
     refused("compression=Compression.fp16", shard=1, wire={"gradients": "fp16"})
     if hc.size() > 1:
         refused("shard differs between ranks", shard=1 + hc.rank() % 2)
-        refused("is not part of this Linear", shard=3, units=[model, nn.Linear(1, 1)][: 1 + hc.rank() % 2])
+        refused(
+            "is not part of this Linear",
+            shard=3,
+            model=model,
+            units=[model, nn.Linear(1, 1)][: 1 + hc.rank() % 2],
+        )
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     refused("elastic", shard=1)
     monkeypatch.delenv("HOROVOD_ELASTIC")
@@ -509,6 +518,7 @@ def test_a_process_set_shards_among_its_ranks() -> None:
             named_parameters=model.named_parameters(),
             shard=2,
             process_set=members,
+            model=model,
         )
         model(torch.full((2, 6), float(hc.rank()))).sum().backward()
         optimizer.step()

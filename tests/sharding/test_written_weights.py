@@ -86,7 +86,7 @@ class Model(nn.Module):
 
 def wrapped(model: nn.Module, stage: int, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return hc.DistributedOptimizer(optimizer, model.named_parameters(), shard=stage, **options)
+    return hc.DistributedOptimizer(optimizer, model.named_parameters(), shard=stage, model=model, **options)
 
 
 def rows(number: int) -> Tensor:

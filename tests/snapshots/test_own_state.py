@@ -67,7 +67,9 @@ class Entry(torch.optim.SGD):
 
 def make(kind: Callable[..., Any], **options: Any) -> tuple[nn.Module, Any]:
     model = chain(2)
-    return model, hc.DistributedOptimizer(kind(model.parameters()), model.named_parameters(), **options)
+    return model, hc.DistributedOptimizer(
+        kind(model.parameters()), model.named_parameters(), model=model, **options
+    )
 
 
 def lbfgs(parameters: Any) -> Any:

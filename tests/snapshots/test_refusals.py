@@ -31,7 +31,7 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
 
 
 def distributed(model: nn.Module, bare: torch.optim.Optimizer, **options: Any) -> Any:
-    return hc.DistributedOptimizer(bare, named_parameters=model.named_parameters(), **options)
+    return hc.DistributedOptimizer(bare, named_parameters=model.named_parameters(), model=model, **options)
 
 
 def saved(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:
@@ -201,7 +201,7 @@ def test_state_finds_its_parameter_in_a_group_of_another_order(folder: Path, opt
         model = chain()
         bare = torch.optim.AdamW(groups(model, seed), lr=0.01)
         if "local" in options:
-            local = hc.LocalSGD(bare, named_parameters=model.named_parameters(), every=2)
+            local = hc.LocalSGD(bare, named_parameters=model.named_parameters(), every=2, model=model)
             return model, local
         return model, distributed(model, bare, **options)
 

@@ -56,7 +56,10 @@ class Run:
     def __init__(self, seed: int, trained: bool = False, **options: Any) -> None:
         self.model = Model(seed)
         self.optimizer: Any = hc.DistributedOptimizer(
-            torch.optim.AdamW(self.model.parameters(), lr=0.1), self.model.named_parameters(), **options
+            torch.optim.AdamW(self.model.parameters(), lr=0.1),
+            self.model.named_parameters(),
+            model=self.model,
+            **options,
         )
         if trained:
             # The same on all ranks, whose buffers are then equal: other ranks resume with those of the first.

@@ -126,7 +126,9 @@ def train(subject: Any, shard: str) -> Any:
     with torch.no_grad():
         model(**subject.sample())  # the same on all ranks, since a sharded optimizer broadcasts buffers
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = hc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), shard=shard)
+    optimizer = hc.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), shard=shard, model=model
+    )
     seed(2 + hc.rank())
     values: dict[str, Tensor | None] = {}
     for step in range(STEPS):

@@ -138,6 +138,7 @@ def train(case: Case, shard: str, replicas: int, saved: Path, resume: bool) -> s
         replicas=replicas,
         bucket_cap_mb=0.001,
         shard=shard,
+        model=model,
     )
     scaler = hc.GradScaler("cpu", enabled=case.scaler, init_scale=2.0**10)
     told: list[float] = []

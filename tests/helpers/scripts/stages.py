@@ -333,6 +333,7 @@ def copies_of_tied_parameters() -> None:
             named_parameters=model.named_parameters(),
             shard=shard,
             backward_passes_per_step=passes,
+            model=model,
         )
         torch.manual_seed(50 + hc.rank())
         batch = tokens(6)
@@ -377,7 +378,10 @@ def norms_in_stages() -> None:
             model = hc.Pipeline(chain, chunks=1)
             mine = [one for one in model.parameters() if one.device.type != "meta"]
             optimizer = hc.DistributedOptimizer(
-                torch.optim.SGD(mine, lr=0.1), named_parameters=model.named_parameters(), shard=shard
+                torch.optim.SGD(mine, lr=0.1),
+                named_parameters=model.named_parameters(),
+                shard=shard,
+                model=model,
             )
             model.accumulate((x, y.to(dtypes[-1])), nn.functional.mse_loss)
             tolerance = 2e-2 if torch.bfloat16 in dtypes else 1e-12
@@ -463,7 +467,7 @@ def float16_gradients() -> None:
     for options in several:
         model = nn.Linear(4, 4, dtype=torch.float32 if hc.stage() else torch.float16)
         bare = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), **options)
+        optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), model=model, **options)
         scaler = hc.GradScaler("cpu")
         loss: Any = scaler.scale(model.weight.sum() + model.bias.sum())
         loss.backward()
@@ -485,7 +489,7 @@ def resumes() -> None:
         model = hc.Pipeline(tied_transformer(), chunks=3)
         bare = torch.optim.AdamW(model.parameters(), lr=0.01)
         optimizer = hc.DistributedOptimizer(
-            bare, model.named_parameters(), shard=shard, backward_passes_per_step=3
+            bare, model.named_parameters(), shard=shard, backward_passes_per_step=3, model=model
         )
         torch.manual_seed(100 + hc.rank())
         with hc.Snapshots(place, model=model, optimizer=optimizer) as snapshots:

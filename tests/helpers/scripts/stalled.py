@@ -34,6 +34,7 @@ optimizer = hc.DistributedOptimizer(
     named_parameters=model.named_parameters(),
     shard=3 if SHARDED else 0,
     units=list(model) if SHARDED else None,
+    model=model,
 )
 if CASE == "orphans":
     assert end_with_parent()

@@ -55,12 +55,14 @@ if case == "grid":
     with pytest.raises(
         ValueError, match="replicas cannot be used (with tensor=2|in 2 pipeline stages|with tensor=4)"
     ):
-        hc.DistributedOptimizer(optimizer, model.named_parameters(), replicas=4)
+        hc.DistributedOptimizer(optimizer, model.named_parameters(), replicas=4, model=model)
     for wire in ("int8", "int4", {"parameters": "int8"}):
         with pytest.raises(ValueError, match=f"wire=.* cannot be used with tensor={tensor}"):
-            hc.DistributedOptimizer(optimizer, model.named_parameters(), shard="gradients", wire=wire)
+            hc.DistributedOptimizer(
+                optimizer, model.named_parameters(), shard="gradients", wire=wire, model=model
+            )
     with pytest.raises(ValueError, match=f"LocalSGD cannot be used with tensor={tensor}"):
-        hc.LocalSGD(optimizer, model.named_parameters())
+        hc.LocalSGD(optimizer, model.named_parameters(), model=model)
     print("equal", flush=True)
 else:
     if grid.number == grid.size - 1:
