@@ -89,7 +89,8 @@ def DistributedOptimizer(
         keep_buckets: whether to keep the storage of buckets between steps (faster), or to free it with the gradients.
         shard: the states that are split over the ranks: ``"none"``, ``"optimizer"`` (its state), ``"gradients"`` (also gradients),
             ``"parameters"`` (also parameters); or the stage, 0 to 3.
-        model: the module whose parameters are split; ``shard="parameters"`` and ``replicas`` need it.
+        model: the module whose parameters are split; ``shard="parameters"`` and ``replicas`` need it. By default, it is the module
+            whose ``named_parameters()`` is given.
         units: modules of the model, or lists of them, whose parameters are gathered together. By default, they are the recomputed
             segments, else the blocks of the model. All other parameters form another unit.
         offload: ``"optimizer"`` keeps the optimizer's state in pinned host memory for a GPU, or, together with master weights, in

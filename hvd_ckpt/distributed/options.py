@@ -6,6 +6,7 @@ This file imports only the names of the stages from ``sharding``, so an optimize
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,14 +62,18 @@ class Options:
     within: str | Sequence[Sequence[int]] | None
 
     def resolved(self) -> Options:
-        """The options with ``groups`` in place of ``num_groups``."""
-        if not self.num_groups:
-            return self
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3
-        )
-        groups = self.num_groups if self.groups is None else self.groups
-        return dataclasses.replace(self, groups=groups, num_groups=0)
+        """The options with ``groups`` in place of ``num_groups``, and the model that ``named_parameters`` comes from.
+
+        To be called before the parameters are read: a generator that has begun does not tell its model.
+        """
+        groups = self.groups
+        if self.num_groups:
+            warnings.warn(
+                "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3
+            )
+            groups = self.num_groups if groups is None else groups
+        model = model_of(self.named_parameters) if self.model is None else self.model
+        return dataclasses.replace(self, groups=groups, num_groups=0, model=model)
 
     @property
     def are_plain(self) -> bool:
@@ -147,3 +152,11 @@ def _check_groups(groups: Any) -> None:
         if id(parameter) in seen:
             raise ValueError("A parameter can only appear once in groups.")
         seen.add(id(parameter))
+
+
+def model_of(named_parameters: Any) -> torch.nn.Module | None:
+    """The module whose ``named_parameters()`` this is, if that is a generator that has not begun."""
+    if not inspect.isgenerator(named_parameters) or named_parameters.__name__ != "named_parameters":
+        return None
+    owner = inspect.getgeneratorlocals(named_parameters).get("self")
+    return owner if isinstance(owner, torch.nn.Module) else None

@@ -65,7 +65,8 @@ def LocalSGD(
         within: groups of ranks whose gradients are reduced in every step, as by :func:`DistributedOptimizer`: None (each rank by
             itself), ``"host"``, or a list of lists of ranks, of equal length. Averages are between groups.
         shard: the states that are split over the ranks of a group, as in :func:`DistributedOptimizer`.
-        model: the module whose floating-point buffers are averaged (and parameters split); without it, no buffer is.
+        model: the module whose floating-point buffers are averaged (and parameters split). By default, it is the module whose
+            ``named_parameters()`` is given.
         process_set: the ranks that take part; a rank outside of it steps on its own.
         elastic: must be True in an elastic job. The program must then create the optimizer again after each change of ranks, in
             the function that ``hc.elastic.run`` calls. The weights must be those of a commit that was taken when

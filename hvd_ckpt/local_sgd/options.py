@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_ckpt.distributed.options import check_optimizer
+from hvd_ckpt.distributed.options import check_optimizer, model_of
 from hvd_ckpt.local_sgd.schedule import Schedule
 from hvd_ckpt.local_sgd.weights import Outer
 from hvd_ckpt.processes.grid import current
@@ -71,9 +71,10 @@ class LocalOptions:
     offload_folder: str | Path | None
 
     def resolved(self) -> LocalOptions:
-        """The options with the parameters as a list."""
+        """The options with the parameters as a list, and the model that they come from."""
+        model = model_of(self.named_parameters) if self.model is None else self.model
         pairs = None if self.named_parameters is None else list(self.named_parameters)
-        return replace(self, named_parameters=pairs)
+        return replace(self, model=model, named_parameters=pairs)
 
     @property
     def schedule(self) -> Schedule:

@@ -467,15 +467,17 @@ def test_groups_schedules_and_weights_from_outside(stage: int) -> None:
 def test_unshardable_configurations_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 3)
 
-    def refused(match: str, make: Make = adam, kind: type[Exception] = ValueError, **options: Any) -> None:
+    def refused(
+        match: str, make: Make = adam, kind: type[Exception] = ValueError, named: Any = None, **options: Any
+    ) -> None:
         with pytest.raises(kind, match=match):
             hc.DistributedOptimizer(
                 make(model.parameters()),
-                named_parameters=model.named_parameters(),
+                named_parameters=named if named is not None else model.named_parameters(),
                 **options,
             )
 
-    refused("pass model=model", shard=3)
+    refused("pass model=model", shard=3, named=list(model.named_parameters()))
     refused("LBFGS", lambda p: torch.optim.LBFGS(p), shard=1)
     refused("elementwise=True", type("Own", (torch.optim.SGD,), {}), shard=1)
     refused("shard must be one of", shard="zero")
