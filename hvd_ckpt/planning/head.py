@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
-from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, is_compiled, remove_policy
+from hvd_ckpt.planning.policy import KEEP, apply_policy, base_class, in_chunks, remove_policy
 from hvd_ckpt.recompute.deferred import listening
 from hvd_ckpt.recompute.keeper import saving_nothing
+from hvd_ckpt.utils.torch_private import is_compiled
 
 if TYPE_CHECKING:
     from hvd_ckpt.planning.step import Step

@@ -20,6 +20,7 @@ from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.deferred import defer
 from hvd_ckpt.recompute.tape import Policy, run_selectively
 from hvd_ckpt.utils.schema import shown
+from hvd_ckpt.utils.torch_private import is_compiled
 
 
 def _printable(text: str) -> str:
@@ -158,11 +159,6 @@ def base_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module without a policy."""
     kind = type(module)
     return getattr(kind, "_hvd_ckpt_base", kind)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled by ``module.compile()`` or ``torch.compile``."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 @functools.cache

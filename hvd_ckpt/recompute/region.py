@@ -28,13 +28,14 @@ from hvd_ckpt.recompute.verify import (
     Observation,
     RecomputationMismatch,
     begin_pass,
+    naming_modules,
     observe_all,
 )
 from hvd_ckpt.recompute.watch import Watch
 from hvd_ckpt.recompute.written import GENERATORS
 from hvd_ckpt.utils.frames import Frame, aside
 from hvd_ckpt.utils.spans import span
-from hvd_ckpt.utils.torch_private import StopRecomputationError, top_saved_tensors_default_hooks
+from hvd_ckpt.utils.torch_private import StopRecomputationError, is_compiled, top_saved_tensors_default_hooks
 
 # Limit of the functions and containers between the callable and a module: enough for a lambda around a partial of a bound method
 # over a list of modules. Containers longer than the second limit hold data and not layers.
@@ -219,6 +220,8 @@ class Region:
         self.function = function
         self.started = False
         self._frame = Frame()
+        # A compiled module would be compiled once for a pass with hooks on it, and again for the next pass.
+        self._names_modules = not any(map(is_compiled, reached.modules))
         self._synchronized = [module for module in reached.modules if isinstance(module, hvd.SyncBatchNorm)]
         # Passes are counted weakly by an object that lives as long as the region does, and not by a lambda of one step.
         owner: Any = reached.modules[0] if reached.modules else _code_of(function)
@@ -248,11 +251,13 @@ class Region:
         if self.started:
             return self._recompute(args, kwargs)
         self.started = True
-        watched = nullcontext() if self._verification is None else self._watch(self._observe, is_first=True)
+        verified = self._verification is not None
+        watched = self._watch(self._observe, is_first=True) if verified else nullcontext()
         with (
             self._frame.enter(recomputing=False),
             self._state.first_pass(),
             synchronized_once(self._synchronized),
+            naming_modules() if verified and self._names_modules else nullcontext(),
             watched as watch,
         ):
             result = self.function(*args, **kwargs)

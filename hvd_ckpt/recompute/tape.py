@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ from hvd_ckpt.recompute.environment import Environment
 from hvd_ckpt.recompute.keeper import Forms, Keeper, memory_of, version_of
 from hvd_ckpt.recompute.replay import Call, Group, Holder, Reference, Scratch, Stored, View, unpack
 from hvd_ckpt.recompute.transforms import refuse_transforms
-from hvd_ckpt.recompute.verify import Verification, begin_pass, observe, running_module
+from hvd_ckpt.recompute.verify import Verification, begin_pass, naming_modules, observe, running_module
 from hvd_ckpt.recompute.written import SMALL_BYTES
 from hvd_ckpt.utils.frames import depth, keeps_everything
 from hvd_ckpt.utils.measure import is_undisturbed
@@ -125,9 +126,11 @@ def run_selectively(
     ):
         return function(*args, **kwargs)
     refuse_transforms(function, args, kwargs)
-    tape = Tape(policy, _verification(function, policy))
+    verification = _verification(function, policy)
+    tape = Tape(policy, verification)
+    naming = nullcontext() if verification is None else naming_modules()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
+        with naming, torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack), tape:
             result = function(*args, **kwargs)
     finally:
         tape.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import warnings
 import weakref
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointError
 
 from hvd_ckpt.recompute.keeper import in_layout
@@ -243,16 +243,49 @@ def sample(tensor: Tensor) -> Tensor:
     return _sample(tensor.view(-1))
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] | None = (
+            None  # those that are running; None outside of naming_modules()
+        )
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def naming_modules() -> Iterator[None]:
+    """A context in which :func:`running_module` knows the modules that this thread calls."""
+    if _thread.modules is not None:
+        yield
+        return
+    _thread.modules = []
+    # Of all modules, for the time of a verified first pass, which is rare.
+    handles = [
+        register_module_forward_pre_hook(_begins),
+        register_module_forward_hook(_ends, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        _thread.modules = None
+        for handle in handles:
+            handle.remove()
+
+
+def _begins(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling() and _thread.modules is not None:
+        _thread.modules.append(module)
+
+
+def _ends(module: nn.Module, args: Any, result: Any) -> None:
+    if not torch.compiler.is_compiling() and _thread.modules and _thread.modules[-1] is module:
+        _thread.modules.pop()
+
+
 def running_module() -> nn.Module | None:
-    """The innermost module whose code is running on this thread."""
-    # Read from the stack, since hooks on all modules would cost more, and a verified pass is rare. A method's first argument is the
-    # module, whatever calls lie between it and the operation.
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if "self" in frame.f_code.co_varnames[:1] and isinstance(module := frame.f_locals["self"], nn.Module):
-            return module
-        frame = frame.f_back
-    return None
+    """The innermost module that runs on this thread, within :func:`naming_modules`."""
+    return _thread.modules[-1] if _thread.modules else None
 
 
 @dataclass(eq=False)

@@ -205,3 +205,8 @@ assert_async = torch._assert_async
 
 PRIVATE_OBSERVERS = ("torch.cuda._sanitizer", "torch.distributed._tools.", "torch.utils._debug_mode")
 """Modules whose modes watch a run."""
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled by ``module.compile()`` or ``torch.compile``."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
