@@ -46,23 +46,29 @@ class Row:
     Attributes:
         case: which.
         seconds: of a step, in each round.
+        losses: the mean over the ranks after each job.
         figures: everything else by name, of each rank.
         failure: why something is missing, in one line.
     """
 
     case: Case
     seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     figures: dict[str, list[Any]] = field(default_factory=dict)
     failure: str | None = None
 
-    def add(self, ranks: Sequence[Mapping[str, Any]], together: bool) -> None:
-        """Adds what the ranks of a job found: ``together``, each step is a round, else the median of its steps is.
+    def add(
+        self, ranks: Sequence[Mapping[str, Any]], average: Callable[[list[float]], float] | None = None
+    ) -> None:
+        """Adds what the ranks of a job found: the ``average`` of its steps is a round, or without one each step is.
 
         Bytes that communication threads free are not counted, so of several counts the least is nearest.
         """
         self.failure = next((rank["failure"] for rank in ranks if rank.get("failure")), self.failure)
         steps = slowest(rank.get("seconds", ()) for rank in ranks)
-        self.seconds += steps if together or not steps else [statistics.median(steps)]
+        self.seconds += steps if average is None or not steps else [average(steps)]
+        if any("loss" in rank for rank in ranks):
+            self.losses.append(statistics.fmean(rank["loss"] for rank in ranks))
         for name in set(ranks[0]) - {"seconds", "failure"}:
             found, before = [rank.get(name) for rank in ranks], self.figures.get(name)
             if before is not None and name.endswith("bytes"):

@@ -37,11 +37,13 @@ class Probe:
 
     Attributes:
         columns: by name, as suites choose them.
+        examines: a step is examined for it.
         figures: by name; what a rank hands back.
     """
 
     columns: ClassVar[Mapping[str, Column]] = {}
     notes: ClassVar[str] = ""
+    examines: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {}
@@ -58,6 +60,7 @@ class Probe:
 class Memory(Probe):
     """Bytes of PyTorch's allocator since before the model was built, and the tensors that are held for training."""
 
+    examines: ClassVar[bool] = True
     columns: ClassVar[Mapping[str, Column]] = {
         "parameters": Column("parameters MiB", lambda row: row.over("parameter_bytes"), in_mib()),
         "gradients": Column("gradients MiB", lambda row: row.over("gradient_bytes"), in_mib()),
@@ -140,7 +143,9 @@ class Loss(Probe):
     """The loss of the last step, and of models with held-out samples the loss of the ranks' mean weights on them."""
 
     columns: ClassVar[Mapping[str, Column]] = {
-        "loss": Column("loss", lambda row: row.over("loss", statistics.fmean), ".4f", key="loss"),
+        "loss": Column(
+            "loss", lambda row: statistics.fmean(row.losses) if row.losses else None, ".4f", key="loss"
+        ),
     }
     notes = "loss: mean over ranks after all timed steps."
 
@@ -151,6 +156,7 @@ class Loss(Probe):
 class Hash(Probe):
     """Hashes of the loss and the gradients of the examined step, and of the buffers after them."""
 
+    examines: ClassVar[bool] = True
     columns: ClassVar[Mapping[str, Column]] = {
         "hash": Column(
             "bits", lambda row: row.over("hash", lambda found: found[0][:8]), key="hash", left=True

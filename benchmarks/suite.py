@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,8 @@ class Suite:
         threads: of each rank; by default this machine's processors are shared.
         notes: lines below the table, beside those of columns.
         facts: of the report.
-        within: from the options of a case to the words of a command that runs its launcher.
+        average: of the steps of a job.
+        within: the words of a command that runs the launcher of a case.
         worker: what the ranks call instead of :func:`benchmarks.worker.measure`.
     """
 
@@ -115,7 +117,8 @@ class Suite:
     threads: int | None = None
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    within: Callable[[Mapping[str, Any]], Sequence[str]] = lambda options: ()
+    average: Callable[[list[float]], float] = statistics.median
+    within: Callable[[Case], Sequence[str]] = lambda case: ()
     worker: str = "benchmarks.worker:measure"
 
     @property
@@ -200,14 +203,14 @@ class Suite:
                 left_out[engine] = why
         rows = [row for row in rows if row.case.engine not in left_out]
         run.make_report = functools.partial(self.report, run, settings, rows, left_out)
-        jobs = self.jobs(rows)
+        jobs, kind = self.jobs(rows), type("Job", (Job,), {"worker": self.worker})
         rounds, steps = (1, settings.rounds) if self.together else (settings.rounds, settings.steps)
         with run.progress(sum(map(len, jobs.values())) * rounds) as progress:
             for (size, controller, link), groups in jobs.items():
                 where = f"{size} ranks over {controller}" + (f", {link} Mbit/s" if link else "")
                 for number, (engine, group) in alternating(list(groups.items()), rounds):
                     name = f"{engine}, {where}".removeprefix(", ")
-                    job = Job(
+                    job = kind(
                         run.jobs / f"{name}-{number + 1}".replace(" ", "-").replace(":", "_").replace("/", "_"), size,
                         tuple(row.case for row in group), tuple(self.columns), self.optimizer, self.lr, self.cosine,
                         self.warm_up, steps, self.together, number, settings.device,
@@ -215,10 +218,10 @@ class Suite:
                     ranks = progress.job(
                         f"{name}, round {number + 1} of {rounds}", job, list[dict[str, Any]],
                         name=name, controller=controller, threads=self.threads or threads_per_rank(size),
-                        within=self.within(group[0].case.options),
+                        within=self.within(group[0].case),
                     )  # fmt: skip
                     for row, found in zip(group, zip(*ranks)):
-                        row.add(found, self.together)
+                        row.add(found, None if self.together else self.average)
                     for row in group:
                         row.failure = run.failures.get(name, row.failure)
         run.finish(success=not any(row.failure for row in rows))

@@ -164,10 +164,15 @@ class Training:
         batch = self.workload.held_out()
         if batch is None:
             return self._loss
+        parameters = list(self.model.parameters())
+        own = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.copy_(self.engine.mean(parameter.detach()))
-            return self.loss(*(tensor.to(self.engine.device) for tensor in batch)).item()
+            for parameter, value in zip(parameters, own):
+                parameter.copy_(self.engine.mean(value))
+            found = self.loss(*(tensor.to(self.engine.device) for tensor in batch)).item()
+            for parameter, value in zip(parameters, own):
+                parameter.copy_(value)
+        return found
 
 
 def twin(model: nn.Module) -> Any:
@@ -201,7 +206,7 @@ class Bench:
 
     def examine(self, number: int) -> None:
         """Examines the third step of a training of its own."""
-        probes = [probe() for probe in probes_of(self.job.columns)]
+        probes = [probe() for probe in probes_of(self.job.columns) if probe.examines]
         if not probes:
             return
         # Models that share their weights are not built anew, and plans cannot be made while memory is recorded.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.compare.runner.engine import Engine, OnTorch
-from hvd_ckpt.app.compare.runner.engines import variant
+from hvd_ckpt.app.compare.runner.engines import Local, variant
 
 TORCHFT_TIMEOUT = timedelta(seconds=120)
 _kept: list[Any] = []  # of torchft, whose servers must outlive a run
@@ -42,6 +44,18 @@ class TorchftDiLoCo(Engine):
     """
 
     title = "DiLoCo of torchft"
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return None if find_spec("torchft") else "torchft is not installed"
+
+    def start(self, folder: Path) -> None:
+        super().start(folder)
+        hc.init()
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        mean: Tensor = hc.allreduce(tensor)
+        return mean
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         from torchft import Manager, ProcessGroupGloo
@@ -83,7 +97,16 @@ class TorchftDiLoCo(Engine):
         return model, optimizer
 
 
+def _diloco(every: int, **options: Any) -> type[Engine]:
+    """DiLoCo of this library; the momentum suits runs of some hundred steps."""
+    return variant(Local, f"DiLoCo, every {every}", every=every, outer=hc.Nesterov(0.7, 0.7), **options)
+
+
 ENGINES: dict[str, type[Engine]] = {
+    **{f"local-{every}": variant(Local, f"local SGD, every {every}", every=every) for every in (10, 50)},
+    **{f"diloco-{every}": _diloco(every) for every in (10, 50, 100)},
+    "fragments-50": _diloco(50, fragments=4, delay=5),
+    "int8-50": _diloco(50, wire="int8"),
     "averager": variant(ModelAverager, "PeriodicModelAverager", every=50),
-    "torchft": variant(TorchftDiLoCo, "DiLoCo of torchft", every=50, lr=0.7, momentum=0.9),
+    "torchft": variant(TorchftDiLoCo, "DiLoCo of torchft", every=50, lr=0.7, momentum=0.7),
 }

@@ -20,6 +20,7 @@ from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.models.lstm import lstm_language_model
 from hvd_ckpt.data.objectives import IGNORED
 from hvd_ckpt.pipeline.chain import Chain
+from hvd_ckpt.utils.named import import_named
 
 CLASSES = 10
 
@@ -326,11 +327,12 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def workload(name: str, sizes: str | dict[str, Any] = "cpu") -> RandomBatch:
-    """The workload of that name (one of :data:`WORKLOADS`) in one of the :data:`SIZES`, or in these.
+    """The workload of that name (one of :data:`WORKLOADS`, or ``module:Class``) in one of the :data:`SIZES`, or in these.
 
     Raises:
         ValueError: no workload has this name.
     """
-    if name not in WORKLOADS:
+    if name not in WORKLOADS and ":" not in name:
         raise ValueError(f"'{name}' is not one of {', '.join(WORKLOADS)}")
-    return WORKLOADS[name](**(SIZES[sizes].get(name, {}) if isinstance(sizes, str) else sizes))
+    kind = WORKLOADS[name] if name in WORKLOADS else import_named("workload", name)
+    return kind(**(SIZES[sizes].get(name, {}) if isinstance(sizes, str) else sizes))

@@ -1,14 +1,13 @@
-"""The two loops, and one rank of a job, which runs both in turn.
+"""The loop of ``hvd-ckpt train`` and one written by hand, which run in turn; both are engines of the suite ``train`` alone.
 
-The trainer's is :meth:`Trainer.run` as it is; its step is only overridden to read the clock where a round ends, and to let
-the other loop have its turn there. So a round of the trainer spans everything that it does between steps: batches from its
-loader, counting, the schedule, the log.
+The trainer's is :meth:`Trainer.run` as it is; its step is only overridden to read the clock, and to let the other loop have its
+turn. So a step of the trainer spans everything that it does between steps: batches from its loader, counting, the schedule, the
+log.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,10 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from benchmarks.suites.train import Job
+from benchmarks.probes import hash_of
+from benchmarks.worker import Job, frozen
+from hvd_ckpt.app.compare.runner.engine import Engine
+from hvd_ckpt.app.compare.runner.engines import HvdCkpt, variant
 from hvd_ckpt.app.training.build import Assembly, assemble
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.modes import Parts
@@ -31,7 +33,7 @@ from hvd_ckpt.pipeline.microbatch import Accumulated
 
 AHEAD = 2  # batches prepared before they are needed, as many as the trainer's loader has
 WARM_UP = 3  # steps: the reducer learns in the first, and its buckets are there after the second
-LOG_EVERY = 10  # steps, or each round if it is shorter
+LOG_EVERY = 10  # steps
 
 
 class ByHand:
@@ -108,43 +110,39 @@ class ByHand:
 
 
 class Measured(Trainer):
-    """The trainer, whose rounds alternate with those of the loop by hand: A B, B A, A B, ...
+    """The trainer, whose steps alternate with those of the loop by hand: T H, H T, T H, ...
 
-    Both take ``WARM_UP`` steps, then ``rounds`` rounds of ``length`` steps, then one more, before which the last round ends.
-    Dropout draws from one random state for each loop, changed over between rounds.
+    Both take ``WARM_UP`` steps, then ``rounds`` timed ones, then one more, before which the last one ends. Dropout draws from one
+    random state for each loop, changed over between them.
 
     Args:
-        config: its ``steps`` are ``WARM_UP + rounds * length + 1``.
+        config: its ``steps`` are ``WARM_UP + rounds + 1``.
         assembly: what is trained, by this trainer; the loop by hand has a copy of the model.
-        rounds, length: how many, and of how many steps.
+        rounds: how many.
 
     Attributes:
         by_hand: the other loop.
-        seconds, seconds_by_hand: of each round, on this rank, after all ranks have met.
+        seconds, seconds_by_hand: of each timed step, on this rank, after all ranks have met.
     """
 
-    def __init__(self, config: Config, assembly: Assembly, rounds: int, length: int) -> None:
+    def __init__(self, config: Config, assembly: Assembly, rounds: int) -> None:
         twin = copy.deepcopy(assembly.model)
         super().__init__(config, assembly.model, assembly.objective, assembly.train)
         self.by_hand = ByHand(config, twin, assembly.objective, assembly.train)
         self.seconds: list[float] = []
         self.seconds_by_hand: list[float] = []
-        self._rounds, self._length = rounds, length
+        self._rounds, self._start = rounds, 0.0
         self._other_random = torch.get_rng_state()
-        self._start = 0.0
 
     def step(self, parts: Parts) -> list[Accumulated]:
         """The trainer's step, after the turn of the other loop where one is due."""
-        done, rest = divmod(self.progress.step - WARM_UP, self._length)
-        if rest == 0 and 0 <= done <= self._rounds:
+        done = self.progress.step - WARM_UP
+        if 0 <= done <= self._rounds:
             self._end_round(done)
         return super().step(parts)
 
     def _end_round(self, done: int) -> None:
-        """Ends the trainer's round before the step with which the next one begins, and gives the other loop its turns.
-
-        In even rounds the trainer goes first, in odd ones the loop by hand.
-        """
+        """Ends the trainer's timed step, which spans all from one step to the next, and gives the other loop its turns."""
         # Turns of the trainer (T) and the loop by hand (H), and ``done`` at the calls, each of which comes after a turn of T:
         #
         #     T H | T H | H T | T H | H T      warm-up, then rounds 1 to 4
@@ -153,58 +151,69 @@ class Measured(Trainer):
             self.seconds.append(time.perf_counter() - self._start)
         with self.report.meter.excluded():
             if done == 0:
-                self._in_turn(WARM_UP)
+                for _ in range(WARM_UP):
+                    self._other_step()
             elif done % 2:
-                self.seconds_by_hand.append(self._in_turn(self._length))
+                self.seconds_by_hand.append(self._other_step())
                 if done < self._rounds:
-                    self.seconds_by_hand.append(self._in_turn(self._length))
+                    self.seconds_by_hand.append(self._other_step())
             if done == self._rounds:
-                self._in_turn(1)
+                self._other_step()
         hc.barrier()
         self._start = time.perf_counter()
 
-    def _in_turn(self, steps: int) -> float:
-        """Seconds of so many steps by hand."""
+    def _other_step(self) -> float:
+        """Seconds of a step by hand."""
         own = torch.get_rng_state()
         torch.set_rng_state(self._other_random)
         hc.barrier()
         start = time.perf_counter()
-        for _ in range(steps):
-            self.by_hand.step()
+        self.by_hand.step()
         seconds = time.perf_counter() - start
         self._other_random = torch.get_rng_state()
         torch.set_rng_state(own)
         return seconds
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Times both loops on one rank: for each the seconds of a step in each round, and the weights and buffers that differ after
-    the same steps."""
+def measure(job: Job) -> list[dict[str, Any]]:
+    """For each case the seconds of its steps and a hash of its weights; both loops of a condition run together."""
     hc.init()
-    rounds, steps = job.settings.rounds, job.settings.steps
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for case in job.cases:
+        condition = case.workload, case.at["accumulate"]
+        if condition not in found:
+            found[condition] = run_both(job, *condition, case.sizes["batch"])
+    return [found[case.workload, case.at["accumulate"]][case.engine] for case in job.cases]
+
+
+def run_both(job: Job, model: str, accumulate: int, batch: int) -> dict[str, dict[str, Any]]:
+    """Both loops in turn."""
     config = Config(
-        model=job.model,
-        accumulate=job.accumulate,
-        batch=job.settings.batch,
-        steps=WARM_UP + rounds * steps + 1,
+        model=model,
+        accumulate=accumulate,
+        batch=batch,
+        steps=WARM_UP + job.steps + 1,
         validation_split=0.0,
         clip=1.0,
-        log_every=min(LOG_EVERY, steps),
+        log_every=LOG_EVERY,
         device="cpu",
-        output=str(job.folder / "run"),
+        output=str(job.folder / f"{model}-{accumulate}"),
     )
-    trainer = Measured(config, assemble(config), rounds, steps)
-    gc.collect()
-    gc.freeze()  # what is collected within a round is what the loops leave
-    trainer.run()
+    trainer = Measured(config, assemble(config), job.steps)
+    with frozen():
+        trainer.run()
     trainer.by_hand.close()
-    theirs = trainer.by_hand.model.state_dict()
-    apart = [
-        name for name, tensor in trainer.model.state_dict().items() if not torch.equal(tensor, theirs[name])
-    ]
     return {
-        "threads": torch.get_num_threads(),
-        "trainer": [seconds / steps for seconds in trainer.seconds],
-        "by_hand": [seconds / steps for seconds in trainer.seconds_by_hand],
-        "differences": apart,
+        "trainer": {"seconds": trainer.seconds, "hash": _hash(trainer.model)},
+        "by-hand": {"seconds": trainer.seconds_by_hand, "hash": _hash(trainer.by_hand.model)},
     }
+
+
+def _hash(model: nn.Module) -> str:
+    return hash_of(model.state_dict().values())
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "trainer": variant(HvdCkpt, "hvd-ckpt train"),
+    "by-hand": variant(HvdCkpt, "the same calls, by hand"),
+}
