@@ -1,4 +1,4 @@
-"""Overhead of the training loop: a step of ``hvd-ckpt train`` beside a step of a loop that is written by hand with the same calls."""
+"""Overhead of the training loop: a step of ``hvd-ckpt train`` beside that of a loop written by hand with the same calls."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ from click.testing import CliRunner
 import hvd_ckpt as hc
 from benchmarks import engines, suites
 from benchmarks.__main__ import benchmarks as bench
+from benchmarks.suites.shard import shard
 from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, load_json, reason, save_json
+from hvd_ckpt.app.compare.runner.workloads import workload
 from hvd_ckpt.utils.named import import_named
 
 pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]
@@ -49,7 +51,6 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
         return [load_json(result, job.result_file(rank)) for rank in range(job.size)]
 
     monkeypatch.setattr("hvd_ckpt.app.compare.runner.jobs.run_job", run_here)
-    monkeypatch.setattr("benchmarks.shard.command.run_job", run_here, raising=False)
 
     def run(*arguments: str) -> tuple[int, str, dict[str, Any]]:
         output = folder / f"output{hc.rank()}"
@@ -118,56 +119,58 @@ def test_a_suite_and_an_engine_are_one_file_each(
     assert mine["hash"] == ours["hash"] and mine["of_hvd_ckpt"]
 
 
-@pytest.fixture
-def text(folder: Path) -> str:
-    if hc.rank() == 0:
-        (folder / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    hc.barrier()
-    return str(folder / "text")
-
-
 @pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of PyTorch 2.6 does not run on CPUs"
 )
 def test_shard_measures_a_stage_beside_a_peer_that_trains_the_same(
-    command: Command, text: str, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_SIZE", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "")  # torch.distributed's, which the job sets: taken back after the test
     try:
         status, output, report = command(
-            *("shard", "--quick", "--np", "2", "--controller", "gloo", "--stages", "3", "--peers", "fsdp2"),
-            *("--accumulate", "1", "--rounds", "1", "--text", text),
+            *("shard", "--quick", "--np", "2", "--controller", "gloo", "--stage", "3", "--passes", "1"),
+            *("--rounds", "1", "--engines", "stage-3,stage-3-offload,fsdp2-3"),
         )
     finally:
         torch.distributed.destroy_process_group()
     assert status == 0, output
-    found = {line["configuration"]: line for line in report["results"]}
-    assert set(found) == {
-        *("hvd_ckpt-3", "hvd_ckpt-3-recompute", "hvd_ckpt-3-offload", "hvd_ckpt-3-offload-recompute"),
-        *("fsdp2-3", "fsdp2-3-recompute"),
-    }
-    ranks = {name: line["ranks"][0] for name, line in found.items()}
-    ours, offloaded = ranks["hvd_ckpt-3"], ranks["hvd_ckpt-3-offload"]
-    assert ours["counted"] == ranks["hvd_ckpt-3-recompute"]["counted"] > 0, "recomputation sends nothing"
-    assert all(line["loss_difference"] < 1e-4 for line in found.values())
-    assert all(len(rank["seconds"]) == 1 and rank["peak"] > rank["parameters"] for rank in ranks.values())
+    rows = {(row["engine"], row["recompute"]): row for row in report["results"]}
+    assert len(rows) == 6
+    ours, offloaded = rows["stage-3", "no"], rows["stage-3-offload", "no"]
+    assert ours["sent"] == rows["stage-3", "yes"]["sent"] > 0, "recomputation sends nothing"
+    assert max(row["loss"] for row in rows.values()) - min(row["loss"] for row in rows.values()) < 1e-4
+    for row in rows.values():
+        assert len(row["rounds"]) == 1 and row["peak_bytes"] > row["figures"]["parameter_bytes"][0]
     # Adam in float32 needs 16 bytes for each parameter, of which each of two ranks holds half.
-    elements = int(report["model"].split()[0])
-    assert 8 <= (ours["parameters"] + ours["gradients"] + ours["state"]) / elements < 1.05 * 8
-    assert offloaded["state"] == 0 and offloaded["on_disk"] == ours["state"]
-
-
-def test_shard_trains_in_every_wire_format(command: Command, text: str) -> None:
-    options = ("--wire", "--quick", "--np", "2", "--controller", "gloo", "--accumulate", "1", "--steps", "2")
-    status, output, report = command("shard", *options, "--text", text)
-    assert status == 0, output
-    assert [(run["stage"], run["format"]) for run in report["results"]] == [
-        (stage, name) for stage in (2, 3) for name in ("fp32", "fp16", "bf16", "int8", "int4")
-    ]
-    assert all(
-        run["sent"] > 0 and len(run["losses"]) == 2 and None not in run["losses"] for run in report["results"]
+    elements = sum(
+        parameter.numel() for parameter in workload("gpt", shard.quick_sizes["gpt"]).model().parameters()
     )
+    held = [ours["figures"][f"{kind}_bytes"][0] for kind in ("parameter", "gradient", "state")]
+    assert 8 <= sum(held) / elements < 1.05 * 8
+    assert offloaded["figures"]["state_bytes"][0] == 0
+
+
+def test_shard_trains_in_every_wire_format(command: Command) -> None:
+    status, output, report = command(
+        *("shard", "--quick", "--np", "2", "--controller", "gloo", "--passes", "1", "--rounds", "2"),
+        *(
+            "--wire",
+            "fp32,fp16,bf16,int8,int4",
+            "--engines",
+            "stage-2,stage-3",
+            "--stage",
+            "2,3",
+            "--recompute",
+            "no",
+        ),
+    )
+    assert status == 0, output
+    rows = [(row["stage"], row["wire"], row["sent"]) for row in report["results"]]
+    assert len(rows) == 10
+    for stage in ("2", "3"):
+        sent = [count for split, _, count in rows if split == stage]
+        assert sent[0] > sent[1] == sent[2] > sent[3] > sent[4] > 0
 
 
 def test_both_loops_of_train_do_the_same(command: Command, folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.case import Case, Row
 from benchmarks.probes import storage_bytes
 from benchmarks.suites.pipeline import of_ideal, pipeline
+from benchmarks.suites.shard import STAGES, of_best_peer, shard
 from hvd_ckpt.app.compare.runner.stats import Quartiles
 
 
@@ -43,6 +44,26 @@ def test_ratios_are_within_a_round_and_a_condition() -> None:
     assert ours.peer([ours, row("b", 1.0, stage=3), theirs], "b") is theirs
     assert ours.ratio(theirs) == Quartiles(0.5, 0.5, 0.5)
     assert ours.ratio(None) is None
+
+
+def test_stages_are_compared_with_the_fastest_peer_that_does_the_same() -> None:
+    rows = [
+        row("stage-2", 2.0, 3.0, 2.0, stage=2),
+        row("fsdp2-2", 4.0, 4.0, 4.0, stage=2),
+        row("deepspeed-2", 9.0, 9.0, 9.0, stage=2),
+        row("fsdp2-3", 1.0, 1.0, 1.0, stage=3),
+    ]
+    assert of_best_peer(rows[0], rows) == Quartiles(0.5, 0.5, 0.625)
+    assert of_best_peer(rows[1], rows) is None
+    cases = list(shard.cases(settings(shard, wire=("fp32", "int8"), passes=("2",))))
+    assert all(case.engine in STAGES[case.at["stage"]] for case in cases)
+    assert {case.engine for case in cases if case.at["wire"] == "int8"} == {
+        "stage-2",
+        "stage-3",
+        "stage-3-offload",
+    }
+    (own,) = {case.at["stage"] for case in shard.cases(settings(shard, engines=("a:B",), stage=("2",)))}
+    assert own == 2
 
 
 def test_pipelines_are_compared_with_what_the_schedule_allows(monkeypatch: pytest.MonkeyPatch) -> None:
