@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from benchmarks.case import Case, Row
+from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.cases import Column, quartiles_in_ms, results_of, table_of
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.report import Report, bars, device_name, save_figure
@@ -165,6 +166,13 @@ class Suite:
         if not self.together:
             fields["steps"] = option("steps", "Timed steps per job.", self.steps)
         fields |= {
+            "given": option(
+                "set",
+                "Sizes of the workloads in place of the suite's, such as batch=16,layers=4.",
+                "",
+                flag="set",
+                type=_sizes,
+            ),
             "device": device_setting(),
             "quick": quick_setting(
                 "Few ranks, few rounds, small models: whether it works, not how fast it is."
@@ -183,7 +191,9 @@ class Suite:
         places = itertools.product(settings.sizes, settings.controllers, settings.workloads, *axes)
         for (size, controller, name, *words), engine in itertools.product(places, settings.engines):
             at = {axis: self.axes[axis].values[word] for axis, word in zip(self.axes, words)}
-            sizes = (self.quick_sizes if settings.quick else self.sizes).get(name, {})
+            sizes = (self.quick_sizes if settings.quick else self.sizes).get(name, {}) | (
+                settings.given or {}
+            )
             case = Case(self.kinds.get(name, name), engine, size, controller, at, sizes=sizes)
             if self.keeps(case):
                 yield dataclasses.replace(case, options=dict(self.options(case)))
@@ -295,6 +305,14 @@ class Suite:
             folder, rows, shown, "step_bytes" if "step_peak" in self.columns else "peak_bytes"
         )
         return report
+
+
+def _sizes(option: str, text: str) -> dict[str, Any] | None:
+    """Reads sizes, separated by commas; without any there are none."""
+    pairs = [entry.partition("=") for entry in text.split(",") if entry]
+    if wrong := [name for name, _, value in pairs if not value]:
+        raise BadArgument(f"{option}: '{wrong[0]}' has no value: give such as batch=16")
+    return {name: int(value) if value.isdecimal() else value for name, _, value in pairs} or None
 
 
 def _two_digits(value: Any) -> str:

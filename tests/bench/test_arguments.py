@@ -49,8 +49,9 @@ BENCH = [
     ("faults --output empty", "--output: "),
     ("faults --replicas 4 --np 2,3", "--replicas 4, --np 2,3"),
     ("faults --elastic", "--elastic: give --replicas"),
-    ("train --models gpt-huge", "--models: "),
-    ("train --accumulate 1,8 --batch 4", "--accumulate: a batch of 4 has fewer samples than 8"),
+    ("train --workloads gpt-huge", "--workloads: 'gpt-huge'"),
+    ("train --accumulate 1,8", "--accumulate: '8'"),
+    ("local --set batch", "--set: 'batch' has no value"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,17 +25,19 @@ def row(engine: str, *seconds: float, **at: Any) -> Row:
 def settings(suite: Any, **chosen: Any) -> Any:
     words = {name: tuple(axis.values) for name, axis in suite.axes.items()}
     places = {"sizes": (1, 2), "controllers": ("gloo",), "workloads": ("gpt",), "engines": suite.engines}
-    return SimpleNamespace(**{**words, **places, "quick": True, **chosen})
+    return SimpleNamespace(**{**words, **places, "quick": True, "given": None, **chosen})
 
 
 def test_a_row_takes_the_slowest_rank_and_the_least_of_several_counts() -> None:
     alone, together = row("a"), row("b")
-    alone.add(
-        [{"seconds": [1.0, 3.0, 2.0], "peak_bytes": 9}, {"seconds": [2.0, 1.0, 1.0], "peak_bytes": 7}], False
-    )
-    alone.add([{"seconds": [4.0], "peak_bytes": 8}, {"seconds": [1.0], "peak_bytes": 8}], False)
-    assert alone.seconds == [2.0, 4.0] and alone.over("peak_bytes") == 8
-    together.add([{"seconds": [1.0, 3.0]}, {"seconds": [2.0, 1.0], "failure": "RuntimeError: no"}], True)
+    ranks: list[dict[str, Any]] = [
+        {"seconds": [1.0, 3.0, 2.0], "peak_bytes": 9, "loss": 1.0},
+        {"seconds": [2.0, 1.0, 1.0], "peak_bytes": 7, "loss": 2.0},
+    ]
+    alone.add(ranks, statistics.median)
+    alone.add([{"seconds": [4.0], "peak_bytes": 8}, {"seconds": [1.0], "peak_bytes": 8}], statistics.median)
+    assert alone.seconds == [2.0, 4.0] and alone.over("peak_bytes") == 8 and alone.losses == [1.5]
+    together.add([{"seconds": [1.0, 3.0]}, {"seconds": [2.0, 1.0], "failure": "RuntimeError: no"}])
     assert together.seconds == [2.0, 3.0] and together.failure == "RuntimeError: no" and together.step is None
 
 
