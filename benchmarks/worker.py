@@ -18,12 +18,12 @@ import hvd_ckpt as hc
 from benchmarks.case import Case
 from benchmarks.engines import find_engine
 from benchmarks.probes import SETTLE, probes_of
+from benchmarks.workloads import RandomBatch, workload
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.runner.engines import HvdCkpt
 from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device, reason
 from hvd_ckpt.app.compare.runner.stages import Stage
 from hvd_ckpt.app.compare.runner.stats import alternating
-from hvd_ckpt.app.compare.runner.workloads import RandomBatch, workload
 from hvd_ckpt.app.training.optim import Schedule
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.utils.measure import now

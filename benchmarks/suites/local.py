@@ -46,7 +46,6 @@ local = Suite(
         *("fragments-50", "int8-50"),
     ),
     workloads={"text": ""},
-    kinds={"text": "benchmarks.text:Text"},
     columns=("loss", "sent"),
     against={
         "of hvd_ckpt": "hvd_ckpt",

@@ -39,7 +39,7 @@ def balance(name: str, sizes: tuple[tuple[str, Any], ...], chunks: int) -> list[
     import torch
 
     import hvd_ckpt as hc
-    from hvd_ckpt.app.compare.runner.workloads import workload
+    from benchmarks.workloads import workload
 
     trained, threads = workload(name, dict(sizes)), torch.get_num_threads()
     torch.set_num_threads(1)

@@ -18,8 +18,8 @@ import hvd_ckpt as hc
 from benchmarks import engines, suites
 from benchmarks.__main__ import benchmarks as bench
 from benchmarks.suites.shard import shard
+from benchmarks.workloads import workload
 from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, load_json, reason, save_json
-from hvd_ckpt.app.compare.runner.workloads import workload
 from hvd_ckpt.utils.named import import_named
 
 pytestmark = [pytest.mark.ranks(gloo=(2,)), pytest.mark.usefixtures("quick_planner")]

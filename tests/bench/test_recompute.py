@@ -14,7 +14,7 @@ from benchmarks.case import Case
 from benchmarks.engines.recompute import NoRecomputation
 from benchmarks.suites.recompute import recompute
 from benchmarks.worker import Job, measure, twin
-from hvd_ckpt.app.compare.runner.workloads import workload
+from benchmarks.workloads import workload
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_planner")
 
@@ -57,7 +57,7 @@ def test_batch_norms_that_run_twice_are_found(tmp_path: Path) -> None:
 
 
 def test_a_twin_shares_parameters_and_buffers_but_no_modules() -> None:
-    model = workload("densenet", "quick").model()
+    model = workload("densenet", recompute.quick_sizes["densenet"]).model()
     other = twin(model)
     assert all(one is two for one, two in zip(model.parameters(), other.parameters()))
     assert all(one is two for one, two in zip(model.buffers(), other.buffers()))

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.workloads import Gpt
 from hvd_ckpt.app.compare.runner.cases import Column, table_of
 from hvd_ckpt.app.compare.runner.report import Report
 from hvd_ckpt.app.compare.runner.stats import alternating, ratios
-from hvd_ckpt.app.compare.runner.workloads import Gpt
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvd_ckpt.app.compare.cells import Chain, Recompute, Settings
-from hvd_ckpt.app.compare.runner import workloads as harness
+from hvd_ckpt.app.compare.runner import engine
 from hvd_ckpt.app.datasets.images import Digits
 from hvd_ckpt.app.datasets.text import MaskedText
 from hvd_ckpt.app.datasets.tokens import Tokens
@@ -49,7 +49,7 @@ class Step:
     backward: Callable[[torch.Tensor], object]
 
 
-class Workload(harness.Workload):
+class Workload(engine.Workload):
     """A model learning something; a class with a ``name`` is in the :data:`CATALOG`.
 
     Attributes:

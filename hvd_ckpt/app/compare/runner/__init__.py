@@ -8,5 +8,4 @@ report      ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``,
 stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
 engine      ``Engine``, the interface of all engines: those on data parallelism (``engines``), in pipeline stages (``stages``),
             and those of ``benchmarks.engines``
-workloads   GPT, BERT, DenseNet, LSTM, transformer: model, batch and loss
 """

@@ -17,10 +17,31 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from hvd_ckpt.app.compare.runner.jobs import join_torch, launched_rank_and_size
 
 if TYPE_CHECKING:
-    from hvd_ckpt.app.compare.runner.workloads import Workload
     from hvd_ckpt.planning.plan import Plan
 
 Functions = Sequence[Callable[..., Any]]
+
+
+class Workload(ABC):
+    """A model that is trained, and its loss.
+
+    Attributes:
+        static: the same graph in every step, so that each gradient takes part in exactly one reduction.
+        scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
+        uneven: ranks have unequal numbers of steps.
+        alike: all ranks use the same layers in the same order.
+        half: some parameters have half precision.
+    """
+
+    static: ClassVar[bool] = True
+    scales_loss: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
+    half: ClassVar[bool] = False
+
+    @abstractmethod
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of a batch."""
 
 
 class Held(NamedTuple):

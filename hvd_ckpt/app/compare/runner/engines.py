@@ -31,7 +31,7 @@ from hvd_ckpt.utils.named import import_named
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hvd_ckpt.app.compare.runner.workloads import Workload
+    from hvd_ckpt.app.compare.runner.engine import Workload
     from hvd_ckpt.planning.plan import Plan
 
 

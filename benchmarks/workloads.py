@@ -1,21 +1,24 @@
-"""Workloads: models as plain chains of blocks, with a random batch and a loss; and the base of all workloads.
+"""Workloads: models as plain chains of blocks, with batches and a loss.
 
 The sizes of the first four are such that a step takes some tenths of a second on two CPU cores, so that the time of a Python call
-does not show; on a GPU they are well-known models of their kind. The others are for communication: many small gradients or few
-large ones on inputs so small that communication is a large part of a step.
+does not show. Two are for communication, many small gradients or few large ones on inputs so small that communication is a large
+part of a step. The last one learns a text.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvd_ckpt.app.compare.runner.engine import Workload
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.models.lstm import lstm_language_model
 from hvd_ckpt.data.objectives import IGNORED
@@ -23,28 +26,8 @@ from hvd_ckpt.pipeline.chain import Chain
 from hvd_ckpt.utils.named import import_named
 
 CLASSES = 10
-
-
-class Workload(ABC):
-    """A model that is trained, and its loss.
-
-    Attributes:
-        static: the same graph in every step, so that each gradient takes part in exactly one reduction.
-        scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
-        uneven: ranks have unequal numbers of steps.
-        alike: all ranks use the same layers in the same order.
-        half: some parameters have half precision.
-    """
-
-    static: ClassVar[bool] = True
-    scales_loss: ClassVar[bool] = False
-    uneven: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    half: ClassVar[bool] = False
-
-    @abstractmethod
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+STRIDE = 7919  # windows of a text from one sample to the next; prime, so that all have their turn
+HELD_OUT = 512  # windows of a text, the last ones
 
 
 @dataclass(frozen=True)
@@ -53,17 +36,12 @@ class RandomBatch(Workload):
 
     Attributes:
         name: in options and tables.
-        attention: whether the model has attention layers.
         changes: each step has another batch.
-        saved_regions: selective recomputation: for each variant, how the names of those submodules within a block end whose
-            activations are saved.
         batch: samples in the batch.
     """
 
     name: ClassVar[str]
-    attention: ClassVar[bool] = False
     changes: ClassVar[bool] = False
-    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     batch: int
 
@@ -86,12 +64,6 @@ class RandomBatch(Workload):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross entropy over the last dimension of scores (tokens) or the second of two (images); it uses every parameter."""
         return functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=IGNORED)
-
-    @property
-    def title(self) -> str:
-        """One line for reports: the sizes."""
-        values = ", ".join(f"{name} {value}" for name, value in vars(self).items())
-        return f"{type(self).__doc__ or self.name}".split("\n")[0].rstrip(".") + f": {values}"
 
 
 class _OnTokens(RandomBatch):
@@ -122,12 +94,6 @@ class Gpt(_OnTokens):
     """A pre-norm GPT with causal attention, on bytes."""
 
     name: ClassVar[str] = "gpt"
-    attention: ClassVar[bool] = True
-    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {
-        "scaled dot products saved": ("attention.attend",),
-        "attention saved": ("attention",),
-        "perceptron saved": ("perceptron",),
-    }
 
     batch: int = 2
     length: int = 256
@@ -151,11 +117,6 @@ class Bert(RandomBatch):
     """Hugging Face's BERT with its masked-language-model head and dropout 0.1."""
 
     name: ClassVar[str] = "bert"
-    attention: ClassVar[bool] = True
-    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {
-        "scaled dot products and projections saved": ("layer.attention.self",),
-        "attention saved": ("layer.attention",),
-    }
 
     batch: int = 2
     length: int = 128
@@ -188,10 +149,6 @@ class DenseNet(_OnImages):
     """DenseNet, batch norm in every layer."""
 
     name: ClassVar[str] = "densenet"
-    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {
-        "1x1 convolutions saved": ("2",),  # as Pleiss et al. (2017) do
-        "convolutions saved": ("2", "5"),
-    }
 
     batch: int = 4
     depth: int = 100
@@ -224,7 +181,6 @@ class Lstm(_OnTokens):
     """A word-level LSTM language model with dropout 0.2."""
 
     name: ClassVar[str] = "lstm"
-    saved_regions: ClassVar[dict[str, tuple[str, ...]]] = {"LSTM saved": ("recurrence",)}
 
     batch: int = 4
     length: int = 64
@@ -274,7 +230,6 @@ class Transformer(RandomBatch):
     """A transformer encoder and a classifier on short random sequences: few large gradients."""
 
     name: ClassVar[str] = "transformer"
-    attention: ClassVar[bool] = True
 
     batch: int = 4
     length: int = 16
@@ -296,38 +251,50 @@ class Transformer(RandomBatch):
         return hidden, torch.arange(self.batch) % CLASSES
 
 
+@dataclass(frozen=True)
+class Text(Gpt):
+    """A GPT on the bytes of a text, a file or by default the source text of Python's library."""
+
+    name: ClassVar[str] = "text"
+    changes: ClassVar[bool] = True
+
+    text: str = ""
+
+    @property
+    def tokens(self) -> Any:
+        return _tokens(self.text)
+
+    def windows(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these windows of the text."""
+        starts = [number * self.length for number in numbers]
+        cut = [self.tokens[start : start + self.length + 1].astype("int64") for start in starts]
+        tokens = torch.stack([torch.from_numpy(window) for window in cut])
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def draw(self, number: int, seed: int) -> tuple[Tensor, Tensor]:
+        trained = (len(self.tokens) - 1) // self.length - HELD_OUT
+        first = number * self.batch
+        return self.windows([(seed + each) * STRIDE % trained for each in range(first, first + self.batch)])
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        every = (len(self.tokens) - 1) // self.length
+        return self.windows(range(every - HELD_OUT, every))
+
+
+@cache
+def _tokens(text: str) -> Any:
+    from hvd_ckpt.app.datasets.tokens import Tokens
+
+    return Tokens(text or None).array
+
+
 WORKLOADS: dict[str, type[RandomBatch]] = {
-    kind.name: kind for kind in (Gpt, Bert, DenseNet, ResNet, Lstm, ManyGradients, Transformer)
+    kind.name: kind for kind in (Gpt, Bert, DenseNet, ResNet, Lstm, ManyGradients, Transformer, Text)
 }
 
-SIZES: dict[str, dict[str, dict[str, Any]]] = {
-    "cpu": {},
-    "cuda": {  # GPT-2 small with long sequences, BERT-large, DenseNet-264
-        "gpt": {"batch": 8, "length": 2048, "width": 768, "heads": 12, "vocabulary": 50257},
-        "bert": {
-            "batch": 32,
-            "length": 512,
-            "width": 1024,
-            "heads": 16,
-            "layers": 24,
-            "vocabulary": 30522,
-        },
-        "densenet": {"batch": 64, "depth": 264, "pixels": 224},
-        "lstm": {"batch": 128, "length": 256, "width": 1536},
-    },
-    "quick": {
-        "gpt": {"batch": 2, "length": 32, "width": 32, "heads": 2, "layers": 4},
-        "bert": {"batch": 2, "length": 16, "width": 32, "heads": 2, "layers": 4, "vocabulary": 100},
-        "densenet": {"batch": 2, "depth": 22, "pixels": 8},
-        "resnet": {"batch": 8, "depth": 20, "pixels": 8},
-        "lstm": {"batch": 2, "length": 8, "width": 16, "layers": 3, "vocabulary": 50},
-    },
-}
-"""Sizes that differ from the defaults: none on the CPU, well-known models on a GPU, tiny models for a quick check."""
 
-
-def workload(name: str, sizes: str | dict[str, Any] = "cpu") -> RandomBatch:
-    """The workload of that name (one of :data:`WORKLOADS`, or ``module:Class``) in one of the :data:`SIZES`, or in these.
+def workload(name: str, sizes: Mapping[str, Any] | None = None) -> RandomBatch:
+    """The workload of that name, one of :data:`WORKLOADS` or ``module:Class``, in these sizes or its own.
 
     Raises:
         ValueError: no workload has this name.
@@ -335,4 +302,4 @@ def workload(name: str, sizes: str | dict[str, Any] = "cpu") -> RandomBatch:
     if name not in WORKLOADS and ":" not in name:
         raise ValueError(f"'{name}' is not one of {', '.join(WORKLOADS)}")
     kind = WORKLOADS[name] if name in WORKLOADS else import_named("workload", name)
-    return kind(**(SIZES[sizes].get(name, {}) if isinstance(sizes, str) else sizes))
+    return kind(**(sizes or {}))
