@@ -1,11 +1,10 @@
-"""``python -m benchmarks scale``: steps, starts and snapshots on up to 16,384 ranks, predicted from a model's sizes.
+"""``python -m benchmarks scale``: steps and starts on up to 16,384 ranks, predicted from a model's sizes.
 
 Steps are those of :mod:`benchmarks.step_time`; this file adds what takes time beside them, and the tables.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +28,16 @@ MODELS: dict[str, dict[str, Any]] = {  # arguments of gpt()
     "gpt-1.3b": {"vocabulary": 50257, "length": 2048, "width": 2048, "heads": 16, "layers": 24},
     "gpt-13b": {"vocabulary": 50257, "length": 2048, "width": 5120, "heads": 40, "layers": 40},
 }
-STATE = 2  # of Adam, as many times the bytes of the weights
 # Measured on one core of a virtual machine:
 UNPICKLING = 5e-6  # seconds, of a small object
 CONNECTING = 350e-6  # seconds that the launcher's server takes for one question of a rank
-HASHING = 1e9  # bytes a second, of SHA-256
 # Assumed:
 IMPORTING = 5.0  # seconds, of Python, PyTorch and Horovod
-OPENING = 1e-3  # seconds, of a file on a shared file system
 NOTES = (
     "Every replica has a batch of its own, so the work grows with them. efficiency: the part of a step that is computation. "
     "communication: seconds in which collectives or messages run, hidden or not; of FSDP2: as a ratio to FSDP2's.",
     "sent MiB, messages: of a rank in a step. start s: imports, connections, agreement on options and the broadcast of weights. "
     "agreement ms: what all ranks tell each other in each of Horovod's cycles.",
-    "write s, load s, read GiB: of a snapshot, and the bytes that all hosts read to load it.",
     "Other engines are predicted with ring collectives that wait for no cycle. Nothing on this page is measured.",
 )  # fmt: skip
 
@@ -71,7 +66,6 @@ class Settings(BenchSettings):
     local_latency: float = _rate("Microseconds of an empty message on a host.", 2.0)
     message: float = _rate("Microseconds of a rank's processor for each message.", 2.0)
     cycle: float = _rate("Milliseconds of Horovod's cycle over MPI.", 1.0)
-    storage: float = _rate("Of the file system of all hosts, in GB/s.", 10.0)
     controller: str = setting("Whose algorithms carry collectives.", "mpi", type=click.Choice(["mpi", "gloo"]))  # fmt: skip
     one_level: bool = setting("Scatter gradients to all ranks at once, not within hosts first.", False)
 
@@ -132,7 +126,6 @@ class Prediction:
     step: StepTime
     steps: int
     start: float | None
-    snapshot: tuple[float, float, float]
     of_fsdp2: float | None = None
 
 
@@ -148,8 +141,7 @@ def predict(settings: Settings) -> list[Prediction]:
                 continue
             begun = None if way in BASELINES else start(way, sizes, network, ranks)
             step, steps = sizes.step(way, split, network), settings.every if way == "local" else 1
-            saved = snapshot(way, sizes.nbytes, network, ranks, settings.storage * 1e9)
-            here[way] = Prediction(way, ranks, step, steps, begun, saved)
+            here[way] = Prediction(way, ranks, step, steps, begun)
         if "fsdp2" in here:
             for each in here.values():
                 each.of_fsdp2 = each.step.communicating / each.steps / here["fsdp2"].step.communicating
@@ -173,25 +165,6 @@ def start(way: str, sizes: ModelSizes, network: Network, ranks: int) -> float:
     return processes + agreeing + copies * sent
 
 
-def snapshot(
-    way: str, weights: int, network: Network, ranks: int, storage: float
-) -> tuple[float, float, float]:
-    """Seconds to write and to load a snapshot, and the bytes that all hosts read to load it, from a file system that gives all
-    hosts together ``storage`` bytes a second."""
-    state, hosts = STATE * weights, math.ceil(ranks / network.local)
-    of_state = ranks if way in ("optimizer", "gradients", "parameters") else 1
-    of_weights = ranks if way == "parameters" else 1
-    total, own = weights + state, state / of_state + weights / of_weights
-    files = ranks * (1 + (of_state > 1) + (of_weights > 1))
-    # Rank 0 writes what is not in shards, and then collects a file of each rank.
-    write = max(own / HASHING, total / storage) + ranks * OPENING
-    # Rank 0 verifies all files. Then every rank reads its own part of what is in shards, and all of the rest. What one rank of a
-    # host has read is in the memory of that host for the others, but each of them hashes it.
-    verify = max(total / HASHING, total / storage) + files * OPENING
-    read = weights * (1 if of_weights > 1 else hosts) + state * (1 if of_state > 1 else hosts)
-    return write, verify + max(own / HASHING, read / storage) + OPENING, total + read
-
-
 WHO = [
     Column("ranks", lambda row: row.ranks, key="ranks", left=True),
     Column("way", lambda row: WAYS[row.way], key="way", left=True),
@@ -209,9 +182,6 @@ JOB = [
     *WHO,
     Column("start s", lambda row: row.start, ".1f", key="start"),
     Column("agreement ms", lambda row: row.step.agreement * 1e3, ".2f", key="agreement_ms"),
-    Column("write s", lambda row: row.snapshot[0], ".1f", key="write"),
-    Column("load s", lambda row: row.snapshot[1], ".1f", key="load"),
-    Column("read GiB", lambda row: row.snapshot[2] / 2**30, ",.0f", key="read_gib"),
 ]
 
 

@@ -141,10 +141,6 @@ class Engine(ABC):
         """
         raise NotImplementedError(f"{self.title} has no plans")
 
-    def backward_passes(self, optimizer: Any) -> Iterable[AbstractContextManager[Any]]:
-        """The backward passes of a step, each as a context."""
-        return (nullcontext(),)
-
     def prepare(self, model: nn.Module) -> None:  # noqa: B027  # most engines have nothing to do
         """Called before each step of a benchmark, outside of the time that is measured."""
 
@@ -165,10 +161,6 @@ class Engine(ABC):
     def held(self, model: nn.Module, optimizer: Any) -> Held:
         """The tensors that are held between :meth:`accumulate` and :meth:`update`; of what is distributed, this rank's part."""
         return held_by(model.parameters(), optimizer)
-
-    def sent(self, optimizer: Any) -> int | None:
-        """Bytes that this rank has sent since the start, by the engine's own count; None if it has no count."""
-        return None
 
     def grad_scaler(self, device: str) -> torch.amp.GradScaler:
         """Scales losses: PyTorch's own unless the engine brings another."""

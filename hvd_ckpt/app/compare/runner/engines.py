@@ -6,8 +6,8 @@ enter it in :data:`ENGINES`, or name it on the command line as ``module:Class``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -152,14 +152,10 @@ class LogicalReplicas(HvdCkpt):
         hc.broadcast_parameters(model.state_dict(), root_rank=0)
         return model, optimizer
 
-    def backward_passes(self, optimizer: Any) -> Iterable[AbstractContextManager[Any]]:
-        passes: Iterable[AbstractContextManager[Any]] = optimizer.local_replicas()
-        return passes
-
     def accumulate(self, model: nn.Module, optimizer: Any, losses: Sequence[Callable[[], Tensor]]) -> float:
         optimizer.zero_grad()
         mean = 0.0
-        for backward_pass in self.backward_passes(optimizer):
+        for backward_pass in optimizer.local_replicas():
             with backward_pass:
                 mean += sum(run_backward(loss, len(losses)) for loss in losses)
         optimizer.synchronize()
@@ -178,9 +174,6 @@ class Local(HvdCkpt):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         return model, hc.LocalSGD(optimizer, list(model.named_parameters()), **self.options)
-
-    def sent(self, optimizer: Any) -> int:
-        return sum(optimizer.traffic.sent.values())
 
     def refuses(self, workload: Workload) -> str | None:
         if workload.uneven or workload.scales_loss:
@@ -219,9 +212,6 @@ class Sharded(HvdCkpt):
         return (
             held if self.options["shard"] > 1 else held._replace(gradients=gradients_of(model.parameters()))
         )
-
-    def sent(self, optimizer: Any) -> int:
-        return sum(optimizer.traffic.sent.values())
 
     def refuses(self, workload: Workload) -> str | None:
         if workload.uneven:
