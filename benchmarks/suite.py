@@ -88,6 +88,7 @@ class Suite:
         notes: lines below the table, beside those of columns.
         facts: of the report.
         average: of the steps of a job.
+        sound: whether a row is as it must be; the exit status is 1 if one is not, or has failed.
         within: the words of a command that runs the launcher of a case.
         worker: what the ranks call instead of :func:`benchmarks.worker.measure`.
     """
@@ -119,6 +120,7 @@ class Suite:
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     average: Callable[[list[float]], float] = statistics.median
+    sound: Callable[[Row, Sequence[Row]], bool] = lambda row, rows: True
     within: Callable[[Case], Sequence[str]] = lambda case: ()
     worker: str = "benchmarks.worker:measure"
 
@@ -234,7 +236,7 @@ class Suite:
                         row.add(found, None if self.together else self.average)
                     for row in group:
                         row.failure = run.failures.get(name, row.failure)
-        run.finish(success=not any(row.failure for row in rows))
+        run.finish(success=all(not row.failure and self.sound(row, rows) for row in rows))
 
     def jobs(self, rows: Sequence[Row]) -> dict[tuple[int, str, Any], dict[str, list[Row]]]:
         """The rows of each job: by number of ranks, controller and link, and where jobs alternate by engine."""

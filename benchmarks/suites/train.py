@@ -34,6 +34,7 @@ train = Suite(
     rounds=150,
     quick={"rounds": 4, "workloads": "gpt-tiny"},
     together=True,
+    sound=lambda row, rows: same_weights(row, rows) != "no",
     worker="benchmarks.engines.loops:measure",
     notes=(
         "trainer: Trainer.run as it is, with its loader, schedule, micro-batches, report, log file and a log entry over all ranks "
