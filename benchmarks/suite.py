@@ -66,6 +66,17 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A job: its name, its rows, the columns whose probes measure, its timed steps, and the number of its round."""
+
+    name: str
+    rows: Sequence[Row]
+    columns: Sequence[str]
+    steps: int
+    number: int = 0
+
+
+@dataclass(frozen=True)
 class Suite:
     """Cases, what is measured of them, and how they are shown.
 
@@ -84,6 +95,7 @@ class Suite:
         np, controllers, rounds, steps, warm_up: defaults; ``quick`` has other ones by name.
         optimizer, lr, cosine: as in :class:`benchmarks.worker.Job`.
         together: all engines of a condition are in one job, and a round is one step.
+        apart: ``together``, but engines are examined before, each in a job of its own, so that what is timed was never profiled.
         threads: of each rank; by default this machine's processors are shared.
         notes: lines below the table, beside those of columns.
         facts: of the report.
@@ -116,6 +128,7 @@ class Suite:
     lr: float = 1e-3
     cosine: bool = False
     together: bool = False
+    apart: bool = False
     threads: int | None = None
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -216,19 +229,23 @@ class Suite:
         rows = [row for row in rows if row.case.engine not in left_out]
         run.make_report = functools.partial(self.report, run, settings, rows, left_out)
         jobs, kind = self.jobs(rows), type("Job", (Job,), {"worker": self.worker})
-        rounds, steps = (1, settings.rounds) if self.together else (settings.rounds, settings.steps)
-        with run.progress(sum(map(len, jobs.values())) * rounds) as progress:
-            for (size, controller, link), groups in jobs.items():
+        turns = {place: self.turns(groups, settings) for place, groups in jobs.items()}
+        with run.progress(sum(map(len, turns.values()))) as progress:
+            for size, controller, link in jobs:
                 where = f"{size} ranks over {controller}" + (f", {link} Mbit/s" if link else "")
-                for number, (engine, group) in alternating(list(groups.items()), rounds):
-                    name = f"{engine}, {where}".removeprefix(", ")
+                for turn in turns[size, controller, link]:
+                    group = [row for row in turn.rows if not row.failure]
+                    if not group:
+                        progress.start(f"{turn.name} has failed")
+                        continue
+                    name = f"{turn.name}, {where}".removeprefix(", ")
                     job = kind(
-                        run.jobs / f"{name}-{number + 1}".replace(" ", "-").replace(":", "_").replace("/", "_"), size,
-                        tuple(row.case for row in group), tuple(self.columns), self.optimizer, self.lr, self.cosine,
-                        self.warm_up, steps, self.together, number, settings.device,
+                        run.jobs / f"{name}-{turn.number + 1}".replace(" ", "-").replace(":", "_").replace("/", "_"), size,
+                        tuple(row.case for row in group), tuple(turn.columns), self.optimizer, self.lr, self.cosine,
+                        self.warm_up, turn.steps, self.together, turn.number, settings.device,
                     )  # fmt: skip
                     ranks = progress.job(
-                        f"{name}, round {number + 1} of {rounds}", job, list[dict[str, Any]],
+                        f"{name}, round {turn.number + 1}", job, list[dict[str, Any]],
                         name=name, controller=controller, threads=self.threads or threads_per_rank(size),
                         within=self.within(group[0].case),
                     )  # fmt: skip
@@ -237,6 +254,25 @@ class Suite:
                     for row in group:
                         row.failure = run.failures.get(name, row.failure)
         run.finish(success=all(not row.failure and self.sound(row, rows) for row in rows))
+
+    def turns(self, groups: Mapping[str, list[Row]], settings: Any) -> list[Turn]:
+        """The jobs of one place, in their order."""
+        from benchmarks.probes import PROBES
+
+        if not self.together:
+            every = alternating(list(groups.items()), settings.rounds)
+            return [Turn(name, rows, self.columns, settings.steps, number) for number, (name, rows) in every]
+        (rows,) = groups.values()
+        if not self.apart or settings.quick:
+            return [Turn("", rows, self.columns, settings.rounds)]
+        examined = [name for name in self.columns if PROBES[name].examines]
+        engines = dict.fromkeys(row.case.engine for row in rows)
+        own = {name: [row for row in rows if row.case.engine == name] for name in engines}
+        others = [name for name in self.columns if name not in examined]
+        return [
+            *(Turn(name, rows, examined, 0) for name, rows in own.items()),
+            Turn("", rows, others, settings.rounds),
+        ]
 
     def jobs(self, rows: Sequence[Row]) -> dict[tuple[int, str, Any], dict[str, list[Row]]]:
         """The rows of each job: by number of ranks, controller and link, and where jobs alternate by engine."""

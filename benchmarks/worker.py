@@ -40,7 +40,7 @@ class Job(RankJob):
         columns: whose probes measure.
         optimizer, lr: of ``torch.optim``.
         cosine: the learning rate warms up and falls to 0 over the timed steps.
-        warm_up, steps: of each case; ``together``, all cases take turns, each one step.
+        warm_up, steps: of each case; ``together``, all cases take turns, each one step, and without steps are only examined.
         seed: of the weights and the samples.
         device: ``cpu`` or ``cuda``.
     """
@@ -265,6 +265,8 @@ class Bench:
             self._join()
         numbers = range(len(self.job.cases))
         running = [number for number in numbers if self._on_all(self.examine, number)]
+        if not self.job.steps:
+            return
         running = [number for number in running if self._on_all(self.start, number)]
         with frozen():
             for _, number in alternating(running, self.job.steps):

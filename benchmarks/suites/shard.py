@@ -73,6 +73,7 @@ shard = Suite(
     quick={"np": "2", "rounds": 2, "passes": "2"},
     optimizer="Adam",
     together=True,
+    apart=True,
     notes=(
         "Stages 0 and 1 reduce the sum of all micro-batches once; stages 2 and 3 reduce-scatter after each, so that no rank holds "
         "whole gradients. of best peer: time relative to the engine of the same stage and recomputation whose median is least.",
