@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from hvd_ckpt.app.compare.runner.cases import Column, in_mib
+from hvd_ckpt.app.compare.runner.report import Column, in_mib
 from hvd_ckpt.app.compare.runner.stages import Stage
 from hvd_ckpt.utils.memory import Marks, recording_marks
 

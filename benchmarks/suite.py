@@ -15,9 +15,17 @@ import click
 
 from benchmarks.case import Case, Row
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.app.compare.runner.cases import Column, quartiles_in_ms, results_of, table_of
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
-from hvd_ckpt.app.compare.runner.report import Report, bars, device_name, save_figure
+from hvd_ckpt.app.compare.runner.report import (
+    Column,
+    Report,
+    bars,
+    device_name,
+    quartiles_in_ms,
+    results_of,
+    save_figure,
+    table_of,
+)
 from hvd_ckpt.app.compare.runner.settings import (
     BenchSettings,
     check_devices,

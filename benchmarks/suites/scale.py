@@ -17,9 +17,8 @@ from torch import nn
 from benchmarks.network import Network
 from benchmarks.step_time import BASELINES, WAYS, ModelSizes, Split, StepTime
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.app.compare.runner.cases import Column, in_mib, results_of, table_of
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
-from hvd_ckpt.app.compare.runner.report import save_figure
+from hvd_ckpt.app.compare.runner.report import Column, in_mib, results_of, save_figure, table_of
 from hvd_ckpt.app.compare.runner.settings import BenchSettings, names_of, ranks_setting, setting
 from hvd_ckpt.app.models.gpt import GPTBlock, gpt
 

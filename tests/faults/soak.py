@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 from faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of, write_text
 
-from hvd_ckpt.app.compare.runner.cases import Column, table_of, yes_or_no
-from hvd_ckpt.app.compare.runner.report import Report
+from hvd_ckpt.app.compare.runner.report import Column, Report, table_of, yes_or_no
 
 RANKS = 2
 EVERY = 20  # steps between snapshots

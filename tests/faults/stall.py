@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.workloads import Gpt
-from hvd_ckpt.app.compare.runner.cases import Column, table_of
-from hvd_ckpt.app.compare.runner.report import Report
+from hvd_ckpt.app.compare.runner.report import Column, Report, table_of
 from hvd_ckpt.app.compare.runner.stats import alternating, ratios
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.writer import SnapshotWriter

@@ -10,8 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hvd_ckpt.app.compare.runner.cases import Column, in_mib, table_of
-from hvd_ckpt.app.compare.runner.report import Report, Table, mebibytes, shown
+from hvd_ckpt.app.compare.runner.report import Column, Report, Table, in_mib, mebibytes, shown, table_of
 from hvd_ckpt.app.compare.verdict import (
     BASELINE,
     Result,

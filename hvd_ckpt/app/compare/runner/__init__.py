@@ -3,8 +3,7 @@
 settings    a frozen dataclass of settings, from which the options of a command follow
 options     ``bench_command`` and ``BenchRun``: output folder, progress, jobs and their failures, report, exit status
 jobs        ``RankJob`` (a dataclass that the ranks are given) and ``run_job``; ``rank`` is the program of each rank
-cases       ``Case`` (what was measured under one condition) and ``Column`` (a value of each case, in tables and results)
-report      ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures
+report      ``Column`` (a value of each case), ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures
 stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
 engine      ``Engine``, the interface of all engines: those on data parallelism (``engines``), in pipeline stages (``stages``),
             and those of ``benchmarks.engines``
