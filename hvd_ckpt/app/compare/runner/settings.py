@@ -65,15 +65,8 @@ def setting(
         note: the default in words, where it is not a value.
         **more: further arguments of click's option, such as ``metavar``, the word for the value in the help, and ``envvar``.
     """
-    words = {
-        "help": help,
-        "default": default,
-        "quick": quick,
-        "flag": flag,
-        "type": type,
-        "note": note,
-        "more": more,
-    }
+    words = {"help": help, "default": default, "quick": quick, "flag": flag, "type": type}
+    words |= {"note": note, "more": more}
     return dataclasses.field(metadata={"option": words})
 
 
@@ -146,7 +139,7 @@ def names_of(known: Iterable[str] | None = None, find: str = "") -> Parse:
 
 def controllers_of(option: str, text: str) -> tuple[str, ...]:
     """Reads controllers of Horovod, separated by commas, with which it was built."""
-    return tuple(check_controller(name) for name in split_names(option, text, CONTROLLERS))
+    return tuple(map(check_controller, split_names(option, text, CONTROLLERS)))
 
 
 def numbers_of(what: str) -> Parse:
@@ -236,9 +229,7 @@ def check_replicas(replicas: int, sizes: Sequence[int]) -> None:
     Raises:
         BadArgument: one of these numbers is not a power of two, or more than the replicas.
     """
-    wrong = next(
-        (number for number in (replicas, *sizes) if number & (number - 1) or number > replicas), None
-    )
-    if wrong is not None:
+    wrong = [number for number in (replicas, *sizes) if number & (number - 1) or number > replicas]
+    if wrong:
         given = f"--replicas {replicas}, --np {','.join(map(str, sizes))}"
-        raise BadArgument(f"{given}: give powers of two up to --replicas, not {wrong}")
+        raise BadArgument(f"{given}: give powers of two up to --replicas, not {wrong[0]}")
