@@ -104,7 +104,7 @@ class Gpt(_OnTokens):
 
     def chain(self, tied: bool = True) -> Chain:
         """The model as this library's chain of blocks, whose head may share the weights of the embedding."""
-        sizes = {name: value for name, value in vars(self).items() if name != "batch"}
+        sizes = {name: value for name, value in vars(self).items() if name not in ("batch", "text")}
         return gpt(**sizes, tied=tied)
 
     def model(self) -> nn.Sequential:
