@@ -22,18 +22,17 @@ RIGHT = ("equal", "rounding", "refused")
 LEFT_OUT = ("untrainable", "random")
 HEAD = """# Zoo of architectures
 
-The zoo has every architecture of transformers that builds from a small random configuration, and one of the smallest models of each family of timm and torchvision. Each trains for two steps in training mode, with dropout, in plain PyTorch and
-in every way of recomputation and sharding. Loss, gradients, buffers and random state must have the same bits, or an error says in one sentence why not.
-
 ```bash
 python tests/zoo/run.py --out zoo.jsonl                     # all; a second call runs what is missing, --again what was not right
 python tests/zoo/run.py gpt2 timm:densenet121 --out /dev/stdout --trace
 python tests/zoo/run.py --out zoo.jsonl --table             # this page
 ```
 
-One function shrinks configurations (`tests/zoo/shrinking.py`) to two layers or one of each kind, width 32 or a sixteenth, and 256 tokens. Samples are guessed from the signature of the forward pass
-(`tests/zoo/inputs.py`). In segments, each block of the outermost `nn.ModuleList`s is a region of `hc.checkpoint`, and each outermost `nn.Sequential` an `hc.CheckpointSequential` of two segments. Plans recompute as much as they can at any cost
-(the limit of `"min"` on the time of a step is off). If no plan fits `"0.5x"`, the nearest is used. For stage 3 the reference is `shard="none"` on the same ranks, each with its own random numbers and order of the batch."""
+Every architecture of transformers that builds from a small random configuration, and the smallest models of the families of timm and torchvision, train for two steps, with dropout, in plain PyTorch and
+in every way of recomputation and sharding. Loss, gradients, buffers and random state must have the same bits, or an error says in one sentence why not.
+
+Configurations are shrunk (`tests/zoo/shrinking.py`), and samples guessed from the signature of the forward pass (`tests/zoo/inputs.py`). In segments, each block of the outermost `nn.ModuleList`s is a region of `hc.checkpoint`, and each outermost `nn.Sequential` an `hc.CheckpointSequential` of two segments. Plans recompute at any cost;
+if none fits `"0.5x"`, the nearest is used. For stage 3 the reference is `shard="none"` on the same ranks."""
 
 
 def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
@@ -66,9 +65,8 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     lines += ["", *_reasons("Not right", left, lambda row: row["outcome"] not in RIGHT)]
     lines += _reasons("Rounding", left, lambda row: row["outcome"] == "rounding", detail=False)
     lines += _reasons("Errors that say so", left, lambda row: row["outcome"] == "refused")
-    lines += _reasons(
-        "Left out", {(name, ""): row for (name, _), row in rows.items() if name in out}, lambda row: True
-    )
+    left_out = {(name, ""): row for (name, _), row in rows.items() if name in out}
+    lines += _reasons("Left out", left_out, lambda row: True, names=False)
     return "\n".join(lines).rstrip()
 
 
@@ -80,7 +78,11 @@ def _kinds(names: list[str]) -> str:
 
 
 def _reasons(
-    title: str, rows: dict[tuple[str, str], dict[str, Any]], chosen: Any, detail: bool = True
+    title: str,
+    rows: dict[tuple[str, str], dict[str, Any]],
+    chosen: Any,
+    detail: bool = True,
+    names: bool = True,
 ) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (name, mode), row in sorted(rows.items()):
@@ -90,10 +92,9 @@ def _reasons(
     if not groups:
         return []
     lines = [f"## {title}", "", "| way | reason | architectures |", "|---|---|---|"]
-    for (mode, why), names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines.append(
-            f"| {TITLES.get(mode, 'plain PyTorch')} | {why} | {len(names)}: {', '.join(f'`{name}`' for name in names)} |"
-        )
+    for (mode, why), found in sorted(groups.items(), key=lambda item: -len(item[1])):
+        which = ": " + ", ".join(f"`{name}`" for name in found) if names else ""
+        lines.append(f"| {TITLES.get(mode, 'plain PyTorch')} | {why} | {len(found)}{which} |")
     return [*lines, ""]
 
 
