@@ -50,7 +50,7 @@ def make_optimizer(program: Program, model: Net, own: Sequence[Sequence[Tensor]]
     if program.stage == 3 and program.recomputed_as("nested", "sequential", "sequential_reentrant"):
         options["units"] = list(dict.fromkeys(model.parts))  # which are called apart from their segment
     return hc.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), shard=program.stage, model=model, **options
+        optimizer, named_parameters=model.named_parameters(), shard=program.stage, **options
     )
 
 
