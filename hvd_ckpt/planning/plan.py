@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -34,7 +35,7 @@ from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.utils.cuts import shape_of_first
 from hvd_ckpt.utils.plain_data import dumps, parse_json, read_bytes, write_text
 from hvd_ckpt.utils.schema import Strict, Wrong, shown
-from hvd_ckpt.utils.text import one_line
+from hvd_ckpt.utils.text import one_line, show_bytes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -266,6 +267,17 @@ class Plan:
             raise ValueError(
                 f"the stages have {sum(self.pipeline.balance)} blocks, and there are {len(self.blocks)}"
             )
+
+    def __str__(self) -> str:
+        """Two lines, for a log; ``hvd_ckpt.planning.show`` has tables and pictures."""
+        policies = Counter(block.policy.title.split()[0].rstrip(",") for block in self.blocks)
+        limit = "the fastest" if self.budget is None else f"budget {show_bytes(self.budget)}"
+        cost, kind = (self.predicted, "predicted") if self.measured is None else (self.measured, "measured")
+        return (
+            f"Plan of {len(self.blocks)} blocks: {', '.join(f'{title} {count}' for title, count in policies.items())} ({limit})\n"
+            f"  a step: {show_bytes(cost.peak_bytes)}, {1e3 * cost.seconds:.1f} ms ({kind}); without recomputation "
+            f"{show_bytes(self.baseline.peak_bytes)}, {1e3 * self.baseline.seconds:.1f} ms"
+        )
 
     def apply(self, model: M) -> M:
         """Gives the blocks of ``model`` their policies, in place; returns ``model``.

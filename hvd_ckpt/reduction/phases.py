@@ -36,7 +36,7 @@ REDUCED_BEFORE = (
 )
 CLEARED_UNREDUCED = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition. Every rank must call step(), not rank 0 alone."
 )
 UNREDUCED = (
     "optimizer.step() would use gradients that are not reduced: backward() has added to them since the last "

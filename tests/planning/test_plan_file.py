@@ -46,6 +46,12 @@ def make_plan() -> Plan:
     )
 
 
+def test_a_plan_is_printed_in_two_lines() -> None:
+    first, second = str(make_plan()).splitlines()
+    assert first == "Plan of 6 blocks: keep 3, drop 2, recompute 1 (budget 19.53 KiB)"
+    assert second == "  a step: 17.58 KiB, 100.0 ms (measured); without recomputation 39.06 KiB, 100.0 ms"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")

@@ -49,6 +49,7 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"documents": "\ud800"}, "no form of documents '\\ud800'"),
         ({"length": 8}, "no setting 'length': did you mean 'sequence_length'?"),
         ({"held-out": 0.1}, "no setting 'held-out': did you mean 'validation_split'?"),
+        ({"learning_rate": 0.1}, "no setting 'learning_rate': did you mean 'lr'?"),
         ({"bugdet": "0.3x"}, "no setting 'bugdet': did you mean 'budget'?"),
         ({"batch": 0}, "batch is 0,"),
         ({"batch": "many"}, 'batch is "many"'),

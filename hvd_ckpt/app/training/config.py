@@ -46,7 +46,21 @@ from hvd_ckpt.utils.text import (
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
-RENAMED = {
+RENAMED = {  # earlier names, and those of Lightning and transformers
+    "learning_rate": "lr",
+    "max_steps": "steps",
+    "max_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "batch_size": "batch",
+    "per_device_train_batch_size": "batch",
+    "accumulate_grad_batches": "accumulate",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clip_val": "clip",
+    "max_grad_norm": "clip",
+    "warmup_steps": "warmup",
+    "lr_scheduler_type": "schedule",
+    "output_dir": "output",
+    "save_steps": "snapshot_every",
     "length": "sequence_length",
     "held_out": "validation_split",
     "chunks": "accumulate",

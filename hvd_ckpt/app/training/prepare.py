@@ -177,7 +177,7 @@ def _prepare(config: Config, assembly: Assembly, point: ResumePoint | None, lock
     taken = progress.step
     # Taken from the optimizer of one rank, which knows whole parameters, for the load below.
     expected = {} if snapshot is None else state_of_shards(optimizer, assembly.model)
-    print_summary(config, assembly, device, folder, taken, steps)
+    print_summary(config, assembly, device, folder, taken, steps, snapshot)
 
     # Plan, and count of operations, of the whole model. Then stages, and the weights of rank 0.
     utilization = utilization_of_a_unit(config, assembly, device)

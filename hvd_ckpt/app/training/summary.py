@@ -14,6 +14,7 @@ from hvd_ckpt.app.training.modes import Replicas, Stages, mode_of
 from hvd_ckpt.app.training.own import Stream
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.runtime import controller
+from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.utils.text import show_bytes
 
 DEFAULT_DATA = {
@@ -21,6 +22,7 @@ DEFAULT_DATA = {
     "images": "scikit-learn's digits",
     "volumes": "synthetic ellipsoids",
 }
+OF_A_START = ("resume", "output", "dry_run")  # settings that say how a run begins
 
 
 class DryRun(Exception):
@@ -28,9 +30,16 @@ class DryRun(Exception):
 
 
 def print_summary(
-    config: Config, parts: Assembly, device: torch.device, folder: Path, taken: int, steps: int
+    config: Config,
+    parts: Assembly,
+    device: torch.device,
+    folder: Path,
+    taken: int,
+    steps: int,
+    resumed: Snapshot | None,
 ) -> None:
-    """Prints on rank 0 what a run is about to do, after ``taken`` of ``steps`` steps.
+    """Prints on rank 0 what a run is about to do, after ``taken`` of ``steps`` steps, and what has changed since the snapshot from
+    which it resumes.
 
     Raises:
         DryRun: the configuration asks for nothing else; on every rank.
@@ -64,10 +73,29 @@ def print_summary(
             lines["ranks"] += f"; local SGD, averages every {config.local_steps} steps"
         if taken:
             lines["steps"] += f"; resumes after step {taken:,} of {steps:,}"
+        if resumed is not None and (changes := _changes(config, resumed)):
+            lines["changed"] = "; ".join(changes)
         text = "\n".join(f"{name:<7} {line}" for name, line in lines.items())
         print(text, file=sys.stderr, flush=True)
     if config.dry_run:
         raise DryRun
+
+
+def _changes(config: Config, resumed: Snapshot) -> list[str]:
+    """What is other than in the run that wrote a snapshot: ranks, samples of a step, settings."""
+    then = Config.make(resumed.replicated["config"])
+    samples = config.global_batch(hvd.size()), then.global_batch(resumed.replicas)
+    changes = []
+    if (current().size, samples[0]) != (resumed.ranks, samples[1]):
+        changes.append(
+            f"{current().size} ranks, {samples[0]:,} samples a step (was {resumed.ranks}, {samples[1]:,})"
+        )
+    now, before = config.as_dict(), then.as_dict()
+    return changes + [
+        f"{name} {now[name]} (was {before[name]})"
+        for name in now
+        if now[name] != before[name] and name not in OF_A_START
+    ]
 
 
 def _owners(config: Config) -> str:

@@ -291,7 +291,7 @@ def asked_by(reason: str) -> str:
     if reason != STOP_FILE:
         return "Ctrl-C (SIGINT)" if reason == "SIGINT" else reason
     supervised = os.environ.get(SUPERVISED_VARIABLE) == "1"
-    return "hvd-ckpt, which a signal told to" if supervised else f"the file '{STOP_FILE}' in its folder"
+    return "a signal to hvd-ckpt" if supervised else f"the file '{STOP_FILE}' in its folder"
 
 
 def _shown(status: int) -> str:
