@@ -142,10 +142,15 @@ def test_two_ranks_train_as_a_file_and_flags_say_and_go_on(text: Path, tmp_path:
     again = launch("--resume", str(run / "snapshots" / "step-00000010"))
     assert again.returncode == 0, again.stdout + again.stderr
     shown = re.findall(r"step (\d+)/30  loss \S+  \S+ tokens/s  lr \S+  peak .* left", again.stderr)
-    assert shown == ["20", "30"]
+    assert shown == ["20", "30"] and "changed " not in again.stderr
     assert losses_of(run) == losses
     weights = load_file(final)
     assert weights.keys() == whole.keys() and all((weights[name] == whole[name]).all() for name in whole)
+
+    # What is other than before is said.
+    alone = [*COMMAND, "--resume", str(run), "--dry-run", "--lr", "0.01"]
+    told = subprocess.run(alone, capture_output=True, text=True, timeout=300, check=True).stderr
+    assert "changed 1 rank, 4 samples a step (was 2 ranks, 8); lr 0.01 (was 0.001)\n" in told
 
 
 def test_a_dry_run_says_what_the_run_is_about_to_do_and_leaves_nothing(

@@ -84,11 +84,13 @@ def print_summary(
 def _changes(config: Config, resumed: Snapshot) -> list[str]:
     """What is other than in the run that wrote a snapshot: ranks, samples of a step, settings."""
     then = Config.make(resumed.replicated["config"])
-    samples = config.global_batch(hvd.size()), then.global_batch(resumed.replicas)
+    samples, ranks = config.global_batch(hvd.size()), current().size
+    before_it = then.global_batch(resumed.replicas)
     changes = []
-    if (current().size, samples[0]) != (resumed.ranks, samples[1]):
+    if (ranks, samples) != (resumed.ranks, before_it):
         changes.append(
-            f"{current().size} ranks, {samples[0]:,} samples a step (was {resumed.ranks}, {samples[1]:,})"
+            f"{ranks} rank{'s' * (ranks > 1)}, {samples:,} samples a step "
+            f"(was {resumed.ranks} rank{'s' * (resumed.ranks > 1)}, {before_it:,})"
         )
     now, before = config.as_dict(), then.as_dict()
     return changes + [
