@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
+import signal
 import warnings
 from collections import deque
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ from hvd_ckpt.snapshots.state import (
     check_state,
     kind_of,
 )
-from hvd_ckpt.snapshots.stopping import StopRequest, forget_file
+from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest, forget_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils.own_state import extra_states
 from hvd_ckpt.utils.schema import Wrong
@@ -308,6 +309,11 @@ class Snapshots:
         if asked and self._stopped is None and not local:
             optimizer.notify()
         return self._stopped
+
+    @property
+    def exit_status(self) -> int:
+        """Returns the status with which the process should exit: 128 + the number of the signal that has stopped it, else 0."""
+        return 0 if self._stopped in (None, STOP_FILE) else 128 + signal.Signals[self._stopped]
 
     def wait(self) -> None:
         """Waits until the snapshot that was saved last is on the disk.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ def test_the_script_resumes_in_the_same_bits(folder: Path, monkeypatch: pytest.M
     def stop(*_: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
+    statuses: list[int] = []
+    monkeypatch.setattr(sys, "exit", statuses.append)
+
     def run(name: str, **names: Any) -> dict[str, Any]:
         monkeypatch.chdir(folder / name)
         variables = runpy.run_path(str(script), init_globals=names, run_name="__main__")
@@ -40,6 +44,7 @@ def test_the_script_resumes_in_the_same_bits(folder: Path, monkeypatch: pytest.M
     whole = run("whole")
     stopped = run("stopped", print=stop)  # rank 0 prints at step 20
     resumed = run("stopped")
+    assert statuses == [0, 128 + signal.SIGTERM, 0]
     assert stopped["stop"] == "SIGTERM" and 20 <= stopped["step"] < whole["step"] == resumed["step"]
     assert any((folder / "stopped" / "plans").iterdir())
     for name, parameter in whole["model"].state_dict().items():
