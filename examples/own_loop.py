@@ -3,6 +3,8 @@
 horovodrun -np 2 python examples/own_loop.py
 """
 
+import sys
+
 import click
 import torch
 from sklearn.datasets import load_digits
@@ -54,6 +56,7 @@ def main(folder, epochs, save_every, shard):
                 break
         if step > saved:
             snapshots.save(step)
+    sys.exit(snapshots.exit_status)
 
 
 if __name__ == "__main__":
