@@ -106,7 +106,6 @@ class Suite:
         apart: ``together``, but engines are examined before, each in a job of its own, so that what is timed was never profiled.
         threads: of each rank; by default this machine's processors are shared.
         notes: lines below the table, beside those of columns.
-        facts: of the report.
         average: of the steps of a job.
         sound: whether a row is as it must be; the exit status is 1 if one is not, or has failed.
         within: the words of a command that runs the launcher of a case.
@@ -139,7 +138,6 @@ class Suite:
     apart: bool = False
     threads: int | None = None
     notes: Sequence[str] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
     average: Callable[[list[float]], float] = statistics.median
     sound: Callable[[Row, Sequence[Row]], bool] = lambda row, rows: True
     within: Callable[[Case], Sequence[str]] = lambda case: ()
@@ -335,7 +333,6 @@ class Suite:
             "threads per rank": ", ".join(f"{count} at np={size}" for size, count in threads.items()),
             "device": device_name(settings.device),
             **{name: self.workloads[name] for name in settings.workloads if self.workloads[name]},
-            **self.facts,
         }
         notes = [*(TOGETHER if self.together else NOTES), *self.notes]
         notes += [probe.notes for probe in probes_of(self.columns)]

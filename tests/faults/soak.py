@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of, write_text
 
-from hvd_ckpt.app.compare.runner.report import Column, Report, table_of, yes_or_no
+from hvd_ckpt.app.compare.runner.report import Column, Report, table_of
 
 RANKS = 2
 EVERY = 20  # steps between snapshots
@@ -44,7 +44,7 @@ COLUMNS = (
     Column("first", lambda growth: growth.first, ".1f"),
     Column("last", lambda growth: growth.last, ".1f"),
     Column("per hour", lambda growth: growth.per_hour, "+.2f"),
-    Column("flat", lambda growth: growth.flat, yes_or_no, left=True),
+    Column("flat", lambda growth: "yes" if growth.flat else "no", left=True),
 )
 NOTES = (
     "per hour: slope of the line through the samples, without the first fifth of the time; first, last: medians of the first and "

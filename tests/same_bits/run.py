@@ -17,7 +17,7 @@ from same_bits.job import WORKLOADS, Job, RankResult
 from benchmarks.checks import TESTS
 from benchmarks.suites.replicas import ReplicaSettings
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.app.compare.runner.options import ONE_THREAD, BenchRun
+from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.runner.report import Report, Table, save_figure
 from hvd_ckpt.app.compare.runner.settings import CONTROLLERS
 from hvd_ckpt.processes.probe import probe
@@ -152,7 +152,7 @@ def make_report(run: BenchRun, settings: ReplicaSettings, so_far: Hashes) -> Rep
         )
     table = Table(("workload", *(title for title, _ in so_far.runs), "one hash"), rows, left=("workload",))
     title = "Logical replicas: one hash on any number of ranks"
-    report = run.report(title, [table], results, ONE_THREAD, notes=NOTES)
+    report = run.report(title, [table], results, {"threads per rank": 1}, notes=NOTES)
     report.remarks += [f"{name}: several hashes" for name in several]
     if settings.curves:
         report.data = {"losses": so_far.losses}

@@ -35,9 +35,6 @@ from hvd_ckpt.app.compare.runner.settings import (
 LONGEST = 7200.0  # seconds, of a job
 SUITES = "python -m benchmarks"  # the program whose commands they are
 
-ONE_THREAD = {"threads per rank": 1}
-"""A fact of the report, where each rank has one."""
-
 
 class Steps:
     """The progress of a benchmark: a live line on a terminal, elsewhere a line at least every 30 seconds."""

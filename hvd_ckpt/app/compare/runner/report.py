@@ -143,11 +143,6 @@ def in_mib(form: str = ".1f") -> Callable[[float], str]:
     return lambda count: f"{count / MIB:{form}}"
 
 
-def yes_or_no(value: bool) -> str:
-    """Writes a truth."""
-    return "yes" if value else "no"
-
-
 @dataclass
 class Report:
     """Everything that a benchmark found.
