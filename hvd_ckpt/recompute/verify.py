@@ -244,10 +244,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] | None = (
-            None  # those that are running; None outside of naming_modules()
-        )
+    modules: list[nn.Module] | None = None  # those that are running; None outside of naming_modules()
 
 
 _thread = _Thread()

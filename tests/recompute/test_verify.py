@@ -97,6 +97,11 @@ def test_faults_are_errors_that_name_the_module(fault: str, way: str) -> None:
         step(Faulty(fault), WAYS[way])
 
 
+def test_the_error_names_the_innermost_module() -> None:
+    with pytest.raises(RecomputationMismatch, match=r"Sequential gave .*: in Faulty, a saved tensor"):
+        step(nn.Sequential(nn.Linear(8, 8), nn.Sequential(Faulty("number"), nn.Tanh())))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_said_where_nothing_is_wrong(way: str) -> None:
     with warnings.catch_warnings():
