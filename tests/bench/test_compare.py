@@ -18,6 +18,7 @@ from hvd_ckpt.app.compare.reference import largest_difference, make_reference
 from hvd_ckpt.app.compare.report import make_report
 from hvd_ckpt.app.compare.runner.engines import ENGINES, HvdCkpt, find_engine
 from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
+from hvd_ckpt.app.compare.runner.options import BenchRun
 from hvd_ckpt.app.compare.scenarios import SCENARIOS
 from hvd_ckpt.app.compare.training import fingerprint, step_seed, train
 from hvd_ckpt.app.compare.verdict import Result, add_ratios, judge
@@ -128,8 +129,8 @@ def timed(rank, seconds=(9.0, 9.0, 1.0, 3.0), **changes):
     return {"weights": "w", "buffers": f"b{rank}", "seconds": list(seconds), **changes}
 
 
-def judged(*trainings, failure=None, cell=CELL):
-    return judge(cell, "engine", trainings, failure)
+def judged(*trainings, cell=CELL):
+    return judge(cell, "engine", trainings)
 
 
 def test_a_right_result_has_its_figures():
@@ -291,7 +292,7 @@ def test_what_is_right_all_the_same():
 
 
 def test_a_failure_or_a_timed_pass_with_other_weights_is_the_result():
-    result = judged(failure=Failure("hang", "why"))
+    result = judge(CELL, "engine", Failure("hang", "why"))
     assert (result.status, result.reason, result.right) == ("hang", "why", False)
     other = [timed(0, weights="v"), timed(1, weights="v")]
     assert judged(RANKS, other).reason == "runs differ"
@@ -300,8 +301,9 @@ def test_a_failure_or_a_timed_pass_with_other_weights_is_the_result():
 def test_a_comparison_succeeds_only_if_the_subject_is_right_everywhere(tmp_path):
     def report_of(*results, subject="engine", remarks=()):
         workloads = {"densenet": {"title": "T", "line": "L", "losses": [2.0, 1.0], "small": False}}
-        settings = {"np": 2, "controller": "gloo", "precision": "fp32"}
-        return make_report(results, workloads, subject, settings, {"machine": "m"}, remarks)
+        run = BenchRun("compare", None, 150)
+        how = {"subject": subject, "title": "2 ranks", "facts": {"np": 2}, "remarks": remarks}
+        return make_report(run, results, workloads, **how)
 
     right = judged([trained(0), trained(1)])
     wrong = judged([trained(0), trained(1, weights="v", difference="nan")])

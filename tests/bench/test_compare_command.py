@@ -131,7 +131,7 @@ def test_the_script_of_the_original_comparison_trains_in_mixed_precision(tmp_pat
 
 def test_more_segments_than_blocks_is_one_line_after_the_reference(tmp_path, monkeypatch):
     told = [{"event": "reference", "workload": "densenet", "layers": 13}], None
-    monkeypatch.setattr(Launcher, "reference", lambda self, job, listener: told)
+    monkeypatch.setattr(Launcher, "start", lambda self, job, listener: told)
     monkeypatch.setattr(Launcher, "__enter__", lambda self: self)  # nothing is started
     monkeypatch.setattr(Launcher, "__exit__", lambda self, *_: None)
     arguments = ["--workloads", "densenet", "--scenarios", "nothing", "--variants", "reentrant"]

@@ -7,7 +7,7 @@ one process.
 
     cells        the cells: variants of recomputation and numbers of segments; the models that recompute as a cell says
     workloads    the base of all workloads, and real models: model, batches, loss, and the passes of a step
-    scenarios    small models that are hard; ``divided`` has those that ranks have together, in stages or parts, with their engines
+    scenarios    small models that are hard; ``divided`` has those that ranks have together, in stages or parts
     recording    which gradients are reduced, how often, and in which order
     training     one training run: precision, seeds, steps, fingerprints
     reference    the right answer, from one process
@@ -15,7 +15,7 @@ one process.
     launch       starts jobs, watches them, ends those that hang
     verdict      from the figures of each training to a judgement of each cell
     comparison   one comparison from options to report
-    report       tables and pages; ``pictures`` draws them
+    report       tables, pages and the picture
     command      ``hvd-ckpt compare``
 
 All engines of data parallelism are those of :mod:`.runner.engines`.

@@ -32,23 +32,6 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 
 
 @dataclass(frozen=True)
-class Preset:
-    """The options that a scale sets where they are not given."""
-
-    steps: int
-    passes: int
-    chunks: tuple[int, ...]
-    timeout: float
-
-
-PRESETS = {
-    "quick": Preset(steps=4, passes=1, chunks=(2,), timeout=60),
-    "default": Preset(steps=4, passes=1, chunks=(1, 2, 4), timeout=90),
-    "full": Preset(steps=5, passes=2, chunks=(1, 2, 4), timeout=900),
-}
-
-
-@dataclass(frozen=True)
 class CompareSettings(BenchSettings):
     """The options, as they are given."""
 
@@ -63,14 +46,12 @@ class CompareSettings(BenchSettings):
     scenarios: str | None = setting("Small hard models, or 'nothing'.", note="all")
     variants: tuple[str, ...] = setting("Ways to recompute.", VARIANTS, type=names_of(VARIANTS.split(",")))
     chunks: tuple[int, ...] | None = setting(
-        "Numbers of segments.", note="1,2,4; with --quick 2", type=numbers_of("segments")
+        "Numbers of segments.",
+        note="1,2,4; with --quick, --stages or --tensor 2",
+        type=numbers_of("segments"),
     )
-    steps: int | None = setting(
-        "Steps of each training run.", note="4; with --full 5", type=click.IntRange(1)
-    )
-    passes: int | None = setting(
-        "Timed jobs per engine, alternating.", note="1; with --full 2", type=click.IntRange(0)
-    )
+    steps: int = setting("Steps of each training run.", 4)
+    passes: int = setting("Timed jobs per engine, alternating.", 1, type=click.IntRange(0))
     precision: str = setting("Of the training.", "fp32", type=click.Choice(PRECISIONS))
     device: str = device_setting()
     stages: int | None = setting(
@@ -85,7 +66,7 @@ class CompareSettings(BenchSettings):
     full: bool = setting("DenseNet-264 and BERT-base instead of small ones.", False)
     text: str | None = text_setting()
     seed: int = setting("Of weights, batches and dropout.", 1, type=click.IntRange(0))
-    timeout: float | None = setting("Seconds without a step that count as a hang.", type=click.FloatRange(1))
+    timeout: float = setting("Seconds without a step that count as a hang.", 90.0, type=click.FloatRange(1))
     subject: str | None = setting("The engine that must be right for exit status 0.", note="hvd_ckpt")
 
     def check(self) -> None:
@@ -98,13 +79,8 @@ class CompareSettings(BenchSettings):
 
     @property
     def scale(self) -> str:
-        """The name of the preset."""
+        """The size of the models."""
         return "quick" if self.quick else "full" if self.full else "default"
-
-    @property
-    def preset(self) -> Preset:
-        """The options that are not given."""
-        return PRESETS[self.scale]
 
     @property
     def divided(self) -> str:

@@ -17,20 +17,22 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import psutil
+from horovod.runner.http.http_server import RendezvousServer
 
 from hvd_ckpt.app.compare.cells import Cell
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.engines import find_engine
-from hvd_ckpt.app.compare.worker import Figures, Job, run_forked
+from hvd_ckpt.app.compare.worker import REFERENCE, Figures, Job, run_process
 from hvd_ckpt.processes.commands import Process, error_line
+from hvd_ckpt.processes.rendezvous import rank_variables
 
 START_SECONDS = 180.0  # for imports and rendezvous, and for the processes to end, on a busy machine
 GRACE_SECONDS = 0.5  # after an error on one rank, for the others to end by themselves
@@ -75,17 +77,8 @@ class Failure:
     message: str
 
 
-@dataclass
-class Outcome:
-    """The result of a job with its fresh starts, by cell.
-
-    Attributes:
-        trainings: for each training, the figures of each rank.
-        failures: of the other cells.
-    """
-
-    trainings: dict[Cell, list[list[Figures]]] = field(default_factory=dict)
-    failures: dict[Cell, Failure] = field(default_factory=dict)
+Trainings = list[list[Figures]]
+"""For each training of a cell, the figures of each rank."""
 
 
 class Launcher:
@@ -107,60 +100,59 @@ class Launcher:
     def __enter__(self) -> Launcher:
         with mock.patch.dict("os.environ", self._environment):  # such as the number of threads
             multiprocessing.forkserver.ensure_running()
-        self._rendezvous = _Rendezvous(self._size)
+        self._server = RendezvousServer()
+        interfaces = psutil.net_if_addrs()
+        loopback = next(
+            name for name in interfaces if "127.0.0.1" in {entry.address for entry in interfaces[name]}
+        )
+        over = {"HOROVOD_GLOO_IFACE": loopback, "NCCL_SOCKET_IFNAME": loopback, "HOROVOD_CONTROLLER": "gloo"}
+        ranks = rank_variables(["localhost"] * self._size, "127.0.0.1", self._server.start())
+        self._variables = [{"HOROVOD_CPU_OPERATIONS": "gloo", **over, **own} for own in ranks]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._rendezvous.close()
+        self._server.stop()
 
-    def reference(self, job: Job, listener: Listener) -> tuple[list[Event], Failure | None]:
-        """Computes the references of a job's workloads, in one process; returns its events and what went wrong."""
-        job.save()
-        return self._follow(self._forked(job, [{}]), job, 1, listener)
-
-    def train(self, job: Job, listener: Listener) -> Outcome:
+    def train(self, job: Job, listener: Listener) -> dict[Cell, Trainings | Failure]:
         """Trains a job's cells, with a fresh start after each one that fails."""
-        outcome = Outcome()
+        found: dict[Cell, Trainings | Failure] = {}
         left, starts = list(job.cells), 0
         while left:
             starts += 1
             part = dataclasses.replace(job, folder=job.folder / f"start{starts}", cells=tuple(left))
-            events, failure = self._start(part, listener)
+            events, failure = self.start(part, listener)
             for cell in part.cells:
                 told = {event["rank"]: event for event in events if event.get("cell") == cell.key}
                 if [event["event"] for event in told.values()] == ["result"] * job.size:
                     each = [told[rank]["trainings"] for rank in range(job.size)]
-                    outcome.trainings[cell] = [list(ranks) for ranks in zip(*each)]
+                    found[cell] = [list(ranks) for ranks in zip(*each)]
             if failure is None:
                 break
             # Ranks train cells in order, so the first unfinished one has failed. If all are finished, the job did not end as it
             # should, which counts against the last. If no rank got as far as its cells, a fresh start would fail in the same way.
-            unfinished = [cell for cell in left if cell not in outcome.trainings]
+            unfinished = [cell for cell in left if cell not in found]
             failed = (unfinished or left[-1:])[: 1 if _ranks(events, "ready") else None]
-            outcome.failures.update((cell, failure) for cell in failed)
+            found |= dict.fromkeys(failed, failure)
             left = unfinished[len(failed) :]
-        return outcome
+        return found
 
-    def _start(self, job: Job, listener: Listener) -> tuple[list[Event], Failure | None]:
-        """Starts the ranks of one job, and waits for their end or for a reason to end them."""
+    def start(self, job: Job, listener: Listener) -> tuple[list[Event], Failure | None]:
+        """Starts the processes of a job, and follows them to their end; returns their events and what went wrong."""
         job.save()
-        ranks: _Forked | _Launched
         # MPI can be joined once in the life of a process, and only under mpirun, so a fork will not do.
-        if self._controller == "mpi" and find_engine(job.engine).uses_horovod:
+        if self._controller == "mpi" and job.engine != REFERENCE and find_engine(job.engine).uses_horovod:
             command = jobs.launch_command(job.size, "mpi", WORKER, job.file)
-            ranks = _Launched(command, job.log_file, self._environment)
-        else:
-            ranks = self._forked(job, list(self._rendezvous.renew()))
-        return self._follow(ranks, job, job.size, listener)
-
-    def _forked(self, job: Job, variables: Sequence[dict[str, str]]) -> _Forked:
-        make = self._context.Process
-        return _Forked([make(target=run_forked, args=(str(job.file), own)) for own in variables])
+            return self._follow(_Launched(command, job.log_file, self._environment), job, listener)
+        # Ranks of an earlier start have left their addresses in the server, and new ones would connect to those.
+        self._server.init([])
+        each = self._variables[: job.processes]
+        processes = [self._context.Process(target=run_process, args=(str(job.file), own)) for own in each]
+        return self._follow(_Forked(processes), job, listener)
 
     def _follow(
-        self, ranks: _Forked | _Launched, job: Job, size: int, listener: Listener
+        self, ranks: _Forked | _Launched, job: Job, listener: Listener
     ) -> tuple[list[Event], Failure | None]:
-        """Follows ranks to their end, or to a reason to end them; returns their events and what went wrong."""
+        """Follows ranks to their end, or to a reason to end them."""
         reader, events = EventReader(job.folder), list[Event]()
         last, failing = time.monotonic(), False
         with contextlib.closing(ranks):
@@ -177,8 +169,8 @@ class Launcher:
                 failing = failing or status != 0 or any(event["event"] == "error" for event in new)
                 # One rank's error leaves the others waiting in a collective. They get a moment to say what went wrong for them.
                 if ended or (failing and quiet > GRACE_SECONDS):
-                    return events, _failure(events, job, size, ended, status)
-                limit = self._limit(events, size)
+                    return events, _failure(events, job, status)
+                limit = self._limit(events, job.processes)
                 if not failing and quiet > limit:
                     message = f"no rank did a step for {limit:.0f} s; {_whereabouts(events)}"
                     return events, Failure("hang", message)
@@ -221,42 +213,14 @@ class _Launched(Process):
         return self.status is not None, self.status or 0
 
 
-class _Rendezvous:
-    """Horovod's rendezvous server over Gloo, and the variables by which ranks find it and each other."""
-
-    def __init__(self, size: int) -> None:
-        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-        from horovod.runner.http.http_server import RendezvousServer
-
-        self._slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
-        self._server = RendezvousServer()
-        self._port = self._server.start()
-
-    def renew(self) -> Iterator[dict[str, str]]:
-        """Forgets all ranks, as each start needs it; gives the variables of each rank."""
-        from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-
-        # Ranks of an earlier start have left their addresses in the server, and new ones would connect to those.
-        self._server.init(self._slots)
-        interfaces = psutil.net_if_addrs()
-        loopback = next(
-            name for name in interfaces if "127.0.0.1" in {entry.address for entry in interfaces[name]}
-        )
-        job = create_run_env_vars("127.0.0.1", [loopback], str(self._port))
-        return ({**job, **create_slot_env_vars(slot)} for slot in self._slots)
-
-    def close(self) -> None:
-        self._server.stop()
-
-
-def _failure(events: Sequence[Event], job: Job, size: int, ended: bool, status: int) -> Failure | None:
+def _failure(events: Sequence[Event], job: Job, status: int) -> Failure | None:
     # The first error by its time is the cause. Other ranks fail after it, in collectives that it has left.
     for event in events:
         if event["event"] == "error":
             return Failure("error", event["message"])
     if status:
         return Failure("error", f"a rank ended with status {status}: {error_line(job.log_file)}")
-    if ended and _ranks(events, "done") < size:
+    if _ranks(events, "done") < job.processes:
         return Failure("error", f"the ranks ended before they were done: {error_line(job.log_file)}")
     return None
 

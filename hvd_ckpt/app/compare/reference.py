@@ -7,8 +7,7 @@ and each rank's buffers as the reference has them for that rank.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -149,15 +148,6 @@ def largest_difference(
         if share > relative:
             relative, worst = share, name
     return absolute, relative, worst
-
-
-def mean_losses(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The mean loss of each step over those ranks that did it."""
-    longest = max((len(losses) for losses in ranks), default=0)
-    return tuple(
-        statistics.fmean(float(losses[number]) for losses in ranks if number < len(losses))
-        for number in range(longest)
-    )
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> Tensors:

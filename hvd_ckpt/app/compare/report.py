@@ -8,21 +8,30 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hvd_ckpt.app.compare.runner.report import Column, Report, Table, in_mib, mebibytes, shown, table_of
-from hvd_ckpt.app.compare.verdict import (
-    BASELINE,
-    Result,
-    by_variant,
-    engines_of,
-    recomputed,
-    short_name,
-    worst,
+from hvd_ckpt.app.compare.runner.report import (
+    Column,
+    Report,
+    Table,
+    in_mib,
+    mebibytes,
+    save_figure,
+    shown,
+    table_of,
 )
+from hvd_ckpt.app.compare.verdict import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hvd_ckpt.app.compare.runner.options import BenchRun
 
 REASON = 160  # characters
 STYLES = {"right": "green", "loose": "yellow", "wrong": "red", "error": "red", "hang": "red"}
+COLORS = dict(zip(STYLES, ("#4daf6e", "#f2d45c", "#f08a4b", "#c8505a", "#3b3b3b")))  # of the picture
+MEANINGS = {"loose": "loose: right, but reduced more than once, or in another order each time"}
 PRICE = (
     "Step time as a ratio to stock Horovod without recomputation, and peak memory in MiB. A wrong result has its price in "
     "parentheses."
@@ -30,88 +39,71 @@ PRICE = (
 LEGEND = (
     "verdict: right; loose (right here, but a gradient is reduced more than once in a step, or two runs reduce in "
     "different orders); wrong; error; hang.",
-    "ranks: whether all ranks end with the same parameters, bit for bit.",
-    "weights, buffers: the largest difference of a parameter, of a buffer such as a batch norm's statistics, from one "
-    "process that computes each rank's batch in turn, with that rank's random state and buffers, and averages the "
-    "gradients. Right means that none is off by more than 0.1 % of what training changed (5 % where weights are bfloat16, "
-    "2 % in mixed precision).",
-    "runs: whether repeated runs end in the same parameters and buffers, bit for bit, and how many there were.",
-    "reduced: how many reductions a parameter's gradient takes part in per step, fewest and most.",
-    "order: whether two runs reduce in the same order (for Horovod, as its timeline has it).",
-    "step ms: median time of a step after the first two; ratio: to the step time of stock Horovod in "
-    f"the same pass (jobs alternate: A B C, then C B A): of its cell without recomputation, else of the same cell ({BASELINE}).",
-    "peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights, gradients and "
-    "optimizer included; communication threads' own buffers are not part of it.",
-    "stages-, parts-: ranks have one model together; what each has is compared with the same in one process, which runs the same "
-    "micro-batches. Dropout is right where the masks are those of the whole model; other masks are not wrong for training, but the "
+    "ranks, bits: whether all ranks end in the same parameters, and all runs in the same parameters and buffers, bit for bit.",
+    "weights, buffers: the largest difference from one process that computes each rank's batch in turn, with that rank's random "
+    "state and buffers, and averages the gradients. Right means that none is off by more than 0.1 % of what training changed (5 % "
+    "where weights are bfloat16, 2 % in mixed precision).",
+    "reduced: reductions of a gradient in a step, fewest and most; order: whether two runs reduce in the same order.",
+    "step ms: median after two steps; ratio: to stock Horovod in the same pass, without recomputation where that is measured.",
+    "peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights included.",
+    "stages-, parts-: ranks have one model together. Dropout masks that are not the whole model's are valid for training, but the "
     "result then depends on the number of ranks.",
 )
 
 
-def conclude(results: Sequence[Result], subject: str) -> tuple[bool, str]:
-    """Whether the subject is right in every cell, and a sentence that says where it is not."""
-    mine = [result for result in results if result.engine == subject]
-    wrong = [result for result in mine if not result.right]
-    if not mine:
-        return False, f"{subject} has no cells to be right in."
-    if not wrong:
-        return True, f"{short_name(subject)} is right in all {len(mine)} cells."
-    names = ", ".join(f"{result.workload} {recomputed(result)}" for result in wrong)
-    return False, f"{subject} is not right in {len(wrong)} of {len(mine)} cells: {names}."
-
-
 def make_report(
+    run: BenchRun,
     results: Sequence[Result],
     workloads: Mapping[str, Mapping[str, Any]],
+    *,
     subject: str,
-    settings: dict[str, Any],
-    facts: dict[str, str],
+    title: str,
+    facts: Mapping[str, Any],
     remarks: Sequence[str],
 ) -> Report:
     """The report of a comparison.
 
     Args:
+        run: the command's.
         results: one per engine and cell.
         workloads: for each workload its ``title``, ``line``, the reference's mean ``losses``, and whether it is ``small``.
         subject: the engine that must be right for the comparison to succeed.
-        settings: of the comparison, as plain values.
-        facts: of the machine, and the settings.
+        title: of the tables and the picture.
+        facts: lines in the place of options that were not given.
         remarks: a line for each engine that cannot run here, and for each cell that an engine did not train: which, and why.
     """
     success, conclusion = conclude(results, subject)
     large = [result for result in results if not workloads[result.workload]["small"]]
-    title = f"{settings['np']} ranks over {settings['controller']}, {settings['precision']}"
+    verdicts = _by_engine(
+        f"Is the training result right? {title}", results, lambda result: result.variant, _verdict
+    )
+    tables = [verdicts]
+    if large:
+        tables.append(
+            _by_engine("Step time and peak memory", large, lambda result: result.recomputed, _cost, PRICE)
+        )
     trained: list[tuple[str, ...]] = [
         (name, found["title"], found["line"], f"{found['losses'][0]:.3f} to {found['losses'][-1]:.3f}")
         for name, found in workloads.items()
     ]
+    columns = ("workload", "what is trained", "size", "loss")
+    tables.append(Table(columns, trained, title="Workloads", printed=False))
 
-    def draw(folder: Any) -> list[str]:
-        from hvd_ckpt.app.compare.pictures import draw_all
+    def draw(folder: Path) -> list[str]:
+        return [save_figure(draw_verdicts(verdicts), folder / "verdicts.png")]
 
-        return draw_all(folder, results, title)
-
-    return Report(
+    report = run.report(
         "Engines compared",
-        facts,
-        [
-            _by_engine(f"Verdicts: {title}", by_variant(results), _verdict),
-            *(
-                [_by_engine("Step time and peak memory", by_variant(large, recomputed), _cost, PRICE)]
-                * bool(large)
-            ),
-            Table(("workload", "what is trained", "size", "loss"), trained, title="Workloads", printed=False),
-        ],
+        tables,
         [
             {**dataclasses.asdict(result), "right": result.right, "step_seconds": result.step_seconds}
             for result in results
         ],
-        remarks=[*remarks, *_reasons(result for result in results if result.engine == subject)],
+        facts,
         notes=LEGEND,
         details=[table_of(DETAILS, results, "Every cell")],
         detail_remarks=list(_reasons(results)),
         draw=draw,
-        settings=settings,
         data={
             "right": success,
             "conclusion": conclusion,
@@ -122,6 +114,17 @@ def make_report(
         conclusion=conclusion,
         success=success,
     )
+    report.remarks += [*remarks, *_reasons(result for result in results if result.engine == subject)]
+    return report
+
+
+def conclude(results: Sequence[Result], subject: str) -> tuple[bool, str]:
+    """Whether the subject is right in every cell, and a sentence that says where it is not."""
+    mine = [result for result in results if result.engine == subject]
+    wrong = [f"{result.workload} {result.recomputed}" for result in mine if not result.right]
+    if mine and not wrong:
+        return True, f"{short_name(subject)} is right in all {len(mine)} cells."
+    return False, f"{subject} is not right in {len(wrong)} of {len(mine)} cells: {', '.join(wrong)}."
 
 
 def _reasons(results: Iterable[Result]) -> Iterable[str]:
@@ -129,17 +132,22 @@ def _reasons(results: Iterable[Result]) -> Iterable[str]:
     for result in results:
         if not result.right:
             reason = textwrap.shorten(result.reason, REASON, placeholder=" ...")
-            yield f"{result.engine}, {result.workload} {recomputed(result)}: {result.status}, {reason}"
+            yield f"{result.engine}, {result.workload} {result.recomputed}: {result.status}, {reason}"
 
 
 def _by_engine(
     title: str,
-    rows: Mapping[tuple[str, str], Mapping[str, Sequence[Result]]],
+    results: Sequence[Result],
+    row_of: Callable[[Result], str],
     entry: Callable[[Sequence[Result]], str],
     note: str = "",
 ) -> Table:
-    """A row for each workload and way to recompute, and a column for each engine."""
-    engines = engines_of(result for row in rows.values() for results in row.values() for result in results)
+    """A row for each workload and way to recompute, a column for each engine; ``entry`` takes the results of both."""
+    engines = dict.fromkeys(result.engine for result in results)
+    rows: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for result in results:
+        row = rows.setdefault((result.workload, row_of(result)), {})
+        row.setdefault(result.engine, []).append(result)
     columns = ("workload", "recomputed", *map(short_name, engines))
     return Table(
         columns,
@@ -156,10 +164,16 @@ def _by_engine(
     )
 
 
+def short_name(engine: str) -> str:
+    """An engine's name without the module it comes from."""
+    return engine.rpartition(":")[2]
+
+
 def _verdict(results: Sequence[Result]) -> str:
     """The worst verdict of some numbers of segments; with those it holds for, if it does not hold for all."""
-    status, where = worst(results)
-    return f"{status} x{','.join(where)}" if where else status
+    status = max((result.status for result in results), key=list(STYLES).index)
+    where = [str(result.chunks) for result in results if result.status == status]
+    return f"{status} x{','.join(where)}" if len(where) < len(results) else status
 
 
 def _cost(results: Sequence[Result]) -> str:
@@ -188,7 +202,7 @@ def _either(yes: str, no: str) -> Callable[[bool], str]:
 
 DETAILS = (
     Column("workload", lambda result: result.workload),
-    Column("recomputed", recomputed),
+    Column("recomputed", lambda result: result.recomputed),
     Column("engine", lambda result: short_name(result.engine)),
     Column("verdict", lambda result: result.status if result.right else result.status.upper()),
     Column("ranks", lambda result: result.ranks_equal, _either("equal", "DIFFER")),
@@ -202,3 +216,39 @@ DETAILS = (
     Column("ratio", lambda result: result.ratio, ".2f"),
     Column("peak MiB", lambda result: result.peak_bytes, in_mib(".2f")),
 )
+
+
+def draw_verdicts(table: Table) -> Figure:
+    """Draws the entries of a table in the colours of their verdicts; ``x2`` stands for one of two segments."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    engines = table.columns[2:]
+    figure = Figure(figsize=(3.5 + 1.35 * len(engines), 1.3 + 0.27 * len(table.rows)))
+    axes = figure.add_subplot()
+    for y, (_, _, *entries) in enumerate(table.rows):
+        for x, entry in enumerate(entries):
+            status, _, segments = entry.partition(" x")
+            if status in COLORS:
+                text = f"{status}: {segments.replace(',', ', ')} segments" if segments else status
+                color = "white" if status in ("hang", "error") else "black"
+                axes.add_patch(Rectangle((x + 0.02, y + 0.06), 0.96, 0.88, color=COLORS[status]))
+                axes.text(x + 0.5, y + 0.52, text, ha="center", va="center", fontsize=7, color=color)
+    axes.set(xlim=(0, len(engines)), ylim=(len(table.rows), 0))
+    axes.set_xticks([x + 0.5 for x in range(len(engines))], engines)
+    axes.xaxis.tick_top()
+    rows = [f"{workload}, {variant}" for workload, variant, *_ in table.rows]
+    axes.set_yticks([y + 0.5 for y in range(len(rows))], rows, fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    patches = [Patch(color=color, label=MEANINGS.get(status, status)) for status, color in COLORS.items()]
+    axes.legend(
+        handles=patches,
+        ncols=len(patches),
+        frameon=False,
+        fontsize=8,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.005),
+    )
+    axes.set_title(table.title, fontsize=10, pad=28)
+    return figure

@@ -41,11 +41,13 @@ class Scenario(Workload):
     def model(self, recompute: Recompute) -> nn.Module:
         return Chain([layer() for _ in range(LAYERS)], recompute)
 
+    def random(self, rank: int, step: int, part: int = 0) -> torch.Generator:
+        """Different for each step below 1000, rank below 100 and part below 10. The reference asks for the batches of all ranks
+        in one process, and must get the same ones."""
+        return torch.Generator().manual_seed(((self._seed * 1000 + step) * 100 + rank) * 10 + part)
+
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
-        # Different for each step below 1000, rank below 100 and part below 10. The reference asks for the
-        # batches of all ranks in one process, and must get the same ones.
-        number = ((self._seed * 1000 + step) * 100 + rank) * 10 + part
-        x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(number))
+        x = torch.randn(SAMPLES, WIDTH, generator=self.random(rank, step, part))
         # PyTorch's reentrant variant loses the first segment's gradients unless an input requires one.
         return Batch((x.requires_grad_(),), torch.full((SAMPLES, WIDTH), 0.3))
 
@@ -232,9 +234,7 @@ class Sparse(Scenario, name="sparse"):
         return SparseChain(self.vocabulary, recompute)
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
-        number = (self._seed * 1000 + step) * 100 + rank
-        generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(self.vocabulary, (SAMPLES,), generator=generator)
+        tokens = torch.randint(self.vocabulary, (SAMPLES,), generator=self.random(rank, step))
         return Batch((tokens,), torch.full((SAMPLES, WIDTH), 0.3))
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ in another order than the reference does.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvd_ckpt.app.compare.cells import Cell
@@ -21,7 +21,6 @@ from hvd_ckpt.app.compare.workloads import CATALOG
 
 ROUNDING = 2e-2  # the tolerance where activations have fewer than 12 bits
 WARM_UP = 2  # steps that are not timed: buckets are learned, caches filled
-SEVERITY = ("right", "loose", "wrong", "error", "hang")
 BASELINE = "horovod"  # step times are told as a ratio to this engine's
 
 
@@ -70,6 +69,11 @@ class Result:
         return self.status == "right"
 
     @property
+    def recomputed(self) -> str:
+        """The variant and the number of segments, such as ``reentrant x4``."""
+        return self.variant if not self.chunks else f"{self.variant} x{self.chunks}"
+
+    @property
     def step_seconds(self) -> float | None:
         """Median over the passes."""
         return statistics.median(self.pass_seconds) if self.pass_seconds else None
@@ -78,17 +82,16 @@ class Result:
 def judge(
     cell: Cell,
     engine: str,
-    trainings: Sequence[Sequence[Figures]],
-    failure: Failure | None = None,
+    trainings: Sequence[Sequence[Figures]] | Failure,
     precision: str = "fp32",
 ) -> Result:
-    """Judges one cell from its failure, or from the figures of each rank in each training of it (see :mod:`.worker`).
+    """Judges one cell from the figures of each rank in each training of it (see :mod:`.worker`), or from its failure.
 
     The first training has been compared with the reference, some have counted their reductions, and some were timed.
     """
     result = Result(engine, cell.workload, cell.variant, cell.chunks, status="right")
-    if failure:
-        result.status, result.reason = failure.kind, failure.message
+    if isinstance(trainings, Failure):
+        result.status, result.reason = trainings.kind, trainings.message
         return result
     kind, rank_by_rank = CATALOG[cell.workload], list(zip(*trainings))
     figures = [figures for ranks in trainings for figures in ranks]
@@ -127,29 +130,6 @@ def judge(
     return result
 
 
-def engines_of(results: Iterable[Result]) -> list[str]:
-    """The engines of results, each once, in order."""
-    return list(dict.fromkeys(result.engine for result in results))
-
-
-def by_variant(
-    results: Iterable[Result], row_of: Callable[[Result], str] = lambda result: result.variant
-) -> dict[tuple[str, str], dict[str, list[Result]]]:
-    """The results of each workload and variant, or another ``row_of`` a result, by engine: one for each number of segments."""
-    groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
-    for result in results:
-        group = groups.setdefault((result.workload, row_of(result)), {})
-        group.setdefault(result.engine, []).append(result)
-    return groups
-
-
-def worst(results: Sequence[Result]) -> tuple[str, list[str]]:
-    """The worst verdict over numbers of segments, and those that it holds for; empty if it holds for all."""
-    status = max((result.status for result in results), key=SEVERITY.index)
-    where = [str(result.chunks) for result in results if result.status == status]
-    return status, where if len(where) < len(results) else []
-
-
 def add_ratios(results: Sequence[Result]) -> None:
     """Give each result its step time relative to the baseline engine's, pass by pass: to its time without recomputation
     where that is among the cells, else to its time in the same cell."""
@@ -169,13 +149,3 @@ def _step_seconds(ranks: Sequence[Figures]) -> float:
     """The median time of a step after the warm-up: that of the slowest rank, as all wait for it."""
     steps = slowest(rank["seconds"] for rank in ranks)
     return statistics.median(steps[min(WARM_UP, len(steps) - 1) :])
-
-
-def recomputed(result: Result) -> str:
-    """The variant and the number of segments, such as ``reentrant x4``."""
-    return result.variant if not result.chunks else f"{result.variant} x{result.chunks}"
-
-
-def short_name(engine: str) -> str:
-    """An engine's name without the module it comes from."""
-    return engine.rpartition(":")[2]

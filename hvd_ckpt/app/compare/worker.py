@@ -6,13 +6,12 @@ rank, the time, and what happened. An infinite difference or an undefined loss t
     born (pid)                  ready                       done        of the process
     step (cell, step)           this many steps are done; 0 where a training begins
     result (cell, trainings)    the figures of each training of a cell
-    reference (workload, layers, losses, line)
+    reference (workload, title, line, layers, losses, small)
     error (message)             of this rank; it ends the process
 
 Events of cells also tell whether a step takes milliseconds: ``small``.
 
-The first error ends the process, because the ranks are no longer in step then; the launcher starts a fresh one for the cells
-that are left (see :mod:`.launch`).
+The first error ends the process, because the ranks are no longer in step then (see :mod:`.launch`).
 """
 
 from __future__ import annotations
@@ -21,16 +20,18 @@ import atexit
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.app.compare import divided, scenarios  # noqa: F401  # whose classes enter the catalogue
 from hvd_ckpt.app.compare.cells import Cell, Settings
-from hvd_ckpt.app.compare.reference import Reference, apart, make_reference, mean_losses
+from hvd_ckpt.app.compare.reference import Reference, apart, make_reference
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.runner.engines import start_engine
 from hvd_ckpt.app.compare.runner.jobs import RankJob, launched_rank_and_size, load_json, own_device, reason
@@ -65,6 +66,11 @@ class Job(RankJob):
     checks: bool
 
     @property
+    def processes(self) -> int:
+        """How many are started."""
+        return 1 if self.engine == REFERENCE else self.size
+
+    @property
     def workloads(self) -> list[str]:
         """The workloads of the cells, each once, in order."""
         return list(dict.fromkeys(cell.workload for cell in self.cells))
@@ -97,25 +103,23 @@ class Worker:
     def run(self) -> None:
         """Trains every cell: twice with a close look, or once against the clock, as the job says."""
         for cell in self._job.cells:
-            self._tell(cell, "result", trainings=(self._check if self._job.checks else self._time)(cell))
+            self._tell(cell, "result", trainings=self._trainings(cell))
             gc.collect()
 
-    def _time(self, cell: Cell) -> list[Figures]:
+    def _trainings(self, cell: Cell) -> list[Figures]:
         trained = self._train(cell)
-        return [{"seconds": trained.seconds, **_hashes(trained)}]
-
-    def _check(self, cell: Cell) -> list[Figures]:
-        trained = self._train(cell)
+        if not self._job.checks:
+            return [_figures(trained, seconds=trained.seconds)]
         whole = not self._workloads[cell.workload].divided
         distance = apart(self._references[cell.workload], trained, self._engine.rank, whole)
-        figures = {**distance, **_hashes(trained), **_reductions(trained)}
+        first = _figures(trained, **distance)
         # The second run must not find the first one's memory in use.
         del trained
         gc.collect()
         # The peak includes weights, gradients and optimizer: all that training allocates, from before the model is made.
         with recording_peak(self._job.settings.device) as memory:
             trained = self._train(cell)
-        return [figures, {"peak_bytes": memory.peak_bytes, **_hashes(trained), **_reductions(trained)}]
+        return [first, _figures(trained, peak_bytes=memory.peak_bytes)]
 
     def _train(self, cell: Cell) -> Training:
         self._tell(cell, "step", step=0)
@@ -132,27 +136,36 @@ class Worker:
         self._events.tell(event, cell=cell.key, small=self._workloads[cell.workload].small, **values)
 
 
-def _hashes(trained: Training) -> Figures:
-    return {
+def _figures(trained: Training, **more: Any) -> Figures:
+    """Hashes of a training's result, and its reductions where any were recorded (of an engine of the user's own, none are)."""
+    figures = {
         "weights": fingerprint(trained.parameters.items()),
         "buffers": fingerprint(trained.model.named_buffers()),
+        **more,
     }
-
-
-def _reductions(trained: Training) -> Figures:
-    """The recording; without anything recorded (an engine of the user's own) nothing."""
     recording = trained.recording
-    if recording is None or not recording.order:
-        return {}
-    return {"most": recording.most, "least": recording.least, "order": recording.digest()}
+    if recording is not None and recording.order:
+        figures |= {"most": recording.most, "least": recording.least, "order": recording.digest()}
+    return figures
 
 
-def work(job: Job) -> int:
-    """One process of a job; returns an exit status. An error is an event and a traceback in the log."""
+def run_process(job_file: str, variables: Mapping[str, str] | None = None) -> None:
+    """One process of a job. An error is an event, and a traceback in the log.
+
+    Args:
+        variables: for a process of the fork server, those that a launcher of ranks would set; a launcher also writes the log.
+    """
+    job = load_json(Job, Path(job_file))
+    gc.freeze()  # objects that the imports left behind need no collection in a rank
+    if variables is not None:
+        os.environ.update(variables)
+        with job.log_file.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     if job.checks:
         # Horovod reads this when it starts; without it no timeline can be started later.
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
-    computes = job.engine == REFERENCE
+    computes, status = job.engine == REFERENCE, 0
     events = Events(job.folder, 0 if computes else launched_rank_and_size()[0])
     events.tell("born", pid=os.getpid())
     try:
@@ -162,9 +175,12 @@ def work(job: Job) -> int:
     except Exception as error:
         events.tell("error", message=reason(error))
         traceback.print_exc()
-        sys.stderr.flush()
-        return 1
-    return 0
+        status = 1
+    if status == 0:
+        atexit._run_exitfuncs()  # among them Horovod's shutdown, which the fork server would leave out
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # after an error, a clean exit would wait for ranks that are not coming
 
 
 def train_cells(job: Job, events: Events) -> None:
@@ -186,28 +202,10 @@ def compute_references(job: Job, events: Events) -> None:
             workload, size, job.settings, lambda step: events.tell("step", step=step + 1)
         )
         reference.save(job.reference_file(name))
-        facts = {"layers": reference.layers, "line": workload.model_line}
-        events.tell("reference", workload=name, losses=mean_losses(reference.losses), **facts)
-
-
-def run_forked(job_file: str, variables: dict[str, str]) -> None:
-    """A process of the fork server, with the variables that a launcher of ranks would set."""
-    job = load_json(Job, Path(job_file))
-    gc.freeze()  # objects that the imports left behind need no collection in a rank
-    with job.log_file.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.environ.update(variables)
-    status = work(job)
-    # The fork server would end this process without its exit functions, among them Horovod's shutdown.
-    if status == 0:
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # after an error, a clean exit would wait for ranks that are not coming
+        facts = {"title": workload.title, "line": workload.model_line, "small": workload.small}
+        losses = [statistics.fmean(step) for step in zip(*reference.losses)]  # while all ranks have batches
+        events.tell("reference", workload=name, layers=reference.layers, losses=losses, **facts)
 
 
 if __name__ == "__main__":
-    _status = work(load_json(Job, Path(sys.argv[1])))
-    if _status:
-        os._exit(_status)
+    run_process(sys.argv[1])
