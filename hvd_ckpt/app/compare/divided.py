@@ -7,19 +7,14 @@ with the whole model in one process, which runs the same micro-batches one after
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Optimizer
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.compare.cells import Chain, Recompute
-from hvd_ckpt.app.compare.runner.engine import OnTorch
-from hvd_ckpt.app.compare.runner.engines import HvdCkpt
-from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
 from hvd_ckpt.app.compare.runner.stages import Cut, Unstaged
 from hvd_ckpt.app.compare.scenarios import Scenario
 from hvd_ckpt.app.compare.workloads import Step
@@ -49,7 +44,7 @@ ENGINES = {
     "stages": tuple(
         f"hvd_ckpt.app.compare.runner.stages:{name}" for name in ("HvdCkptStages", "TorchStages")
     ),
-    "parts": tuple(f"hvd_ckpt.app.compare.divided:{name}" for name in ("HvdCkptParts", "TorchParts")),
+    "parts": tuple(f"hvd_ckpt.app.compare.runner.parts:{name}" for name in ("HvdCkptParts", "TorchParts")),
 }
 """This library's first."""
 
@@ -78,9 +73,8 @@ class Divided(Scenario):
         raise NotImplementedError
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
-        generator = torch.Generator().manual_seed(1000 * self._seed + step)
         shape = (2, self.samples, LENGTH + self.growth * step)
-        inputs, targets = torch.randint(self.vocabulary, shape, generator=generator)
+        inputs, targets = torch.randint(self.vocabulary, shape, generator=self.random(0, step))
         targets[0, 1 : 1 + self.ignored] = IGNORED
         return Batch((inputs,), targets)
 
@@ -131,7 +125,21 @@ class InParts(Divided):
         return Layer(self.dropout)
 
     def model(self, recompute: Recompute) -> nn.Module:
-        return Chain(list(self.layers()), recompute)
+        return Split(list(self.layers()), recompute)
+
+
+class Split(Chain):
+    """The chain and how its layers are split, as :func:`hvd_ckpt.tensor_parallel` takes it."""
+
+    recipe = {  # noqa: RUF012
+        "chain.0": "vocabulary",
+        "chain.*.attention": "heads:heads",
+        **{f"chain.*.attention.{name}": "column" for name in ("query", "key", "value")},
+        "chain.*.attention.output": "row",
+        "chain.*.up": "column",
+        "chain.*.down": "row",
+        f"chain.{InParts.depth + 1}": "vocabulary",
+    }
 
 
 for _kind, _table in ((Staged, STAGES), (InParts, PARTS)):
@@ -171,63 +179,3 @@ class Attention(nn.Module):
         )
         result: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return result
-
-
-RECIPE = {
-    "chain.0": "vocabulary",
-    "chain.*.attention": "heads:heads",
-    **{f"chain.*.attention.{name}": "column" for name in ("query", "key", "value")},
-    "chain.*.attention.output": "row",
-    "chain.*.up": "column",
-    "chain.*.down": "row",
-    f"chain.{InParts.depth + 1}": "vocabulary",
-}
-
-
-class HvdCkptParts(HvdCkpt):
-    """This library's ``tensor_parallel``."""
-
-    reduces_by = ""  # there is one replica
-
-    def start(self, folder: Path) -> None:
-        _, self.stages = launched_rank_and_size()
-        hc.init(tensor=self.stages)
-        self.rank, self.size = hc.rank(), hc.size()
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        return super().wrap(hc.tensor_parallel(model, RECIPE), optimizer, passes)
-
-    def weights(self, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-        return dict(
-            optimizer.full_model_state_dict(model, all_ranks=True)
-        )  # without buffers, as the model has none
-
-
-class TorchParts(OnTorch):
-    """PyTorch's ``parallelize_module`` over Gloo."""
-
-    title = "torch"
-
-    def start(self, folder: Path) -> None:
-        super().start(folder)
-        self.stages, self.rank, self.size = self.size, 0, 1
-
-    def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        kinds: dict[str, Any] = {"column": ColwiseParallel, "row": RowwiseParallel}
-        plan: dict[str, Any] = {name: kinds[kind]() for name, kind in RECIPE.items() if kind in kinds}
-        plan["chain.0"] = RowwiseParallel(input_layouts=Replicate())
-        plan[f"chain.{InParts.depth + 1}"] = ColwiseParallel(output_layouts=Replicate())
-        for layer in model.chain[1:-1]:
-            layer.attention.heads //= self.stages
-        parallelize_module(model, init_device_mesh("cpu", (self.stages,)), plan)
-        return model, type(optimizer)(model.parameters(), **optimizer.defaults)
-
-    def weights(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-        return {
-            name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
-            for name, parameter in model.named_parameters()
-        }
