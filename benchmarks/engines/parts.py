@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.runner.engine import Engine, OnTorch
+from hvd_ckpt.app.compare.runner.engine import Engine
+from hvd_ckpt.app.compare.runner.parts import TorchParts
 from hvd_ckpt.app.compare.runner.stages import HvdCkptStages, TorchStages, Unstaged, made_again
 
 
@@ -29,30 +30,19 @@ class Parts(Engine):
         return model, made_again(optimizer, model)
 
 
-class TorchParts(OnTorch):
-    """PyTorch's ``parallelize_module`` of a GPT. A part gets other rows of a fused weight, which takes as long."""
+class GptParts(TorchParts):
+    """A GPT by PyTorch's ``parallelize_module``. A part gets other rows of a fused weight, which takes as long."""
 
     title = "PyTorch, parts"
-
-    def start(self, folder: Path) -> None:
-        super().start(folder)
-        self._parts, self.rank, self.size = self.size, 0, 1
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        plan: dict[str, Any] = {"embedding.tokens": RowwiseParallel(input_layouts=Replicate())}
-        plan["head.1"] = ColwiseParallel(output_layouts=Replicate())
-        for name, module in model.named_modules():
-            if name.endswith(".attention"):
-                plan |= {f"{name}.project": ColwiseParallel(), f"{name}.output": RowwiseParallel()}
-                module.heads //= self._parts
-            elif name.endswith(".perceptron"):
-                plan |= {f"{name}.0": ColwiseParallel(), f"{name}.2": RowwiseParallel()}
-        model = parallelize_module(model, init_device_mesh(self.device.type, (self._parts,)), plan)
-        return model, made_again(optimizer, model)
+    recipe: ClassVar[dict[str, str]] = {
+        "embedding.tokens": "vocabulary",
+        "*.attention": "heads:heads",
+        "*.attention.project": "column",
+        "*.attention.output": "row",
+        "*.perceptron.0": "column",
+        "*.perceptron.2": "row",
+        "head.1": "vocabulary",
+    }
 
 
 ENGINES: dict[str, type[Engine]] = {
@@ -60,5 +50,5 @@ ENGINES: dict[str, type[Engine]] = {
     "torch-stages": TorchStages,
     "unstaged": Unstaged,
     "parts": Parts,
-    "torch-parts": TorchParts,
+    "torch-parts": GptParts,
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,9 +39,14 @@ class HvdCkptParts(HvdCkpt):
 
 
 class TorchParts(OnTorch):
-    """PyTorch's ``parallelize_module``, as a recipe of this library says."""
+    """PyTorch's ``parallelize_module``, as a recipe of this library says.
+
+    Attributes:
+        recipe: of models that have none.
+    """
 
     title = "torch"
+    recipe: ClassVar[dict[str, str]] = {}
 
     def start(self, folder: Path) -> None:
         super().start(folder)
@@ -53,8 +58,9 @@ class TorchParts(OnTorch):
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         plan: dict[str, Any] = {}
+        recipe = getattr(model, "recipe", self.recipe)
         for name, module in model.named_modules():
-            kind = next((kind for pattern, kind in model.recipe.items() if fnmatchcase(name, pattern)), "")
+            kind = next((kind for pattern, kind in recipe.items() if fnmatchcase(name, pattern)), "")
             if kind.startswith("heads:"):
                 attribute = kind.removeprefix("heads:")
                 setattr(module, attribute, getattr(module, attribute) // self.stages)
