@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from hvd_ckpt.app.compare.runner.jobs import join_torch, launched_rank_and_size
-
-if TYPE_CHECKING:
-    from hvd_ckpt.planning.plan import Plan
 
 Functions = Sequence[Callable[..., Any]]
 
@@ -62,7 +59,6 @@ class Engine(ABC):
         title: the name in tables.
         uses_horovod: it joins the other ranks through Horovod, which over MPI a process can do once in its life.
         wraps_after_apex: ``apex.amp.initialize`` comes before :meth:`wrap`, not after it.
-        plans: it has :meth:`plan`.
         reduces_by: the project whose calls reduce its gradients, one tensor or bucket at a time: ``horovod``, ``ddp`` or ``apex``;
             empty where no gradient is reduced as a whole.
         defaults: of the options.
@@ -80,7 +76,6 @@ class Engine(ABC):
     title: ClassVar[str]
     uses_horovod: ClassVar[bool] = False
     wraps_after_apex: ClassVar[bool] = True
-    plans: ClassVar[bool] = False
     reduces_by: ClassVar[str] = ""
     defaults: ClassVar[dict[str, Any]] = {}
     schedules: ClassVar[tuple[str, ...]] = ()
@@ -132,14 +127,6 @@ class Engine(ABC):
             [functools.partial(function, **shared) for function in functions] if shared else list(functions)
         )
         return checkpoint_sequential(bound, segments, *inputs, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call,misc]
-
-    def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
-        """A plan of what ``model`` recomputes, the same on all ranks: :func:`hvd_ckpt.plan`, for engines with ``plans``.
-
-        Raises:
-            ValueError: on every rank, where no chain is found in the model or no plan stays within the budget.
-        """
-        raise NotImplementedError(f"{self.title} has no plans")
 
     def prepare(self, model: nn.Module) -> None:  # noqa: B027  # most engines have nothing to do
         """Called before each step of a benchmark, outside of the time that is measured."""

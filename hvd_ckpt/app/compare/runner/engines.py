@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hvd_ckpt.app.compare.runner.engine import Workload
-    from hvd_ckpt.planning.plan import Plan
 
 
 class OneProcess(Engine):
@@ -100,7 +99,6 @@ class HvdCkpt(HorovodFamily):
     """This library."""
 
     title = "hvd_ckpt"
-    plans = True
 
     def start(self, folder: Path) -> None:
         hc.init()
@@ -121,9 +119,6 @@ class HvdCkpt(HorovodFamily):
         self, functions: Functions, segments: int, *inputs: Any, use_reentrant: bool, **shared: Any
     ) -> Any:
         return hc.checkpoint_sequential(functions, segments, *inputs, use_reentrant=use_reentrant, **shared)
-
-    def plan(self, model: nn.Module, *inputs: Any, **options: Any) -> Plan:
-        return hc.plan(model, *inputs, **options)
 
     def grad_scaler(self, device: str) -> torch.amp.GradScaler:
         return hc.GradScaler(device)
