@@ -174,7 +174,6 @@ class Planned(NoRecomputation):
     """This library's plan within a ``budget``, or within the peak of the engine that it is ``like``."""
 
     title = "plan"
-    plans = True
     defaults: ClassVar[dict[str, Any]] = {"budget": None, "like": None}
 
     def recomputing(self, model: Any) -> Forward:
