@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,17 +47,6 @@ class AccumulationCounts:
         self.arrived[index] += 1
         return self.arrived[index]
 
-    def has_arrived(self, index: int) -> bool:
-        """Whether the parameter has arrived in this step."""
-        return self.arrived[index] > 0
-
-    def forget(self, indices: Iterable[int]) -> None:
-        """Forgets this step's accumulations of some parameters."""
-        for index in indices:
-            self.arrived[index] = self.last_arrival[index] = 0
-        # Without arrivals the step has not begun. close_step() must not learn from it that nothing arrives.
-        self._clock *= any(self.arrived)
-
     def close_step(self, learn: bool = True) -> None:
         """Learns from this step's accumulations (unless ``learn`` is False) and starts the next step."""
         if learn and self._clock:
@@ -94,40 +82,21 @@ class AccumulationCounts:
         self._lower = [int(lower.get(name, -1)) for name in names]
 
 
-# Several optimizers of one parameter: one of them owns it, the one that was made or synchronized last, since two that counted
-# its gradients would both launch them. Each of the others holds the owner, so that the owner is there on every rank for as long
-# as one of them may be stepped: nothing that ranks do together depends on when Python collects an optimizer.
-#
-# A reducer is in one of three states for each of its parameters:
-#
-#   exclusive   it owns the parameter; its gradient may leave during the backward pass
-#   shared      it owns the parameter again, after another one had it; its gradient leaves in ``synchronize()``
-#   released    another reducer owns the parameter; the hooks here are removed
-#
-#   acquire()            new here        -> exclusive   the owner's step, if one has begun, is dropped
-#   release()            exclusive       -> released    another reducer acquires the parameter
-#   reacquire()          released        -> shared      first the owner drains: it reduces what has left
-#   become_exclusive()   shared          -> exclusive   two synchronizations in a row were this reducer's
-#
-# Usually there are no other owners, and ``reacquire()`` does nothing.
-
-
-@dataclass
-class _Reducers:
-    """The reducers of a parameter, and the one of them that owns it."""
-
-    owner: weakref.ref[OwningReducer] | None = None
-    all: list[weakref.ref[OwningReducer]] = field(default_factory=list)
-
-
-_reducers: Any = WeakTensorKeyDictionary()  # by parameter
+# A parameter belongs to the optimizer that was made over it last: two that counted its gradients would both reduce them. Ranks make
+# optimizers together, so they agree on the owner, whatever Python has collected where. A step that the owner before has begun is
+# dropped, and its next one is an error.
+_owners: Any = WeakTensorKeyDictionary()  # by parameter, a weak reference to the reducer
 
 
 def owner_of(parameter: torch.Tensor) -> Any | None:
     """The distributed optimizer that a parameter belongs to, or None."""
-    reducers = _reducers.get(parameter)
-    reducer = None if reducers is None or reducers.owner is None else reducers.owner()
+    reducer = _reducer_of(parameter)
     return None if reducer is None else reducer.optimizer()
+
+
+def _reducer_of(parameter: torch.Tensor) -> OwningReducer | None:
+    reference = _owners.get(parameter)
+    return None if reference is None else reference()
 
 
 class OwningReducer(ABC):
@@ -137,7 +106,7 @@ class OwningReducer(ABC):
     nothing), one after.
 
     Args:
-        parameters: by index; kept, and may grow.
+        names, parameters: by index; kept, and may grow.
         watched: the indices for which :meth:`before_accumulation` is called; kept, and may change.
 
     Attributes:
@@ -152,16 +121,18 @@ class OwningReducer(ABC):
     _identity: int
     _generation: int
 
-    def __init__(self, parameters: Sequence[torch.Tensor], watched: Container[int]) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[torch.Tensor], watched: Container[int]
+    ) -> None:
         self.active = False
         self.stats = ReductionStats()
         self.notice = self.noticed = False
         self.optimizer: Callable[[], Any] = lambda: None
-        self._parameters, self._watched_indices = parameters, watched
+        self._names, self._parameters, self._watched_indices = names, parameters, watched
         self._number_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._handles: dict[int, list[Any]] = {}
         self._unhooked: list[int] = []  # parameters owned here that have no hooks yet
-        self._owners: dict[int, Any] = {}  # by index: the other optimizer that owns the parameter
+        self._lost: str | None = None  # the first parameter that another optimizer owns now
         self._mismatch: Exception | None = None
         self.last_forward = 0
         backward_errors.register(self)
@@ -193,85 +164,41 @@ class OwningReducer(ABC):
 
     def acquire(self, indices: Iterable[int]) -> None:
         """Makes this reducer the owner of parameters that are new here; a step that their owners have begun is dropped."""
-        indices = list(indices)
-        before: dict[OwningReducer, None] = {}
+        before: dict[OwningReducer, list[torch.Tensor]] = {}
         for index in indices:
             parameter = self._parameters[index]
             self._number_of[id(parameter)] = index
-            reducers = _reducers.setdefault(parameter, _Reducers())
-            reducers.all = [known for known in reducers.all if known() is not None] + [weakref.ref(self)]
-            owner = None if reducers.owner is None else reducers.owner()
-            if owner is not None:
-                before[owner] = None
-        for owner in before:
-            owner.interrupt()
-        self._acquire(indices)
+            owner = _reducer_of(parameter)
+            if owner is not None and owner is not self:
+                before.setdefault(owner, []).append(parameter)
+            _owners[parameter] = weakref.ref(self)
+            self._unhooked.append(index)
+        for owner, parameters in before.items():
+            owner.lose(parameters)
+        self.hook_parameters()
 
-    def reacquire(self) -> bool:
-        """Acquires the parameters that another optimizer has been made or synchronized for since the last call.
-
-        To be called before each synchronization, on every rank; collective where there are any.
-
-        Returns:
-            Whether there are any.
-        """
-        if not self._owners:
-            self.become_exclusive()
-            return False
-        distinct = {id(optimizer): optimizer for optimizer in self._owners.values()}
-        # Each release is collective. Identities are the same on every rank, so all
-        # ranks go through the optimizers in one order.
-        for optimizer in sorted(distinct.values(), key=lambda optimizer: optimizer.identity):
-            optimizer.release_gradients()
-        taken, self._owners = self._owners, {}
-        self._acquire(sorted(taken))
-        return True
-
-    @property
-    def shares_parameters(self) -> bool:
-        """Another optimizer owns some of the parameters now; the same on every rank."""
-        return bool(self._owners)
-
-    @property
-    def unreduced(self) -> bool:
-        """A backward pass has added to a gradient since the last synchronization, of this optimizer or the parameter's owner."""
-        return self.active or any(
-            owner.reducer is not None and owner.reducer.has_accumulated(self._parameters[index])
-            for index, owner in self._owners.items()
-        )
-
-    def interrupt(self) -> None:
-        """Another optimizer begins with parameters of this one: a step that has begun is dropped."""
+    def lose(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Another optimizer owns these parameters now; a step that has begun is dropped."""
         if self.active:
             self.abandon()
         else:
             # On another rank the step may have begun; it is dropped and renamed by
             # abandon() there. Names must stay equal on all.
             self.rename_anew()
-
-    def _acquire(self, indices: Iterable[int]) -> None:
-        losers: dict[OwningReducer, list[torch.Tensor]] = {}
-        for index in indices:
-            reducers = _reducers[self._parameters[index]]
-            reducers.owner = weakref.ref(self)
-            self._unhooked.append(index)
-            for reference in reducers.all:
-                other = reference()
-                if other is not None and other is not self:
-                    losers.setdefault(other, []).append(self._parameters[index])
-        for other, parameters in losers.items():
-            other.release_to(parameters, self.optimizer())
-        self.hook_parameters()
-
-    def release_to(self, parameters: Iterable[torch.Tensor], to: Any) -> None:
-        """Another optimizer owns these parameters now."""
-        indices = [self._number_of[id(parameter)] for parameter in parameters]
+        indices = sorted(self._number_of[id(parameter)] for parameter in parameters)
         for index in indices:
             for handle in self._handles.pop(index, ()):
                 handle.remove()
-            self._owners[index] = to
-        self._unhooked = [index for index in self._unhooked if index not in self._owners]
-        self.release(indices)
+        self._unhooked = [index for index in self._unhooked if index not in indices]
+        self._lost = self._names[indices[0]]
+
+    def check_owner(self) -> None:
+        """Raises RuntimeError, the same on every rank, if another optimizer owns some of the parameters now."""
+        if self._lost is not None:
+            raise RuntimeError(
+                f"parameter '{self._lost}' belongs to the DistributedOptimizer that was made over it last, and this is an earlier "
+                f"one, which cannot reduce or step it any more; use the last one, or make another, on every rank"
+            )
 
     def hook_parameters(self) -> None:
         """Hooks parameters owned here that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
@@ -350,10 +277,6 @@ class OwningReducer(ABC):
         """A gradient of the parameter has been accumulated."""
 
     @abstractmethod
-    def has_accumulated(self, parameter: torch.Tensor) -> bool:
-        """A gradient of the parameter, which is this optimizer's, has been accumulated since the last synchronization."""
-
-    @abstractmethod
     def changes(self) -> list[tuple[int, torch.Tensor | None]] | None:
         """The gradients that were dropped (None) or changed in place since the last synchronization, by the parameters' indices.
 
@@ -364,18 +287,6 @@ class OwningReducer(ABC):
     @abstractmethod
     def note_changes(self) -> None:
         """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
-
-    @abstractmethod
-    def release(self, indices: Sequence[int]) -> None:
-        """Another reducer owns these parameters. Acquired again, they leave in synchronization until :meth:`become_exclusive`."""
-
-    @abstractmethod
-    def become_exclusive(self) -> None:
-        """The last two synchronizations of the shared parameters were this reducer's."""
 
     @abstractmethod
     def abandon(self) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Adasum, Sum
+from horovod.torch.mpi_ops import Adasum
 
 from hvd_ckpt.reduction import phases
 from hvd_ckpt.reduction.agreement import in_order
@@ -115,11 +115,9 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """Reduces, unless no rank has anything new since the last time; returns whether it did."""
         reducer = self.reducer if self._op != Adasum else None
         if reducer is not None:
+            reducer.check_owner()
             self._look_for_replaced(reducer)
-        reacquired = reducer is not None and reducer.reacquire()
-        reduces = reducer is not None and (
-            reacquired or not self._phase.is_reduced or self._any_new_gradients(reducer)
-        )
+        reduces = reducer is not None and (not self._phase.is_reduced or self._any_new_gradients(reducer))
         if reducer is not None and reduces:
             reducer.synchronize()
         else:
@@ -157,7 +155,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
 
     @property
     def has_unreduced(self) -> bool:
-        return self.reducer is not None and not self.reduces_updates and self.reducer.unreduced
+        return self.reducer is not None and not self.reduces_updates and self.reducer.active
 
     def check_reduced(self) -> None:
         """Raises RuntimeError if a step that does not reduce would use a gradient that was not reduced."""
@@ -207,13 +205,13 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._take_note()
             self._phase = Phase.STEPPED
             return self._local_step(closure, *args, **kwargs)
+        reducer.check_owner()
         if self._op == Adasum:
             return self._adasum_step(reducer, closure)
         if closure is not None:
-            # The first two are the same on every rank. So either all ranks ask each other,
-            # which the third does by a message, or none.
+            # The first is the same on every rank. So either all ranks ask each other, which the second does by a message, or none.
             if self._step_reduces is StepReduces.YES and (
-                self._phase.is_reduced or reducer.shares_parameters or self._any_new_gradients(reducer)
+                self._phase.is_reduced or self._any_new_gradients(reducer)
             ):
                 self.synchronize()
             closure = self._reduced_closure(closure)
@@ -260,7 +258,6 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reducer.reacquire()
         reducer.hook_parameters()
         adasum_step(
             list(zip(reducer.assignment.names, reducer.assignment.parameters)),
@@ -537,14 +534,6 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._phase = Phase.STEPPED
             if self.reduces_updates and self.reducer is not None:
                 self.reducer.forget_step()
-
-    def release_gradients(self) -> None:
-        """Releases this step's gradients for another optimizer of the same parameters, with none left in flight. Collective."""
-        if self.reducer is not None:
-            if self._op == Sum and not self._any_new_gradients(self.reducer):
-                self.reducer.note_changes()  # these are sums still
-            self.reducer.drain()
-        self._phase = Phase.ACCUMULATING
 
     def reset_reduction(self) -> None:
         """Drops order, layout and counts; the next step learns them from rank 0. Call it on every rank.

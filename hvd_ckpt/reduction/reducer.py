@@ -67,7 +67,7 @@ class Reducer(OwningReducer):
         # Parameters, by index, whose bucket has left, so that the next accumulation is late. With op=Sum it has all parameters,
         # except on the leader: what is a sum already must be kept apart.
         self._watched: set[int] = set()
-        super().__init__(assignment.parameters, self._watched)
+        super().__init__(assignment.names, assignment.parameters, self._watched)
         self.assignment = assignment
         self._communicator = communicator
         self.weights = WeightVerification(assignment.names, assignment.parameters, communicator.process_set)
@@ -77,8 +77,6 @@ class Reducer(OwningReducer):
         self._counts = AccumulationCounts(len(assignment.parameters))
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
         self._lock = threading.RLock()
-        # Parameters that optimizers take turns with; their buckets leave in synchronize().
-        self._shared: set[int] = set()
         self._gradients = list(map(TrackedGradient, assignment.parameters, assignment.names))
         # Parts that have come after the rest of their gradient has left.
         self._late: dict[int, torch.Tensor] = {}
@@ -178,26 +176,6 @@ class Reducer(OwningReducer):
         if self._communicator.sums_once and not self._communicator.is_leader:
             self._watched.update(range(len(self.assignment.parameters)))
 
-    def release(self, indices: Sequence[int]) -> None:
-        """Another optimizer owns these parameters; acquired again, their buckets leave in :meth:`synchronize`."""
-        with self._lock:
-            self._shared.update(indices)
-            self._counts.forget(indices)
-            # Gradients of other parameters may have arrived, so the step may still be under way.
-            self.active = any(self._counts.arrived)
-            self._prepare_buckets()
-
-    def become_exclusive(self) -> None:
-        """From the next step on all buckets may leave early."""
-        self._shared.clear()
-
-    def drain(self) -> None:
-        """Leaves nothing in flight, since another optimizer is to have the gradients of this step. Collective."""
-        # Ranks may have launched different numbers of buckets, or none. If one has begun, all must launch the rest.
-        begun = torch.tensor([bool(self._in_flight)], dtype=torch.float32)
-        if self._sum(begun, "drain")[0] > 0:
-            self.synchronize()
-
     def drop_gradients(self) -> None:
         """Puts zeros in place of gradients, in flight or not, so that they can be cleared. Call it on every rank."""
         for gradient in self._gradients:
@@ -208,9 +186,6 @@ class Reducer(OwningReducer):
                 gradient.parameter.grad = torch.zeros_like(gradient.parameter)
 
     # ---------------------------------------------------------------------------------- changes since the last synchronization
-
-    def has_accumulated(self, parameter: torch.Tensor) -> bool:
-        return self._counts.has_arrived(self._number_of[id(parameter)])
 
     def changes(self) -> list[Change] | None:
         return None if self.active else self._left.changes()
@@ -486,13 +461,11 @@ class Reducer(OwningReducer):
         self._prepare_buckets()
 
     def _prepare_buckets(self) -> None:
-        """Sets what each bucket waits for; one of parameters that optimizers take turns with, for :meth:`synchronize`."""
+        """Sets what each bucket waits for."""
         for bucket in self.assignment.buckets:
             # A parameter that is not expected holds nothing back: a bucket of such ones
             # leaves, as zeros, when the order comes to it.
             bucket.waiting = sum(self._counts.expected[index] > 0 for index in bucket.indices)
-            # One more than any accumulation counts down, so a shared bucket never becomes complete.
-            bucket.waiting += not self._shared.isdisjoint(bucket.indices)
 
     def abandon(self) -> None:
         """Drops the step that has begun (after an error, or when a state is loaded), and all gradients. Call it on every rank.

@@ -142,12 +142,6 @@ class ShardedOptimizer(ReducedOptimizer):
             self.sharding.take_gradient_shards(self.reducer)
             self.sharding.store.reshard()
 
-    def release_gradients(self) -> None:
-        """Releases this step's gradients for another optimizer of the same parameters. Collective."""
-        ReducedOptimizer.release_gradients(self)
-        if self.reducer is not None:  # else unshard() has been called
-            self.sharding.drop_gradients()
-
     def drop_gradients(self) -> None:
         ReducedOptimizer.drop_gradients(self)
         if isinstance(self.reducer, ShardReducer):

@@ -28,12 +28,12 @@ from horovod.torch.mpi_ops import Average, Sum
 from hvd_ckpt.reduction.accumulation import OwningReducer
 from hvd_ckpt.reduction.late import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.stats import StepStats
-from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
+from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import SentGradients, dropped_on_some, whole_gradients
+from hvd_ckpt.sharding.gradients import SentGradients, dropped_on_some
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
@@ -100,7 +100,7 @@ class ShardReducer(OwningReducer):
         store: ShardedParameters | None = None,
     ) -> None:
         # Every gradient is watched, new parameters' too: where one has left, a placeholder stands in ``grad`` and must make room.
-        super().__init__(layout.parameters, range(sys.maxsize))
+        super().__init__(layout.names, layout.parameters, range(sys.maxsize))
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
@@ -142,41 +142,12 @@ class ShardReducer(OwningReducer):
         self._schedule.grow()
         self.acquire(fresh)
 
-    # ---------------------------------------------------------------------------------- other optimizers of a parameter
-
-    def release(self, indices: Sequence[int]) -> None:
-        """Another optimizer owns these parameters; acquired again, their groups leave in :meth:`synchronize`."""
-        with self._lock:
-            self._sent.drop(indices)
-            self._sent.consumed.difference_update(indices)
-            self._schedule.release(indices)
-            self.active = self._schedule.has_begun
-
-    def become_exclusive(self) -> None:
-        """From the next step on all groups may leave early."""
-        self._schedule.become_exclusive()
-
-    def drain(self) -> None:
-        """Another optimizer is to have the gradients of this step: what has left comes back, reduced and whole. Collective."""
-        for index, parameter in enumerate(self._layout.parameters):
-            if self._sent.is_zero(index):
-                parameter.grad = torch.zeros_like(parameter)
-        begun = float(any(self._schedule.launched) or any(self.used))
-        if not self._sum(torch.tensor([begun], dtype=torch.float32), "drain")[0]:
-            return
-        self.synchronize()
-        for index, gradient in whole_gradients(self._layout, self._exchange, self._in_flight.shards):
-            if self.used[index]:
-                parameter = self._layout.parameters[index]
-                parameter.grad = gradient.to(parameter.dtype)
-                if self._sums_once:
-                    mark_summed(parameter, self._exchange.process_set)
+    def lose(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().lose(parameters)
         self.consume()
+        self.forget_consumed()
 
     # ---------------------------------------------------------------------------------- changes since the last synchronization
-
-    def has_accumulated(self, parameter: torch.Tensor) -> bool:
-        return self._schedule.has_arrived(self._number_of[id(parameter)])
 
     def changes(self) -> list[Any] | None:
         """None if a gradient is new or was dropped; what a synchronization has left is in shards, and each element on one rank."""

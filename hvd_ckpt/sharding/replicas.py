@@ -7,6 +7,8 @@ whose gradients came late or for the first time. So the sums equal those of grad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hvd_ckpt.reduction.assignment import BucketAssignment
@@ -18,7 +20,7 @@ from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import SentGradients, whole_gradients
+from hvd_ckpt.sharding.gradients import SentGradients
 from hvd_ckpt.sharding.layout import Group, Layout
 
 
@@ -115,14 +117,8 @@ class ShardReplicaReducer(ReplicaReducer):
         unreduced = any(has_values(parameter.grad) for parameter in self.assignment.parameters)
         return None if self.active or unreduced else []
 
-    def drain(self) -> None:
-        begun = float(bool(self._in_flight or self._results))
-        if self._sum(torch.tensor([begun], dtype=torch.float32), "drain")[0] > 0:
-            self.synchronize()
-        layout, exchange = self._communicator.layout, self._communicator.exchange
-        for index, gradient in whole_gradients(layout, exchange, self._shards):
-            if self.used[index]:
-                layout.parameters[index].grad = gradient
+    def lose(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().lose(parameters)
         self.consume()
 
     def abandon(self) -> None:

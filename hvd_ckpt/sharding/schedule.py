@@ -58,7 +58,6 @@ class Schedule:
     def __init__(self, layout: Layout, passes: int) -> None:
         self._layout = layout
         self._passes = passes
-        self._shared: set[int] = set()  # groups with parameters that optimizers take turns with
         self.reset()
 
     def set_passes(self, passes: int) -> None:
@@ -84,16 +83,6 @@ class Schedule:
         self._expected.extend([0] * fresh)
         for counts in (self.launched, self._idle, self._expecting, self._waiting):
             counts.extend([0] * (len(self._layout.groups) - len(counts)))
-
-    def release(self, indices: Sequence[int]) -> None:
-        """Another optimizer has these parameters now: their groups do not leave in the backward pass."""
-        self._shared.update(self._layout.group_of[index].position for index in indices)
-        self._counts.forget(indices)
-        self.begin_step()
-
-    def become_exclusive(self) -> None:
-        """No other optimizer has been used for the parameters; this holds from the next step on."""
-        self._shared.clear()
 
     # ---------------------------------------------------------------------------------- in a step
 
@@ -132,15 +121,6 @@ class Schedule:
         self._waiting[group.position] = self._expecting[group.position]
         for index in group.indices:
             self._arrived_in_round[index] = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """A gradient has arrived in this step."""
-        return any(self._counts.arrived)
-
-    def has_arrived(self, index: int) -> bool:
-        """A gradient of the parameter has arrived in this step."""
-        return self._counts.has_arrived(index)
 
     @property
     def due(self) -> int:
@@ -184,9 +164,6 @@ class Schedule:
         self._expecting = [
             sum(self._expected[index] > 0 for index in group.indices) for group in layout.groups
         ]
-        # One more than can arrive: a shared group never gets complete in the backward pass.
-        for position in self._shared:
-            self._expecting[position] += 1
         self._waiting = list(self._expecting)
 
     def activate(self, used: Sequence[bool]) -> None:

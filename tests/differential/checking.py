@@ -84,7 +84,6 @@ def exact(program: Program, run: Run) -> bool:
         or (
             program.stage > 1 and any(step.how == "clip" for step in program.steps)
         )  # the norm is summed in another order
-        or program.shared  # gradients are reduced twice
         or program.embedding == "sparse"  # entries are added up in another order
     )
 

@@ -117,9 +117,6 @@ class Draw:
         self.several = (
             self.stage < 3 and not self.lbfgs and not self.scaler and len(segments) > 1 and self.chance(0.2)
         )
-        self.shared = (
-            self.stage == 0 and not (self.several or self.scaler or self.lbfgs) and self.chance(0.06)
-        )
         self.late = not self.lbfgs and len(segments) > 1 and self.chance(0.2)
         new = [any(block.kind != "again" for block in segment.blocks) for segment in segments]
         self.owners = [self.choose([0, 1]) if self.several and has else 0 for has in new]
@@ -145,13 +142,13 @@ class Draw:
         self.kinds = ["plain"] * 6 + ["two_forwards", "twice", "eval_first"]
         if not (reentrant or self.half or self.embedding or "attention" in kinds or self.tensor > 1):
             self.kinds.append("penalty")  # the others give no gradients of gradients
-        self.closures = self.lbfgs or (not (self.scaler or self.several or self.shared) and self.chance(0.15))
+        self.closures = self.lbfgs or (not (self.scaler or self.several) and self.chance(0.15))
         # At stage 3 all ranks must run through the same units; what a forward pass writes to weights must be the same on all.
         self.writes = "max_norm" in kinds
         self.alike = self.stage == 3 or self.writes
         # Where gradients do not come from hooks, stages 2 and 3 have none; reentrant regions refuse torch.autograd.grad.
         self.by_hand = not reentrant and self.stage < 2 and self.embedding != "sparse" and self.chance(0.3)
-        self.drops = not (self.scaler or self.shared) and self.chance(0.25)
+        self.drops = not self.scaler and self.chance(0.25)
         self.skips = self.chance(0.3)
         self.restores = self.stage == 0 and self.chance(0.4)
 
@@ -184,7 +181,7 @@ class Draw:
     def draw_steps(self) -> list[Step]:
         steps: list[Step] = []
         pending: set[int] = set()  # optimizers whose gradients wait for a later step
-        others: tuple[int, ...] = (0, 1) if self.several or self.shared else (0,)
+        others: tuple[int, ...] = (0, 1) if self.several else (0,)
         grouped = False
         count = self.choose([4, 5, 6, 7])
         for number in range(count):
@@ -197,11 +194,9 @@ class Draw:
             if clear == "model_zero" and (pending or self.stage > 1):
                 clear = "model"  # in place: an error where a gradient is on its way, or lies in shards
             settled = not pending
-            stepping = (
-                others if self.shared or self.chance(0.7) or number == count - 1 else (self.choose(others),)
-            )
+            stepping = others if self.chance(0.7) or number == count - 1 else (self.choose(others),)
             pending = set(others) - set(stepping)
-            if self.several and not self.shared:  # what has left on some ranks only cannot be dropped
+            if self.several:  # what has left on some ranks only cannot be dropped
                 passes = (passes[0],) * self.ranks
             how = self.draw_how(clear)
             if how == "closure" and clear == "never":
@@ -221,7 +216,7 @@ class Draw:
         how = self.choose(["step", "step", "step", "synchronize", "clip"])
         if self.closures and (self.lbfgs or self.chance(0.5)):
             return "closure"
-        if self.skips and not self.shared and self.chance(0.4):
+        if self.skips and self.chance(0.4):
             how = "skip" if self.scaler else self.choose(["skip", "skip", "repeat", "twice"])
         if (self.scaler and how == "synchronize") or (self.embedding == "sparse" and how == "clip"):
             how = "step"
@@ -288,7 +283,7 @@ class Draw:
 
     def draw_join(self, steps: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
         """Ranks that end early; the others' later steps ask for allreduces alone."""
-        refused = self.stage or self.scaler or self.lbfgs or self.shared or self.embedding == "sparse"
+        refused = self.stage or self.scaler or self.lbfgs or self.embedding == "sparse"
         if refused or self.alike or not self.chance(0.15):
             return steps, ()
         join = tuple(
@@ -314,7 +309,7 @@ class Draw:
     def program(self) -> Program:
         self.draw_habits()
         steps, join = self.draw_join(self.draw_steps())
-        others = {0, 1} if self.several or self.shared else {0}
+        others = {0, 1} if self.several else {0}
         settled = [
             at
             for at in range(1, len(steps))
@@ -333,7 +328,6 @@ class Draw:
             self.embedding,
             self.optimizer,
             tuple(self.owners),
-            self.shared,
             self.stage,
             self.scaler,
             options,

@@ -70,8 +70,8 @@ class DrawActs(Draw):
 
     def draw_owners(self) -> None:
         super().draw_owners()
-        if self.several or self.shared:
-            self.several = self.shared = False
+        if self.several:
+            self.several = False
             self.owners = [max(0, owner) if not self.late else min(owner, 0) for owner in self.owners]
             self.owners = [0 if owner > 0 else owner for owner in self.owners]
 

@@ -59,8 +59,6 @@ class Run:
         self.seen: list[Any] = []
         self.late = 0
         owned = self._owned()
-        if program.shared:
-            owned[1] = list(owned[0])
         self.groups = {number: [own] for number, own in owned.items() if number >= 0}
         self._added = owned.get(-1, [])
         self._old: list[Any] = []

@@ -115,7 +115,6 @@ class Program:
         embedding: ``""``, ``"dense"`` or ``"sparse"``: what comes before the segments.
         optimizer: of :data:`ELEMENTWISE`, or ``"lbfgs"``.
         owners: of each segment, which optimizer has it; -1: the first one, from an event ``("group",)`` on.
-        shared: a second optimizer has all parameters, too.
         options: of ``DistributedOptimizer``.
         resume: after so many steps the second run stops and is resumed.
         default_dtype: while the job runs; the model has its own.
@@ -133,7 +132,6 @@ class Program:
     embedding: str = ""
     optimizer: str = "sgd"
     owners: tuple[int, ...] = ()
-    shared: bool = False
     stage: int = 0
     scaler: bool = False
     options: dict[str, Any] = field(default_factory=dict)

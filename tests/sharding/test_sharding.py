@@ -633,7 +633,10 @@ def test_one_optimizer_follows_another_once_parameters_are_whole_again(stage: in
     again.unshard()
     assert_same(dict(model.named_parameters()), reference, exactly=False)
     first, _ = wrapped(model, descent, 1), wrapped(model, descent, 3)
-    with pytest.raises(RuntimeError, match="by another DistributedOptimizer, which alone can step"):
+    alone = "by another DistributedOptimizer, which alone can step"
+    with pytest.raises(
+        RuntimeError, match="DistributedOptimizer that was made over it last" if hc.size() > 1 else alone
+    ):
         first.step()
 
 
