@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.reduction.stats import ReductionStats
+from hvd_ckpt.reduction.sums import is_summed, summed_again
 from hvd_ckpt.utils import backward_errors
 from hvd_ckpt.utils.torch_private import run_first
 
@@ -108,6 +109,7 @@ class OwningReducer(ABC):
     Args:
         names, parameters: by index; kept, and may grow.
         watched: the indices for which :meth:`before_accumulation` is called; kept, and may change.
+        sums: gradients are added up, and not averaged.
 
     Attributes:
         active: a gradient has arrived since the last synchronization.
@@ -122,8 +124,10 @@ class OwningReducer(ABC):
     _generation: int
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[torch.Tensor], watched: Container[int]
+        self, names: Sequence[str], parameters: Sequence[torch.Tensor], watched: Container[int], sums: bool
     ) -> None:
+        self.sums = sums
+        self._sums: set[int] = set()  # gradients that were sums when the last backward pass reached them
         self.active = False
         self.stats = ReductionStats()
         self.notice = self.noticed = False
@@ -284,9 +288,30 @@ class OwningReducer(ABC):
             None if there is a new one, of a backward pass or set by hand
         """
 
+    def look_for_sums(self, indices: Iterable[int]) -> None:
+        """With ``op=Sum``, makes it an error of the next synchronization that a gradient is a sum already."""
+        for index in indices if self.sums and self.process_set.size() > 1 else ():
+            if is_summed(self._parameters[index].grad):
+                self._mismatch = self._mismatch or summed_again(self._names[index])
+
+    def before_adding(self, index: int) -> None:
+        """A backward pass, or ``torch.autograd.grad()``, which adds nothing, has reached a gradient."""
+        if self.sums:
+            change = self._sums.add if is_summed(self._parameters[index].grad) else self._sums.discard
+            change(index)
+
+    def added(self, index: int) -> None:
+        """A backward pass has added to a gradient."""
+        if index in self._sums and self.process_set.size() > 1:
+            self._mismatch = self._mismatch or summed_again(self._names[index])
+
     @abstractmethod
-    def note_changes(self) -> None:
-        """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's."""
+    def note_changes(self, cleared: bool = False) -> None:
+        """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's.
+
+        Args:
+            cleared: they are zeros or None.
+        """
 
     @abstractmethod
     def abandon(self) -> None:

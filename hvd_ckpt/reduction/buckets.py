@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hvd_ckpt.reduction.sums import moved
 from hvd_ckpt.utils.torch_private import foreach_copy_, foreach_zero_
 
 # A bucket is one flat tensor of one dtype on one device; the gradient of each of its parameters is a view into it, so that
@@ -145,7 +144,7 @@ class Bucket:
             if _references(view) > _REFERENCES:
                 return
             view.detach().copy_(gradient)
-            entry.parameter.grad = moved(gradient, view)
+            entry.parameter.grad = view
 
     def note_versions(self) -> None:
         """The views are as they have arrived; another version later tells of a change."""
@@ -166,7 +165,7 @@ class Bucket:
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         missing: list[torch.Tensor] = []
-        copied: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for entry in self.entries:
                 parameter, view = entry.parameter, entry.view
@@ -186,13 +185,13 @@ class Bucket:
                     continue
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 targets.append(view)
-                copied.append((parameter, gradient, view))
+                copied.append((parameter, view))
             if targets:
                 foreach_copy_(targets, sources)
             if missing:
                 foreach_zero_(missing)
-            for parameter, gradient, view in copied:
-                parameter.grad = moved(gradient, view)
+            for parameter, view in copied:
+                parameter.grad = view
         return flat
 
 

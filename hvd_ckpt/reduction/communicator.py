@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from horovod.torch.mpi_ops import Adasum, Average, Sum, global_process_set
 
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.collectives import GRADIENTS, Collectives, Work
-from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part, mark_summed
 
 __all__ = ["Compression", "Compressor"]
 
@@ -35,8 +34,6 @@ class Communicator(Collectives):
     ) -> None:
         super().__init__(process_set, "")
         self.op, self.compression = op, compression
-        # Keeps a gradient that is summed already from being summed again (see :mod:`.sums`). An attribute, since a hook reads it.
-        self.sums_once = bool(op == Sum)
         self.prescale_factor, self.postscale_factor = prescale_factor, postscale_factor
 
     @property
@@ -48,26 +45,6 @@ class Communicator(Collectives):
     def is_leader(self) -> bool:
         """This is rank 0 of the process set, whose order of gradients counts."""
         return bool(self.process_set.rank() == 0)
-
-    def remember_sums(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remembers that the gradients have been reduced."""
-        for parameter in parameters if self.sums_once else ():
-            mark_summed(parameter, self.process_set)
-
-    def changed_sum(self, parameter: torch.Tensor) -> None:
-        """The parameter's gradient was changed by a backward pass, or by all ranks in the same way."""
-        if self.sums_once and parameter.grad is not None:
-            changed_sum(parameter.grad)
-
-    def keep_sum(self, parameter: torch.Tensor) -> None:
-        """A backward pass may be about to add to the parameter's gradient."""
-        if self.sums_once and parameter.grad is not None:
-            keep_sum(parameter.grad)
-
-    def leave_own_part(self, parameter: torch.Tensor) -> None:
-        """Makes a gradient what this rank is to bring to its reduction."""
-        if self.sums_once and parameter.grad is not None:
-            leave_own_part(parameter.grad, self.process_set, self.is_leader)
 
     def carries_flags(self, bucket: Bucket) -> bool:
         """True if control flags, which are float32 and summed, can be sent in the bucket's own storage."""

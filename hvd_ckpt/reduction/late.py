@@ -127,7 +127,6 @@ class UnbucketedGradients:
     def reduce(self, index: int) -> None:
         """Reduces one dense gradient; a missing one counts as zero."""
         parameter = self.assignment.parameters[index]
-        self.communicator.leave_own_part(parameter)
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         reduced = self._reduced(index, gradient)
         dims = self.assignment.densified.get(index)
@@ -178,8 +177,6 @@ class UnbucketedGradients:
         for index in sorted(indices):
             parameter = self.assignment.parameters[index]
             sparse_dim = self.assignment.sparse[index]
-            # Also where the gradient is only gathered: entries of a sum that all ranks hold would come once from each of them.
-            self.communicator.leave_own_part(parameter)
             gradient = parameter.grad
             if gradient is None:
                 gradient = empty_sparse_like(parameter, sparse_dim)

@@ -148,10 +148,12 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._noticed, self._notice = self._notice, False
 
     def _any_new_gradients(self, reducer: Reducer) -> bool:
-        """Whether any rank has new gradients since the last synchronization, other ones than others, or a notice. Collective."""
-        # A notice travels in the control flags only, so it asks for a reduction as a new gradient does.
-        new = None if reducer.notice else reducer.changes()
-        return changed_apart(new, f"hvd_ckpt.{self.identity}.again", self.process_set)
+        """Whether any rank has new gradients since the last synchronization, or other ones than others. Collective."""
+        name = f"hvd_ckpt.{self.identity}.again"
+        new, noticed = changed_apart(reducer.changes(), reducer.notice, name, self.process_set)
+        if noticed and not new:  # else it travels in the control flags
+            reducer.noticed, reducer.notice = True, False
+        return new
 
     @property
     def has_unreduced(self) -> bool:
@@ -285,7 +287,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self.reducer.hook_parameters()
         self._clear(*args, **kwargs)
         if self.reducer is not None and not self._phase.is_reduced:
-            self.reducer.note_changes()
+            self.reducer.note_changes(cleared=True)
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         # Of a resumed run: clearing sets what it finds to zero or drops it, as in a run that was not interrupted.

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.processes.devices import to_device
 from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
@@ -38,6 +39,7 @@ from hvd_ckpt.reduction.gradients import DROPPED, OWN, SENT, TrackedGradient
 from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports
 from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.stats import StepStats
+from hvd_ckpt.reduction.sums import keep_mark, mark_summed
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.utils.spans import span
 
@@ -65,9 +67,9 @@ class Reducer(OwningReducer):
         keep_buckets: bool,
     ) -> None:
         # Parameters, by index, whose bucket has left, so that the next accumulation is late. With op=Sum it has all parameters,
-        # except on the leader: what is a sum already must be kept apart.
+        # since nothing may be added to what is a sum already.
         self._watched: set[int] = set()
-        super().__init__(assignment.names, assignment.parameters, self._watched)
+        super().__init__(assignment.names, assignment.parameters, self._watched, communicator.op == Sum)
         self.assignment = assignment
         self._communicator = communicator
         self.weights = WeightVerification(assignment.names, assignment.parameters, communicator.process_set)
@@ -116,9 +118,9 @@ class Reducer(OwningReducer):
     # ---------------------------------------------------------------------------------- the backward pass
 
     def before_accumulation(self, index: int) -> None:
-        """Makes room for a late gradient, which goes to a fresh tensor. Keeps what is summed already, too."""
-        self._communicator.keep_sum(self.assignment.parameters[index])
+        """Makes room for a late gradient, which goes to a fresh tensor."""
         with self._lock:
+            self.before_adding(index)
             self._gradients[index].make_room()
 
     def hide_late(self, index: int) -> None:
@@ -132,9 +134,8 @@ class Reducer(OwningReducer):
             self.active = True
             counts, assignment = self._counts, self.assignment
             arrived = counts.count(index)
+            self.added(index)
             self._gradients[index].arrived()
-            if self._communicator.sums_once:
-                self._communicator.changed_sum(assignment.parameters[index])
             bucket, entry = assignment.bucket_of[index], assignment.entry_of[index]
             if bucket is None or entry is None or bucket.launched:
                 return
@@ -172,8 +173,8 @@ class Reducer(OwningReducer):
                 self._gradients[index].note()
 
     def _watch_sums(self) -> None:
-        """Watches gradients before more is added to what is summed already, where this rank must not bring it again."""
-        if self._communicator.sums_once and not self._communicator.is_leader:
+        """Watches gradients before more is added to what is summed already."""
+        if self.sums:
             self._watched.update(range(len(self.assignment.parameters)))
 
     def drop_gradients(self) -> None:
@@ -190,10 +191,11 @@ class Reducer(OwningReducer):
     def changes(self) -> list[Change] | None:
         return None if self.active else self._left.changes()
 
-    def note_changes(self) -> None:
+    def note_changes(self, cleared: bool = False) -> None:
         self._left.note_changes()
-        for parameter in self.assignment.parameters if self._communicator.sums_once else ():
-            self._communicator.changed_sum(parameter)
+        for parameter in self.assignment.parameters if self.sums and not cleared else ():
+            if parameter.grad is not None:
+                keep_mark(parameter.grad)
 
     # ---------------------------------------------------------------------------------- synchronization
 
@@ -236,10 +238,12 @@ class Reducer(OwningReducer):
         # Last, since it communicates only for parameters that all ranks have just found in use.
         fresh = [index for index in used if not assignment.has(index)]
         self._assign_buckets(fresh)
-        self._communicator.remember_sums(assignment.parameters[index] for index in used)
+        for parameter in assignment.parameters if self.sums else ():
+            if parameter.grad is not None:
+                mark_summed(parameter.grad)
         unusual = late or fresh or assignment.sparse or assignment.densified or flags.resynchronize > 0
-        # With op=Sum remember_sums() has put aliases in place of the views. Buckets that are not kept have none.
-        self._left.note(used, not unusual and self._keep_buckets and not self._communicator.sums_once)
+        # Buckets that are not kept have no views.
+        self._left.note(used, not unusual and self._keep_buckets)
         self._step.late_gradients = [assignment.names[index] for index in late]
         self._end_step(learn=True)
 
@@ -251,6 +255,7 @@ class Reducer(OwningReducer):
         """
         if self.is_alone:
             return
+        self.look_for_sums(indices)
         arrived, gradients, report = self._counts.arrived, self._gradients, self._report
         for index in indices:
             gradient = gradients[index]
@@ -317,8 +322,6 @@ class Reducer(OwningReducer):
             self._report.void.extend(bucket.indices)
             flat = torch.zeros(bucket.numel + bucket.flags, dtype=bucket.dtype, device=bucket.device)
         else:
-            for entry in bucket.entries if self._communicator.sums_once else ():
-                self._communicator.leave_own_part(entry.parameter)
             flat = bucket.gather()
         if bucket.flags:
             with torch.no_grad():

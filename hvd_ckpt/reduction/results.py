@@ -94,8 +94,10 @@ class Results:
 DIGITS = 8  # of a hash, of 8 bits each
 
 
-def changed_apart(changes: Sequence[Change] | None, name: str, process_set: Any) -> bool:
-    """Whether some rank has a new gradient (None), or the ranks have changed theirs in different ways.
+def changed_apart(
+    changes: Sequence[Change] | None, notice: bool, name: str, process_set: Any
+) -> tuple[bool, bool]:
+    """Whether some rank has a new gradient (None), or the ranks have changed theirs in different ways; whether any has a notice.
 
     Gradients that were changed in place are compared by their fingerprints. Collective: one small allreduce, from which ranks
     that have called ``join()`` may be absent.
@@ -105,8 +107,11 @@ def changed_apart(changes: Sequence[Change] | None, name: str, process_set: Any)
     ]
     digits = hashlib.blake2b(repr(facts).encode(), digest_size=DIGITS).digest() if facts else bytes(DIGITS)
     # Added up in float64, where these whole numbers are exact. A rank that has joined brings zeros, and counts as no rank.
-    own = [1, changes is None, *digits, *(digit * digit for digit in digits)]
-    ranks, new, *sums = Collectives(process_set, name).sum(torch.tensor(own, dtype=torch.float64), "changes")
+    own = [1, changes is None, notice, *digits, *(digit * digit for digit in digits)]
+    ranks, new, notices, *sums = Collectives(process_set, name).sum(
+        torch.tensor(own, dtype=torch.float64), "changes"
+    )
     # The digits of n ranks are equal if and only if n times the sum of their squares is the square of their sum.
     pairs = zip(sums[:DIGITS], sums[DIGITS:])
-    return bool(new > 0 or any(ranks * squares != digit * digit for digit, squares in pairs))
+    apart = new > 0 or any(ranks * squares != digit * digit for digit, squares in pairs)
+    return bool(apart), bool(notices > 0)

@@ -28,7 +28,6 @@ from horovod.torch.mpi_ops import Average, Sum
 from hvd_ckpt.reduction.accumulation import OwningReducer
 from hvd_ckpt.reduction.late import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.stats import StepStats
-from hvd_ckpt.reduction.sums import changed_sum, keep_sum, leave_own_part
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
@@ -100,7 +99,7 @@ class ShardReducer(OwningReducer):
         store: ShardedParameters | None = None,
     ) -> None:
         # Every gradient is watched, new parameters' too: where one has left, a placeholder stands in ``grad`` and must make room.
-        super().__init__(layout.names, layout.parameters, range(sys.maxsize))
+        super().__init__(layout.names, layout.parameters, range(sys.maxsize), how.op == Sum)
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
@@ -113,8 +112,6 @@ class ShardReducer(OwningReducer):
         self._sent = SentGradients(layout)
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
-        self._sums_once = how.op == Sum
-        self._keeps_sums = self._sums_once and exchange.rank > 0
         self._whole = store is None
         self.weights = WeightVerification(layout.names, layout.parameters, exchange.process_set)
         self._ever_used = [False] * len(layout.parameters)
@@ -158,19 +155,16 @@ class ShardReducer(OwningReducer):
         )
         return [] if unchanged else None
 
-    def note_changes(self) -> None:
+    def note_changes(self, cleared: bool = False) -> None:
         """Does nothing for gradients that are in shards."""
 
     # ---------------------------------------------------------------------------------- the backward pass
 
     def before_accumulation(self, index: int) -> None:
-        """Makes room for a gradient, and keeps what is summed already."""
+        """Makes room for a gradient."""
         self._sent.make_room(index)
         self._begin_anew(self._layout.group_of[index], index)
-        # After the placeholder has made room: what is here now is a gradient with values, to which more is about to be added.
-        gradient = self._layout.parameters[index].grad
-        if gradient is not None and self._keeps_sums:
-            keep_sum(gradient)
+        self.before_adding(index)
 
     def _begin_anew(self, group: Group, index: int) -> None:
         """Takes out what has left of a gradient that was dropped since."""
@@ -184,10 +178,8 @@ class ShardReducer(OwningReducer):
         """Counts the accumulation and launches what has become complete."""
         with self._lock:
             self.active = True
+            self.added(index)
             self._sent.note_arrived(index)
-            gradient = self._sent.unsent(index) if self._sums_once else None
-            if gradient is not None:
-                changed_sum(gradient)
             # No thread looks at what has arrived. Each gradient is an occasion to do so.
             self._in_flight.poll()
             if not self._schedule.count(index):
@@ -206,15 +198,13 @@ class ShardReducer(OwningReducer):
 
     def _look_at(self, indices: Sequence[int]) -> None:
         """Finds out what was done to gradients by hand."""
+        self.look_for_sums(indices)
         self._mismatch = self._mismatch or self._sent.check(indices, self._exchange.ranks == 1)
 
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
         self.hook_unfrozen(group.indices)
         self._look_at(group.indices)
         gradients = [self._sent.unsent(index) for index in group.indices]
-        for gradient in gradients if self._sums_once else ():
-            if gradient is not None:
-                leave_own_part(gradient, self._exchange.process_set, self._exchange.rank == 0)
         # This round has what other ranks have added up since all dropped a gradient, so what left before is taken out first.
         for index in group.indices:
             self._begin_anew(group, index)

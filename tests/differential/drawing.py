@@ -259,7 +259,8 @@ class Draw:
         stage = self.stage
         options: dict[str, Any] = {"bucket_cap_mb": self.choose([25.0, 0.001, 0.0003])}
         if self.chance(0.2):
-            options["op"] = "sum"
+            if self.clear != "never":  # with op=Sum, more must not be added to what is summed
+                options["op"] = "sum"
         elif self.chance(0.1):
             options["gradient_predivide_factor"] = self.choose([2.0, 3.0])
         if stage < 2 and self.chance(0.1):
@@ -318,8 +319,6 @@ class Draw:
             and not (self.stage > 1 and steps[at - 1].how == "skip")
         ]
         options = self.draw_options()
-        if self.clear == "never" and "op" in options:
-            settled = []  # a copy of a gradient does not tell that it is a sum already
         return Program(
             self.seed,
             self.ranks,

@@ -42,7 +42,6 @@ class Ranks:
         self._used_up: set[int] = (
             set()
         )  # parameters whose gradients a step has used up since they were cleared
-        self._summed: dict[int, Tensor] = {}  # gradients as an earlier step has summed them
         self._reduced: set[Tensor] = set()
         self._present: set[int] = set()  # ranks that have not joined
         self._written: list[Tensor] = []
@@ -101,7 +100,6 @@ class Ranks:
                 there = gradient is not None or at in self._used_up
                 gradients[at] = torch.zeros_like(parameter) if zero and there else None
             self._used_up.discard(at)
-            self._summed.pop(at, None)
 
     def reduce(self, own: set[Tensor]) -> None:
         """Gives each rank, and the parameters, the sums or means of all ranks' gradients."""
@@ -118,8 +116,8 @@ class Ranks:
                 continue
             # bfloat16 travels as float32.
             total = found[0].float() if parameter.dtype is torch.bfloat16 else found[0]
-            for part in found[1:]:  # what is summed already counts once
-                total = total + (part - self._summed[at] if at in self._summed else part)
+            for part in found[1:]:
+                total = total + part
             if self._program.options.get("op") != "sum":
                 total = total / self._program.ranks
             total = total.to(parameter.dtype)
@@ -150,6 +148,3 @@ class Ranks:
             gradient = parameter.grad
             for gradients in self._gradients.values():
                 gradients[at] = None if gradient is None else gradient.clone()
-            self._summed.pop(at, None)
-            if gradient is not None and self._program.options.get("op") == "sum":
-                self._summed[at] = gradient.clone()

@@ -158,23 +158,6 @@ def test_two_optimizers_of_other_parameters_take_turns(stage: int) -> None:
     same_everywhere(model)
 
 
-def test_a_sum_that_more_is_added_to() -> None:
-    model, reference = chain(3), chain(3)
-    optimizer, bare = wrap(model, op=hc.Sum), sgd(reference)
-    for step in range(6):  # gradients pile up
-        loss(model, step).backward()
-        loss_of_all(reference, step, hc.Sum).backward()
-        for one in (optimizer, bare):
-            one.step()
-        if step == 3:
-            for net in (model, reference):
-                net.zero_grad(set_to_none=False)
-        torch.autograd.grad(loss(model, step), list(model.parameters()))  # adds nothing
-    for ours, theirs in zip(model.parameters(), reference.parameters()):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-    assert difference(model, reference) < 1e-5
-
-
 def test_an_optimizer_that_has_died_keeps_its_parameters() -> None:
     """On some ranks, since Python collects it when it likes: the ranks could not agree on another owner."""
     model = chain(3)
