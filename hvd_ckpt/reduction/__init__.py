@@ -2,10 +2,11 @@
 
 The way of a gradient:
 
-    accumulation  hooks that count how often each gradient arrives, and the optimizer that owns it
+    machine       the protocol of a step at all stages, hooks, and the optimizer that owns a parameter
+    accumulation  counts of how often each gradient arrives
     assignment    the order of parameters, and which of them share a bucket
     buckets       the flat tensors that gradients lie in
-    reducer       when each bucket leaves, and what ranks agree on in a step
+    reducer       when each bucket leaves
     communicator  the reduction of a bucket
     collectives   asynchronous collectives of a process set, with names
 

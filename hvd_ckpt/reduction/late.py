@@ -63,8 +63,10 @@ class Report:
         wanted: this rank asks for the resynchronization.
         error: must be raised on every rank.
         void: parameters whose bucket was sent empty, because the model was converted.
-        dropped: parameters whose gradient was dropped by hand while its bucket was in flight.
-        sent: parameters whose gradient is in flight.
+        dropped: parameters whose gradient was dropped by hand while it was in flight; where shards are added up, with what had left
+            until then.
+        sent: parameters whose gradient is in flight in a bucket.
+        written: fingerprints of weights that the rank has written (stage 3).
         table: facts of all parameters.
         used: whether each parameter has a gradient.
     """
@@ -72,8 +74,9 @@ class Report:
     wanted: bool = False
     error: Exception | None = None
     void: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
+    dropped: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
     sent: list[int] = field(default_factory=list)
+    written: dict[int, int] = field(default_factory=dict)
     table: list[ParameterFacts] = field(default_factory=list)
     used: list[bool] = field(default_factory=list)
 

@@ -1,27 +1,18 @@
-"""Launches each bucket's allreduce once, in a fixed order.
+"""Launches each bucket's allreduce once, in a fixed order: the gradients of stages 0 and 1.
 
-Every rank follows this protocol, independently of its own gradients:
+:mod:`.machine` has the protocol. Of buckets:
 
-* Bucket *i* + 1 is never launched before bucket *i*. In the backward pass a rank launches as far as its gradients are
-  final; :meth:`Reducer.synchronize` launches the rest. So all ranks launch the same buckets in the same order.
-* The last bucket leaves in ``synchronize()`` and carries control flags. For each parameter they say whether it is used and whether
-  a gradient came late. One flag requests a resynchronization (:mod:`.late`), and one belongs to the caller
-  (:attr:`Reducer.notice`). The flags also have the fingerprint of a part of the weights (:mod:`.weights`). They are sent in the
-  bucket's storage if that is float32, uncompressed and summed, and otherwise as a separate reduction.
-* After the control flags all ranks have the same information, and do the rest together: late parts, sparse gradients,
-  the resynchronization, parameters that are used for the first time.
-
-The first step has no buckets: it learns in which order gradients become ready on rank 0, assigns the parameters to buckets, and
-reduces at the end. A parameter is assigned when it is first used, so an unused one costs nothing and keeps ``grad is None``.
-Within a step everything but a resynchronization and sparse gradients is an allreduce (nothing is broadcast), so ranks that have
-called ``join()`` can be absent.
+* Bucket *i* + 1 is never launched before bucket *i*. The last bucket leaves in ``synchronize()`` and carries the control flags, in
+  its storage if that is float32, uncompressed and summed, and otherwise as a separate reduction.
+* The first step has no buckets: it learns in which order gradients become ready on rank 0, assigns the parameters to buckets, and
+  reduces at the end. A parameter is assigned when it is first used, so an unused one costs nothing and keeps ``grad is None``.
+* Within a step everything but a resynchronization and sparse gradients is an allreduce (nothing is broadcast), so ranks that have
+  called ``join()`` can be absent.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,22 +20,22 @@ import torch
 from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.processes.devices import to_device
-from hvd_ckpt.reduction.accumulation import AccumulationCounts, OwningReducer
+from hvd_ckpt.reduction.accumulation import AccumulationCounts
 from hvd_ckpt.reduction.agreement import ParameterFacts
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.gradients import DROPPED, OWN, SENT, TrackedGradient
-from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients, check_reports
+from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients
+from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.results import Change, Results
-from hvd_ckpt.reduction.stats import StepStats
 from hvd_ckpt.reduction.sums import keep_mark, mark_summed
-from hvd_ckpt.reduction.weights import Sums, WeightVerification
+from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.utils.spans import span
 
 
-class Reducer(OwningReducer):
+class Reducer(Machine):
     """Reduces the gradients of all parameters of an assignment, once per call of :meth:`synchronize`.
 
     Args:
@@ -53,9 +44,6 @@ class Reducer(OwningReducer):
         identity: a number that no other live optimizer on these ranks has.
         sparse_as_dense: reduce sparse gradients in buckets.
         keep_buckets: keep the buckets' storage between steps; False frees it with the gradients.
-
-    Attributes:
-        weights: their verification.
     """
 
     def __init__(
@@ -69,24 +57,21 @@ class Reducer(OwningReducer):
         # Parameters, by index, whose bucket has left, so that the next accumulation is late. With op=Sum it has all parameters,
         # since nothing may be added to what is a sum already.
         self._watched: set[int] = set()
-        super().__init__(assignment.names, assignment.parameters, self._watched, communicator.op == Sum)
+        sums = communicator.op == Sum
+        super().__init__(assignment.names, assignment.parameters, self._watched, communicator, sums)
         self.assignment = assignment
         self._communicator = communicator
-        self.weights = WeightVerification(assignment.names, assignment.parameters, communicator.process_set)
         self.rename(identity, generation=0)
         self._sparse_as_dense = sparse_as_dense
         self._keep_buckets = keep_buckets
         self._counts = AccumulationCounts(len(assignment.parameters))
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
-        self._lock = threading.RLock()
         self._gradients = list(map(TrackedGradient, assignment.parameters, assignment.names))
         # Parts that have come after the rest of their gradient has left.
         self._late: dict[int, torch.Tensor] = {}
         self._left = Results(assignment)
         self._in_flight: list[tuple[Bucket, Work]] = []
         self._next = 0  # position of the bucket that leaves next
-        self._step = StepStats()
-        self._report = Report()
         self._watch_sums()
 
     # ---------------------------------------------------------------------------------- parameters come and go
@@ -100,10 +85,6 @@ class Reducer(OwningReducer):
                 self._gradients.append(TrackedGradient(parameter, name))
                 self.acquire([index])
         self._watch_sums()
-
-    @property
-    def process_set(self) -> Any:
-        return self._communicator.process_set
 
     @property
     def is_alone(self) -> bool:
@@ -199,53 +180,39 @@ class Reducer(OwningReducer):
 
     # ---------------------------------------------------------------------------------- synchronization
 
-    def _synchronize(self) -> None:
-        """Afterwards every ``grad`` is the same on every rank.
-
-        Raises:
-            ValueError, RuntimeError: the ranks' models do not fit each other, or gradients were changed in flight; the
-                same on every rank.
-        """
-        assignment, report = self.assignment, self._report
-        # Parameters that were unfrozen before this backward pass have no hooks yet. Their gradients were not
-        # counted in it, and are reduced below all the same.
-        self.hook_parameters()
+    def _settle(self) -> None:
         # Everything that this rank alone knows must be in the flags before the last bucket leaves: after them the ranks
         # take the same way, and nothing more can be asked.
-        self._look_at(range(len(assignment.parameters)))
+        self._look_at(range(len(self.assignment.parameters)))
         self._find_late()
-        report.error = self._mismatch or report.error
-        report.wanted |= bool(report.error or report.dropped) or len(assignment.parameters) != self._known
-        values, scale = self._reduce_buckets()
-        flags = ControlFlags.of(values[: -Sums.SIZE])
+        self._report.wanted |= bool(self._report.dropped) or len(self.assignment.parameters) != self._known
 
-        self.noticed, self.notice = flags.notice > 0, False
-        used = [index for index, ranks in enumerate(flags.used) if ranks > 0]
-        late = [index for index, ranks in enumerate(flags.late) if ranks > 0]
-        apart: set[int] = set()
-        if flags.resynchronize > 0:
-            # The flags were of parameters that all ranks knew; these are of all that any rank has.
-            used, apart = self._resynchronize()
-        self._assign_gradients(set(used), keep=apart)
-        self._unbucketed.add_late_parts([index for index in late if index not in apart], self._late)
-        self._unbucketed.reduce_sparse([index for index in used if index in assignment.sparse])
-        if flags.resynchronize > 0:
-            self._unbucketed.reduce_apart(sorted(apart), set(used))
+    def _land(self, facts: Facts) -> None:
+        """Afterwards every ``grad`` is the same on every rank."""
+        apart = facts.dropped
+        self._assign_gradients(set(facts.used), keep=apart)
+        self._unbucketed.add_late_parts([index for index in facts.late if index not in apart], self._late)
+        self._unbucketed.reduce_sparse([index for index in facts.used if index in self.assignment.sparse])
+        if facts.reports:
+            self._unbucketed.reduce_apart(sorted(apart), set(facts.used))
             self._make_buckets()
-        else:
-            # Without a resynchronization the flags carry a fingerprint of weights that every rank has laid out alike.
-            self.weights.check(values, scale, self._sum)
+
+    def _check_weights(self, facts: Facts, values: Sequence[float], scale: float) -> None:
+        # Without a resynchronization the flags carry a fingerprint of weights that every rank has laid out alike.
+        if not facts.reports:
+            super()._check_weights(facts, values, scale)
+
+    def _learn(self, facts: Facts) -> None:
+        assignment, used = self.assignment, facts.used
         # Last, since it communicates only for parameters that all ranks have just found in use.
         fresh = [index for index in used if not assignment.has(index)]
         self._assign_buckets(fresh)
         for parameter in assignment.parameters if self.sums else ():
             if parameter.grad is not None:
                 mark_summed(parameter.grad)
-        unusual = late or fresh or assignment.sparse or assignment.densified or flags.resynchronize > 0
+        unusual = facts.late or fresh or assignment.sparse or assignment.densified or facts.reports
         # Buckets that are not kept have no views.
         self._left.note(used, not unusual and self._keep_buckets)
-        self._step.late_gradients = [assignment.names[index] for index in late]
-        self._end_step(learn=True)
 
     def _look_at(self, indices: Iterable[int], held: bool = False) -> None:
         """Finds out what was done by hand to gradients of this step.
@@ -275,11 +242,11 @@ class Reducer(OwningReducer):
                 if gradient.part is not None:
                     self._late[entry.index] = gradient.part.detach()
                 elif gradient.state is DROPPED:
-                    report.dropped.append(entry.index)
+                    report.dropped[entry.index] = []
                 elif entry.parameter.grad is not None:
                     self._late[entry.index] = entry.parameter.grad.detach()
 
-    def _reduce_buckets(self) -> tuple[list[float], float]:
+    def _exchange_flags(self) -> tuple[Sequence[float], float]:
         """Launches the buckets that have not left yet, waits for all, and returns the summed control flags and their scale."""
         buckets = self.assignment.buckets
         while self._next < len(buckets) - 1:
@@ -379,10 +346,6 @@ class Reducer(OwningReducer):
     def _unbucketed(self) -> UnbucketedGradients:
         return UnbucketedGradients(self.assignment, self._communicator, self._step.unbucketed_gradients)
 
-    def _sum(self, values: torch.Tensor, what: str) -> Any:
-        self._step.control_messages += 1
-        return self._communicator.sum(values, what)
-
     # ---------------------------------------------------------------------------------- agreeing on something new
 
     def _assign_buckets(self, fresh: Sequence[int]) -> None:
@@ -421,12 +384,7 @@ class Reducer(OwningReducer):
             self.assignment.buckets[-1].flags = ControlFlags.size(self._known) + Sums.SIZE
         self.weights.compare([*self.assignment.order, *self.assignment.sparse])
 
-    def _resynchronize(self) -> tuple[list[int], set[int]]:
-        """All ranks compare what has changed, and raise or continue together.
-
-        Returns:
-            the parameters in use, and those whose true gradients this step's buckets did not have
-        """
+    def _full_report(self) -> Report:
         names, parameters, report = self.assignment.names, self.assignment.parameters, self._report
         report.table = [
             dataclasses.replace(ParameterFacts.of(*pair), requires_grad=True)  # ranks may freeze differently
@@ -434,22 +392,21 @@ class Reducer(OwningReducer):
         ]
         report.used = [parameter.grad is not None for parameter in parameters]
         report.sent = [index for index, gradient in enumerate(self._gradients) if gradient.is_away]
-        reports = self._communicator.objects(report, "resynchronization")
-        check_reports(reports)
+        return report
+
+    def _agree(self, facts: Facts) -> None:
         # Only now is it certain that all ranks have the same new parameters. The next flags have places for them.
-        self._known = len(parameters)
-        used = [index for index, flags in enumerate(zip(*(report.used for report in reports))) if any(flags)]
-        return used, {*report.void, *itertools.chain.from_iterable(each.dropped for each in reports)}
+        self._known = len(self.assignment.parameters)
+        # The flags were of parameters that all ranks knew; these are of all that any rank has.
+        flags = zip(*(report.used for report in facts.reports))
+        facts.used = [index for index, used in enumerate(flags) if any(used)]
+        facts.dropped.update(self._report.void)
 
     # ---------------------------------------------------------------------------------- between steps
 
     def _end_step(self, learn: bool) -> None:
+        super()._end_step(learn)
         self._counts.close_step(learn)
-        if learn:
-            self.stats.close_step(self._step)
-        self._step = StepStats()
-        self._report = Report()
-        self._mismatch = None
         for gradient in self._gradients:
             gradient.begin_step()
         self._late.clear()
@@ -458,14 +415,8 @@ class Reducer(OwningReducer):
         self._watched.clear()
         self._watch_sums()
         self._next = 0
-        self.active = False
         for bucket in self.assignment.buckets:
             bucket.launched = bucket.void = False
-        self._prepare_buckets()
-
-    def _prepare_buckets(self) -> None:
-        """Sets what each bucket waits for."""
-        for bucket in self.assignment.buckets:
             # A parameter that is not expected holds nothing back: a bucket of such ones
             # leaves, as zeros, when the order comes to it.
             bucket.waiting = sum(self._counts.expected[index] > 0 for index in bucket.indices)
@@ -483,9 +434,6 @@ class Reducer(OwningReducer):
         self._left.clear()
         self.rename_anew()
         self._end_step(learn=False)
-
-    def _name_tensors(self, prefix: str) -> None:
-        self._communicator.rename(prefix)
 
     def reset(self) -> None:
         """Forgets order, layout and counts: the next step learns them again. Call it on every rank."""

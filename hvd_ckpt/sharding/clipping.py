@@ -11,7 +11,7 @@ import torch
 
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction.accumulation import owner_of
+from hvd_ckpt.reduction.machine import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.gradients import whole_gradients
 from hvd_ckpt.sharding.layout import Piece

@@ -95,14 +95,14 @@ class SentGradients:
         rounds: by parameter whose gradient left since the last synchronization, in which round last.
         held: for each parameter, whether the shards of the last synchronization have its gradient.
         consumed: parameters whose gradient a step has consumed, or whose step was skipped, until gradients are cleared.
-        begun_anew: by parameter whose gradient was dropped, what had left until then; ranks that add it up must have the same.
+        dropped: by parameter whose gradient was dropped, what had left until then; ranks that add it up must have the same.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.rounds: dict[int, int] = {}
         self.held: list[bool] = []
         self.consumed: set[int] = set()
-        self.begun_anew: dict[int, list[tuple[int, bool]]] = {}
+        self.dropped: dict[int, list[tuple[int, bool]]] = {}
         self._layout = layout
         self._gradients: list[TrackedGradient] = []
         self._cleared: set[int] = set()  # zeros of these have made room for a gradient that has not come yet
@@ -165,7 +165,7 @@ class SentGradients:
         if self._gradients[index].state is not DROPPED or not (index in self.rounds or self.held[index]):
             return False
         until = self.rounds.pop(index, -1), self.held[index]
-        self.begun_anew.setdefault(index, []).append(until)
+        self.dropped.setdefault(index, []).append(until)
         self.held[index] = False
         return True
 
@@ -186,7 +186,7 @@ class SentGradients:
                 gradient.begin_step()
         self.rounds.clear()
         self._cleared.clear()
-        self.begun_anew.clear()
+        self.dropped.clear()
 
     def drop(self, indices: Iterable[int]) -> None:
         """Leaves nothing in the place of these gradients."""

@@ -1,34 +1,29 @@
-"""Reduce-scatters gradients group by group during the backward pass, in a fixed order; only this rank's shard is kept.
+"""Reduce-scatters gradients group by group during the backward pass; only this rank's shard is kept: stages 2 and 3.
 
-The protocol, the same on every rank:
+:mod:`hvd_ckpt.reduction.machine` has the protocol. Of groups:
 
-* The launches of a step are a sequence of rounds, each with all active groups in one order (:mod:`.schedule`). A rank launches a
-  group when it is complete and all before it have left. A gradient that comes after its group has left joins the group's next
-  round, since sums are linear.
+* The launches of a step are a sequence of rounds, each with all active groups in one order (:mod:`.schedule`). A late gradient
+  joins the next round of its group, since sums are linear.
 * In the backward pass a rank may wait for older launches, so that only few buffers exist at once. It only waits for launches of
   the rounds that every rank made in the last step; all ranks make these again before they synchronize.
-* In :meth:`ShardReducer.synchronize` all ranks launch up to the position that each of them reaches without being told, and sum
-  their control flags (:mod:`hvd_ckpt.reduction.late`). If one of them is further, or needs more launches of a group, a second
-  message has the furthest position and the greatest need of each group, and all ranks follow.
+* In ``synchronize()`` all ranks launch up to the position that each of them reaches without being told, and sum their flags. If one
+  of them is further, or needs more launches of a group, a second message has the furthest position and the greatest need of each
+  group, and all ranks follow.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Average, Sum
 
-from hvd_ckpt.reduction.accumulation import OwningReducer
-from hvd_ckpt.reduction.late import ControlFlags, Report, check_reports
-from hvd_ckpt.reduction.stats import StepStats
-from hvd_ckpt.reduction.weights import Sums, WeightVerification
+from hvd_ckpt.reduction.late import ControlFlags
+from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
@@ -61,20 +56,7 @@ class HowReduced:
         return 1.0 / (ranks * self.prescale) if self.op == Average else 1.0
 
 
-@dataclass
-class ShardReport(Report):
-    """The report of one rank.
-
-    Attributes:
-        begun_anew: by parameter whose gradient was dropped, what had left until then; ranks that add it up must have the same.
-        written: fingerprints of weights that the rank has written.
-    """
-
-    begun_anew: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
-    written: dict[int, int] = field(default_factory=dict)
-
-
-class ShardReducer(OwningReducer):
+class ShardReducer(Machine):
     """Reduces the gradients of all parameters of a layout into this rank's shards, once per :meth:`synchronize`.
 
     Needs a name (:meth:`rename`) before the first step.
@@ -85,9 +67,6 @@ class ShardReducer(OwningReducer):
         how: format, scales and rounds.
         offload: has the memory of the shards, if that is not the parameters' own.
         store: the parameters of stage 3, which passes may have written; ranks compare what.
-
-    Attributes:
-        weights: their verification.
     """
 
     def __init__(
@@ -99,7 +78,7 @@ class ShardReducer(OwningReducer):
         store: ShardedParameters | None = None,
     ) -> None:
         # Every gradient is watched, new parameters' too: where one has left, a placeholder stands in ``grad`` and must make room.
-        super().__init__(layout.names, layout.parameters, range(sys.maxsize), how.op == Sum)
+        super().__init__(layout.names, layout.parameters, range(sys.maxsize), exchange, how.op == Sum)
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
@@ -107,23 +86,17 @@ class ShardReducer(OwningReducer):
         self._store = store
         self._in_flight = InFlight(exchange, how.format, how.scale(exchange.ranks), offload, layout.groups)
         self._schedule = Schedule(layout, how.passes)
-        self._lock = threading.RLock()
-        self._step = StepStats()
+        self._needs: list[int] = []  # launches of each group that this rank needs
         self._sent = SentGradients(layout)
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
         self._whole = store is None
-        self.weights = WeightVerification(layout.names, layout.parameters, exchange.process_set)
         self._ever_used = [False] * len(layout.parameters)
 
     @property
     def used(self) -> list[bool]:
         """Of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`."""
         return self._sent.held
-
-    @property
-    def process_set(self) -> Any:
-        return self._exchange.process_set
 
     # ---------------------------------------------------------------------------------- parameters come and go
 
@@ -199,7 +172,7 @@ class ShardReducer(OwningReducer):
     def _look_at(self, indices: Sequence[int]) -> None:
         """Finds out what was done to gradients by hand."""
         self.look_for_sums(indices)
-        self._mismatch = self._mismatch or self._sent.check(indices, self._exchange.ranks == 1)
+        self._report.error = self._report.error or self._sent.check(indices, self._exchange.ranks == 1)
 
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
         self.hook_unfrozen(group.indices)
@@ -218,62 +191,63 @@ class ShardReducer(OwningReducer):
 
     # ---------------------------------------------------------------------------------- synchronization
 
-    def _synchronize(self) -> None:
-        """Afterwards :attr:`used` and :meth:`shard` tell the result.
-
-        Raises:
-            RecomputationMismatch: a rank has recomputed other values; the same on every rank.
-            RuntimeError: a parameter was converted after it was laid out; the same on every rank.
-        """
-        # 1. up to _agreed, where every rank comes without being told   2. the flags   3. up to the furthest rank, and further
-        # rounds of the groups that need them   4. wait for everything
-        schedule, parameters = self._schedule, self._layout.parameters
-        self.hook_parameters()
-        self._look_at(range(len(parameters)))
+    def _settle(self) -> None:
+        sent, report, layout = self._sent, self._report, self._layout
+        self._look_at(range(len(layout.parameters)))
+        for index, group in enumerate(layout.group_of):
+            self._begin_anew(group, index)
+        report.error = report.error or self._converted()
         if self._store is not None:
-            self._mismatch = self._mismatch or self._store.find_written()
-        for index, _ in enumerate(parameters):
-            self._begin_anew(self._layout.group_of[index], index)
-        pending = any(self._sent.unsent(index) is not None for index in range(len(parameters)))
+            report.error = report.error or self._store.find_written()
+            report.written, self._store.written.values = self._store.written.values, {}
+        report.dropped = sent.dropped
+        report.wanted = bool(report.dropped or report.written)
+
+    def _exchange_flags(self) -> tuple[Sequence[float], float]:
+        schedule, sent = self._schedule, self._sent
+        pending = any(sent.unsent(index) is not None for index in range(len(self.used)))
         # What this rank sends only now, another one could have waited for in its backward pass. So none waits
         # in the next.
         unsteady = pending or schedule.position < self._agreed
         self._launch_up_to(self._agreed)
-        report = self._own_report()
-        own, needs = self._own_flags(report.wanted, unsteady)
-        values = self._sum(torch.cat([own.tensor(), self.weights.encode().cpu()]), "flags")
-        flags = ControlFlags.of(values[: -Sums.SIZE])
-        self.noticed, self.notice = flags.notice > 0, False
-        used = [ranks > 0 for ranks in flags.used]
-        dropped = self._resynchronize(report, used) if flags.resynchronize > 0 else set()
-        if flags.further > 0:
+        flags, self._needs = self._own_flags(unsteady)
+        return self._sum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags"), 1.0
+
+    def _agree(self, facts: Facts) -> None:
+        report, reports = self._report, facts.reports
+        for index in sorted(facts.dropped.intersection(facts.used)):
+            if any(each.dropped.get(index) != report.dropped.get(index) for each in reports):
+                raise dropped_on_some(self._layout.names[index])
+        if self._store is not None and any(each.written != report.written for each in reports):
+            self._store.check_written(report.written)
+
+    def _land(self, facts: Facts) -> None:
+        """Afterwards :attr:`used` and :meth:`shard` tell the result."""
+        if facts.flags.further > 0:
             # A rank that has launched further did so in its backward pass; the others must follow before anything else is sent.
             self._step.control_messages += 1
-            own_needs = torch.tensor([schedule.position, *needs], dtype=torch.float32)
-            position, *needs = map(round, self._exchange.maximum(own_needs, "further"))
+            own = torch.tensor([self._schedule.position, *self._needs], dtype=torch.float32)
+            position, *needs = map(round, self._exchange.maximum(own, "further"))
             self._launch_up_to(position)
             self._send_rest(needs)
         self.weights.prepare()
         self._in_flight.wait_all()
-        self._step.late_gradients = [name for name, ranks in zip(self._layout.names, flags.late) if ranks > 0]
+
+    def _learn(self, facts: Facts) -> None:
+        schedule = self._schedule
         # Ranks may wait in the next backward pass only for rounds that each of them makes there: those of this step.
         whole_rounds = max(1, schedule.position // max(1, len(schedule.order)))
-        self.weights.check(values, 1.0, self._exchange.sum)
-        schedule.activate(used)
+        now = [ranks > 0 for ranks in facts.flags.used]
+        schedule.activate(now)
         if not schedule.ordered:
             # Zeros on other ranks make the sum that of rank 0.
             leads = self._exchange.rank == 0
             arrivals = [float(leads and schedule.last_arrival(group)) for group in self._layout.groups]
             schedule.arrange(self._sum(torch.tensor(arrivals, dtype=torch.float32), "place"))
-        self._end_step(learn=True)
         self._agreed = whole_rounds * len(schedule.order)
-        self._may_wait = flags.unsteady == 0
-        self._keep(used, dropped)
-        self._compare(used)
-
-    def _sum(self, values: torch.Tensor, what: str) -> Any:
-        self._step.control_messages += 1
-        return self._exchange.sum(values, what)
+        self._may_wait = facts.flags.unsteady == 0
+        self._keep(now, facts.dropped)
+        self._compare(now)
 
     def _keep(self, used: Sequence[bool], dropped: Set[int]) -> None:
         """Notes which gradients the shards have now; those that were dropped, and came on no rank again, are taken out."""
@@ -284,32 +258,6 @@ class ShardReducer(OwningReducer):
             self.used[index] = now or (self.used[index] and not gone)
             if self.used[index]:
                 self._sent.note(index)
-
-    def _own_report(self) -> ShardReport:
-        """What this rank has to say to the others that flags cannot express."""
-        report = ShardReport(error=self._mismatch or self._converted(), begun_anew=self._sent.begun_anew)
-        if self._store is not None:
-            report.written, self._store.written.values = self._store.written.values, {}
-        report.wanted = bool(report.error or report.begun_anew or report.written)
-        return report
-
-    def _resynchronize(self, report: ShardReport, used: Sequence[bool]) -> set[int]:
-        """All ranks compare what they have to say, and raise or continue together.
-
-        Returns:
-            The parameters whose gradients were dropped after they had left.
-        """
-        reports = self._exchange.objects(report, "resynchronization")
-        check_reports(reports)
-        dropped = set(chain(*(each.begun_anew for each in reports)))
-        for index in sorted(dropped):
-            if used[index] and any(
-                each.begun_anew.get(index) != report.begun_anew.get(index) for each in reports
-            ):
-                raise dropped_on_some(self._layout.names[index])
-        if self._store is not None and any(each.written != report.written for each in reports):
-            self._store.check_written(report.written)
-        return dropped
 
     def _compare(self, used: Sequence[bool]) -> None:
         """Has the weights verified of all that has been used, where they are whole."""
@@ -325,7 +273,7 @@ class ShardReducer(OwningReducer):
             self._in_flight.make_room(group)
             self._launch(group)
 
-    def _own_flags(self, wanted: bool, unsteady: bool) -> tuple[ControlFlags, list[int]]:
+    def _own_flags(self, unsteady: bool) -> tuple[ControlFlags, list[int]]:
         """What this rank knows after it has launched as far as every rank does.
 
         Returns:
@@ -353,8 +301,8 @@ class ShardReducer(OwningReducer):
                 # A group sends zeros for what it has no gradient of, once at least.
                 needs[group.position] = max(needs[group.position], 1)
         further = self._schedule.position > self._agreed or needs != launched
-        flags = ControlFlags(used, late, float(wanted), float(self.notice), float(further), float(unsteady))
-        return flags, needs
+        asked = (self._report.wanted, self.notice, further, unsteady)
+        return ControlFlags(used, late, *map(float, asked)), needs
 
     def _converted(self) -> RuntimeError | None:
         """The error for a parameter that was converted."""
@@ -417,13 +365,9 @@ class ShardReducer(OwningReducer):
     # ---------------------------------------------------------------------------------- between steps
 
     def _end_step(self, learn: bool) -> None:
+        super()._end_step(learn)
         self._schedule.close_step(learn)
-        if learn:
-            self.stats.close_step(self._step)
-        self._step = StepStats()
         self._sent.clear()
-        self._mismatch = None
-        self.active = False
 
     def abandon(self) -> None:
         """Drops the step that has begun, its result and all gradients (after an error, or when a state is loaded). On every rank.
@@ -442,9 +386,6 @@ class ShardReducer(OwningReducer):
         self.rename_anew()
         self._agreed, self._may_wait = len(self._schedule.order), True
         self._end_step(learn=False)
-
-    def _name_tensors(self, prefix: str) -> None:
-        self._exchange.rename(prefix)
 
     def reset(self) -> None:
         """Forgets order and expectations: the next step learns them again. Call it on every rank."""

@@ -1,0 +1,385 @@
+"""The reduction of a step's gradients, at all stages: when they leave, what ranks tell each other, and what stands in ``p.grad``.
+
+Gradients leave in *units* of several parameters: in buckets, whose allreduce gives each rank the result (:mod:`.reducer`, stages 0
+and 1), or in groups, whose reduce-scatter gives each rank its shard (:mod:`hvd_ckpt.sharding.reducer`, stages 2 and 3).
+
+**In the backward pass.** A unit is complete once each of its parameters has accumulated as often as in the last steps
+(:mod:`.accumulation`). It leaves when it is complete and all units before it have left; their order is that of rank 0. So all ranks
+launch the same units in the same order, whatever gradients each of them has. From then on a placeholder stands in ``p.grad``, until
+``synchronize()`` puts the result there, or into shards (:mod:`.gradients` has the table). A gradient that comes after its unit has
+left is *late*, and goes to a tensor of its own. A bucket leaves once: what is late is reduced parameter by parameter at the end of
+the step, and added. A group leaves again, in a further round.
+
+**In** :meth:`Machine.synchronize` the ranks go through five methods together:
+
+1. ``_settle`` finds what this rank alone knows, and what code has done to gradients by hand.
+2. ``_exchange_flags`` launches what all ranks launch without being told, and sums their :class:`.ControlFlags`: for each parameter,
+   whether it is used and whether a gradient came late; one flag asks for the next method. The fingerprint of a part of the weights
+   goes with them (:mod:`.weights`). Now all ranks know the same, and take the same way.
+3. ``_agree``, if a rank has more to say than flags can: the ranks gather reports, and all raise one error or continue together.
+4. ``_land`` launches what some rank still has, waits for all that is in flight, and puts the results in their places.
+5. ``_learn`` prepares the next step.
+
+An error in any of them drops the step on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvd_ckpt.reduction.collectives import Collectives
+from hvd_ckpt.reduction.late import ControlFlags, Report, check_reports
+from hvd_ckpt.reduction.stats import ReductionStats, StepStats
+from hvd_ckpt.reduction.sums import is_summed, summed_again
+from hvd_ckpt.reduction.weights import Sums, WeightVerification
+from hvd_ckpt.utils import backward_errors
+from hvd_ckpt.utils.torch_private import run_first
+
+# A parameter belongs to the optimizer that was made over it last: two that counted its gradients would both reduce them. Ranks make
+# optimizers together, so they agree on the owner, whatever Python has collected where. A step that the owner before has begun is
+# dropped, and its next one is an error.
+_owners: Any = WeakTensorKeyDictionary()  # by parameter, a weak reference to the reducer
+
+
+def owner_of(parameter: torch.Tensor) -> Any | None:
+    """The distributed optimizer that a parameter belongs to, or None."""
+    reducer = _reducer_of(parameter)
+    return None if reducer is None else reducer.optimizer()
+
+
+def _reducer_of(parameter: torch.Tensor) -> Machine | None:
+    reference = _owners.get(parameter)
+    return None if reference is None else reference()
+
+
+@dataclass
+class Facts:
+    """What all ranks know of a step since they have exchanged their flags.
+
+    Attributes:
+        flags: the sums.
+        used, late: the parameters that some rank has a gradient of, and those of which one came late.
+        dropped: parameters whose gradients were dropped in flight, and others whose true ones were not sent.
+        reports: of all ranks, if one has asked for them.
+    """
+
+    flags: ControlFlags
+    used: list[int]
+    late: list[int]
+    dropped: set[int] = field(default_factory=set)
+    reports: Sequence[Report] = ()
+
+
+class Machine(ABC):
+    """Base of reducers: it owns parameters, hears of their gradients, and takes the ranks through a step together.
+
+    Each parameter has two hooks: one before a gradient is accumulated (it also runs for ``torch.autograd.grad``, which accumulates
+    nothing), one after.
+
+    Args:
+        names, parameters: by index; kept, and may grow.
+        watched: the indices for which :meth:`before_accumulation` is called; kept, and may change.
+        ranks: the collectives of the ranks that reduce together.
+        sums: gradients are added up, and not averaged.
+
+    Attributes:
+        active: a gradient has arrived since the last synchronization.
+        last_forward: see :class:`~hvd_ckpt.utils.backward_errors.RaisesOnAll`.
+        stats: what has left when.
+        weights: their verification.
+        notice: the next synchronization tells all ranks that one of them has something to say.
+        noticed: whether any rank had a notice in the last synchronization.
+        optimizer: weak reference to the optimizer, once :meth:`begin` has been called.
+    """
+
+    _identity: int
+    _generation: int
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        watched: Container[int],
+        ranks: Collectives,
+        sums: bool,
+    ) -> None:
+        self._ranks, self.sums = ranks, sums
+        self._sums: set[int] = set()  # gradients that were sums when the last backward pass reached them
+        self._lock = threading.RLock()
+        self._step, self._report = StepStats(), Report()
+        self.weights = WeightVerification(names, parameters, ranks.process_set)
+        self.active = False
+        self.stats = ReductionStats()
+        self.notice = self.noticed = False
+        self.optimizer: Callable[[], Any] = lambda: None
+        self._names, self._parameters, self._watched_indices = names, parameters, watched
+        self._number_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._handles: dict[int, list[Any]] = {}
+        self._unhooked: list[int] = []  # parameters owned here that have no hooks yet
+        self._lost: str | None = None  # the first parameter that another optimizer owns now
+        self._mismatch: Exception | None = None
+        self.last_forward = 0
+        backward_errors.register(self)
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that reduce together."""
+        return self._ranks.process_set
+
+    def has_all(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these are among the parameters."""
+        return self._number_of.keys() >= set(map(id, parameters))
+
+    def take_over(self, error: Exception) -> bool:
+        """Raises an error of this rank's backward pass on every rank, in the next synchronization.
+
+        Returns:
+            False where no synchronization is to come, or this rank is the only one.
+        """
+        if not self.active or self.process_set.size() == 1:
+            return False
+        self._mismatch = self._mismatch or error
+        return True
+
+    def begin(self, optimizer: Any) -> None:
+        """Acquires all parameters. Call it on every rank."""
+        self.optimizer = weakref.ref(optimizer)
+        self.acquire(range(len(self._parameters)))
+
+    def acquire(self, indices: Iterable[int]) -> None:
+        """Makes this reducer the owner of parameters that are new here; a step that their owners have begun is dropped."""
+        before: dict[Machine, list[torch.Tensor]] = {}
+        for index in indices:
+            parameter = self._parameters[index]
+            self._number_of[id(parameter)] = index
+            owner = _reducer_of(parameter)
+            if owner is not None and owner is not self:
+                before.setdefault(owner, []).append(parameter)
+            _owners[parameter] = weakref.ref(self)
+            self._unhooked.append(index)
+        for owner, parameters in before.items():
+            owner.lose(parameters)
+        self.hook_parameters()
+
+    def lose(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Another optimizer owns these parameters now; a step that has begun is dropped."""
+        if self.active:
+            self.abandon()
+        else:
+            # On another rank the step may have begun; it is dropped and renamed by
+            # abandon() there. Names must stay equal on all.
+            self.rename_anew()
+        indices = sorted(self._number_of[id(parameter)] for parameter in parameters)
+        for index in indices:
+            for handle in self._handles.pop(index, ()):
+                handle.remove()
+        self._unhooked = [index for index in self._unhooked if index not in indices]
+        self._lost = self._names[indices[0]]
+
+    def check_owner(self) -> None:
+        """Raises RuntimeError, the same on every rank, if another optimizer owns some of the parameters now."""
+        if self._lost is not None:
+            raise RuntimeError(
+                f"parameter '{self._lost}' belongs to the DistributedOptimizer that was made over it last, and this is an earlier "
+                f"one, which cannot reduce or step it any more; use the last one, or make another, on every rank"
+            )
+
+    def hook_parameters(self) -> None:
+        """Hooks parameters owned here that have no hooks yet; PyTorch refuses frozen ones, so these wait to be unfrozen."""
+        frozen = []
+        for index in self._unhooked:
+            parameter = self._parameters[index]
+            if parameter.requires_grad:
+                before, first, after = _hooks(weakref.ref(self), index, self._watched_indices)
+                hidden = run_first(parameter, first)
+                self._handles[index] = [
+                    parameter.register_hook(before),  # type: ignore[no-untyped-call]
+                    *(() if hidden is None else (hidden,)),
+                    parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
+                ]
+            else:
+                frozen.append(index)
+        self._unhooked = frozen
+
+    def hook_unfrozen(self, indices: Container[int]) -> None:
+        """Hooks parameters whose gradients are about to leave: the next ones must find room, and some may have been frozen when the
+        step began."""
+        if any(index in indices for index in self._unhooked):
+            self.hook_parameters()
+
+    @property
+    def naming(self) -> tuple[int, int]:
+        """Identity and generation, as :meth:`rename` has set them."""
+        return self._identity, self._generation
+
+    def rename(self, identity: int, generation: int) -> None:
+        """Names this optimizer's tensors; the same on every rank."""
+        self._identity, self._generation = identity, generation
+        self._ranks.rename(f"hvd_ckpt.{identity}.{generation}")
+
+    def rename_anew(self) -> None:
+        """Gives tensors names that were not used before, since those with the last ones may still be on their way."""
+        self.rename(self._identity, self._generation + 1)
+
+    def synchronize(self) -> None:
+        """Reduces what is left of this step's gradients. Collective.
+
+        Raises:
+            ValueError, RuntimeError: what ranks have does not fit; the same on every rank.
+            horovod.common.exceptions.HorovodInternalError: a rank has gone.
+        """
+        try:
+            self._synchronize()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _synchronize(self) -> None:
+        # Parameters that were unfrozen before this backward pass have no hooks yet. Their gradients were not
+        # counted in it, and are reduced below all the same.
+        self.hook_parameters()
+        self._settle()
+        report = self._report
+        report.error = self._mismatch or report.error
+        report.wanted |= report.error is not None
+        values, scale = self._exchange_flags()
+        flags = ControlFlags.of(values[: -Sums.SIZE])
+        self.noticed, self.notice = flags.notice > 0, False
+        used, late = ([at for at, ranks in enumerate(each) if ranks > 0] for each in (flags.used, flags.late))
+        facts = Facts(flags, used, late)
+        if flags.resynchronize > 0:
+            facts.reports = self._ranks.objects(self._full_report(), "resynchronization")
+            check_reports(facts.reports)
+            facts.dropped = set(chain.from_iterable(each.dropped for each in facts.reports))
+            self._agree(facts)
+        self._land(facts)
+        self._check_weights(facts, values, scale)
+        self._learn(facts)
+        self._step.late_gradients = [self._names[index] for index in late]
+        self._end_step(learn=True)
+
+    def _full_report(self) -> Report:
+        """The report with what is only looked up where some rank asks for it."""
+        return self._report
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Finds what this rank alone knows, for its flags and its report."""
+
+    @abstractmethod
+    def _exchange_flags(self) -> tuple[Sequence[float], float]:
+        """Launches what all ranks launch without being told; returns the sum of the ranks' flags, and what it is multiplied by."""
+
+    @abstractmethod
+    def _agree(self, facts: Facts) -> None:
+        """Completes the facts from the ranks' reports, or raises the same error on every rank."""
+
+    @abstractmethod
+    def _land(self, facts: Facts) -> None:
+        """Leaves nothing in flight; results are in their places."""
+
+    def _check_weights(self, facts: Facts, values: Sequence[float], scale: float) -> None:
+        self.weights.check(values, scale, self._sum)
+
+    @abstractmethod
+    def _learn(self, facts: Facts) -> None:
+        """Prepares the next step."""
+
+    def _sum(self, values: torch.Tensor, what: str) -> Any:
+        self._step.control_messages += 1
+        return self._ranks.sum(values, what)
+
+    def _end_step(self, learn: bool) -> None:
+        """The next step begins; with ``learn`` it expects what this one has had."""
+        if learn:
+            self.stats.close_step(self._step)
+        self._step, self._report, self._mismatch = StepStats(), Report(), None
+        self.active = False
+
+    def forget_step(self) -> None:
+        """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
+        self._end_step(learn=False)
+
+    @abstractmethod
+    def before_accumulation(self, index: int) -> None:
+        """A gradient of a parameter whose bucket has left is about to be accumulated."""
+
+    @abstractmethod
+    def hide_late(self, index: int) -> None:
+        """A gradient has been accumulated, and hooks of the user follow: a late part of it must not pass for the whole."""
+
+    @abstractmethod
+    def after_accumulation(self, index: int) -> None:
+        """A gradient of the parameter has been accumulated."""
+
+    @abstractmethod
+    def changes(self) -> list[tuple[int, torch.Tensor | None]] | None:
+        """The gradients that were dropped (None) or changed in place since the last synchronization, by the parameters' indices.
+
+        Returns:
+            None if there is a new one, of a backward pass or set by hand
+        """
+
+    def look_for_sums(self, indices: Iterable[int]) -> None:
+        """With ``op=Sum``, makes it an error of the next synchronization that a gradient is a sum already."""
+        for index in indices if self.sums and self.process_set.size() > 1 else ():
+            if is_summed(self._parameters[index].grad):
+                self._report.error = self._report.error or summed_again(self._names[index])
+
+    def before_adding(self, index: int) -> None:
+        """A backward pass, or ``torch.autograd.grad()``, which adds nothing, has reached a gradient."""
+        if self.sums:
+            change = self._sums.add if is_summed(self._parameters[index].grad) else self._sums.discard
+            change(index)
+
+    def added(self, index: int) -> None:
+        """A backward pass has added to a gradient."""
+        if index in self._sums and self.process_set.size() > 1:
+            self._report.error = self._report.error or summed_again(self._names[index])
+
+    @abstractmethod
+    def note_changes(self, cleared: bool = False) -> None:
+        """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's.
+
+        Args:
+            cleared: they are zeros or None.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Drops the step that has begun, and all gradients. Call it on every rank."""
+
+
+def _hooks(
+    reference: weakref.ref[Machine], index: int, watched: Container[int]
+) -> tuple[Callable[[torch.Tensor], None], ...]:
+    """The three hooks of a parameter: before an accumulation, and first and last after it. They hold the reducer weakly, since they
+    live as long as the parameter."""
+
+    def before(gradient: torch.Tensor) -> None:
+        if index in watched:  # the usual gradient ends here
+            reducer = reference()
+            if reducer is not None:
+                reducer.before_accumulation(index)
+
+    def first(parameter: torch.Tensor) -> None:
+        reducer = reference()
+        if reducer is not None and index in watched:
+            reducer.hide_late(index)
+
+    def after(parameter: torch.Tensor) -> None:
+        reducer = reference()
+        if reducer is not None:
+            reducer.last_forward = backward_errors.last_forward()
+            reducer.after_accumulation(index)
+
+    return before, first, after
