@@ -18,18 +18,16 @@ from hvd_ckpt.local_sgd.weights import WeightRun
 from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.sharding.exchange import Traffic
 from hvd_ckpt.sharding.formats import WIRE_FORMATS
-from hvd_ckpt.sharding.offload import Offload
 
 
-def average(simulation: Simulation, offload: bool, wire: str) -> None:
+def average(simulation: Simulation, wire: str) -> None:
     """Periods of steps, each with an average that the host reads, as a snapshot does."""
     with AlikeRanks(simulation).running() as ranks:
         parameter = nn.Parameter(torch.ones(500, device=DEVICE))
         segment = Segment("weight", parameter, parameter, lambda: parameter)
         place = Place(PeerExchange(Collectives(ranks.process_set, "local"), [0, 1], Traffic()))
-        make = (lambda device: Offload(None, device, parameters=True)) if offload else None
         outer: Any = hc.Nesterov(lr=0.7)
-        averaged = WeightRun("weights", [segment], place, outer, WIRE_FORMATS[wire], make)
+        averaged = WeightRun("weights", [segment], place, outer, WIRE_FORMATS[wire])
         with own_stream(), torch.no_grad():
             averaged.begin()
             for _ in range(3):
@@ -44,11 +42,7 @@ def average(simulation: Simulation, offload: bool, wire: str) -> None:
                         float(state[name].sum())
 
 
-SCENARIOS = [
-    functools.partial(average, offload=offload, wire=wire)
-    for offload in (False, True)
-    for wire in ("fp32", "int8")
-]
+SCENARIOS = [functools.partial(average, wire=wire) for wire in ("fp32", "int8")]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
