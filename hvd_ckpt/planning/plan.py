@@ -269,7 +269,7 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        """Two lines, for a log; ``hvd_ckpt.planning.show`` has tables and pictures."""
+        """Two lines, for a log; ``hvd-ckpt plan --load`` shows tables and pictures."""
         policies = Counter(block.policy.title.split()[0].rstrip(",") for block in self.blocks)
         limit = "the fastest" if self.budget is None else f"budget {show_bytes(self.budget)}"
         cost, kind = (self.predicted, "predicted") if self.measured is None else (self.measured, "measured")
