@@ -13,6 +13,6 @@ or any class of :mod:`hvd_ckpt.app.compare.runner.engines`. ``case`` has cases a
     train             overhead of the training loop
     faults            runs that are killed, resumed and checked (the runs are in tests/faults)
     replicas          hashes of runs on several numbers of ranks (the runs are in tests/same_bits)
-    scale             steps on up to 16,384 ranks, predicted from sizes (by the formulas of step_time and network)
+    scale             steps on up to 16,384 ranks, predicted from sizes (by the formulas of hvd_ckpt.prediction)
     scale_on_hosts    such predictions, beside steps on hosts with slow links
 """

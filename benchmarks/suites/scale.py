@@ -1,6 +1,6 @@
 """``python -m benchmarks scale``: steps and starts on up to 16,384 ranks, predicted from a model's sizes.
 
-Steps are those of :mod:`benchmarks.step_time`; this file adds what takes time beside them, and the tables.
+Steps are those of :mod:`hvd_ckpt.prediction.step_time`; this file adds what takes time beside them, and the tables.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import click
 import torch
 from torch import nn
 
-from benchmarks.network import Network
-from benchmarks.step_time import BASELINES, WAYS, ModelSizes, Split, StepTime
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.report import Column, in_mib, results_of, save_figure, table_of
 from hvd_ckpt.app.compare.runner.settings import BenchSettings, names_of, ranks_setting, setting
 from hvd_ckpt.app.models.gpt import GPTBlock, gpt
+from hvd_ckpt.prediction.network import Network
+from hvd_ckpt.prediction.step_time import BASELINES, WAYS, ModelSizes, Split, StepTime
 
 MODELS: dict[str, dict[str, Any]] = {  # arguments of gpt()
     "gpt-small": {"vocabulary": 50257, "length": 1024, "width": 768, "heads": 12, "layers": 12},

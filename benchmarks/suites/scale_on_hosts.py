@@ -23,10 +23,10 @@ import torch
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from benchmarks.network import Network
-from benchmarks.step_time import WAYS, ModelSizes, Split
 from hvd_ckpt.app.compare.runner.jobs import RANK, RankJob, launch_command, load_json
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.prediction.network import Network
+from hvd_ckpt.prediction.step_time import WAYS, ModelSizes, Split
 from hvd_ckpt.processes.runtime import allowed_cpus
 
 MODEL: dict[str, Any] = {"vocabulary": 1024, "length": 16, "width": 256, "heads": 8, "layers": 4}

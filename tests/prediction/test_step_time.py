@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.network import Network
-from benchmarks.step_time import WAYS, ModelSizes, Split, StepTime
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.prediction.network import Network
+from hvd_ckpt.prediction.step_time import WAYS, ModelSizes, Split, StepTime
 
 MIB = 1 << 20
 # Easy numbers: 1 MB/s across hosts, 10 MB/s on a host, nothing else.

@@ -7,7 +7,7 @@ exact. All ranks do the same at the same time. Collectives run one after the oth
     collectives                          [bucket 0]  [bucket 1][bucket 2]
 
 Each collective takes a latency and its bytes over a bandwidth, as in Hockney, "The communication challenge for MPP" (1994), by
-:class:`benchmarks.network.Network`. Contention beyond the hosts' links, stragglers and the memory traffic of sums are left
+:class:`hvd_ckpt.prediction.network.Network`. Contention beyond the hosts' links, stragglers and the memory traffic of sums are left
 out.
 """
 
@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from benchmarks.network import Cost, Network
 from hvd_ckpt.pipeline.schedule import make_schedule, timeline
+from hvd_ckpt.prediction.network import Cost, Network
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.late import ControlFlags

@@ -13,9 +13,9 @@ from horovod.torch import mpi_ops
 from torch.nn import functional
 
 import hvd_ckpt as hc
-from benchmarks.network import Network
-from benchmarks.step_time import ModelSizes, Split
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.prediction.network import Network
+from hvd_ckpt.prediction.step_time import ModelSizes, Split
 
 pytestmark = pytest.mark.ranks(gloo=(2, 4))
 
