@@ -255,11 +255,12 @@ class Draw:
 
     # ---------------------------------------------------------------------------------- the rest
 
-    def draw_options(self) -> dict[str, Any]:
+    def draw_options(self, steps: list[Step]) -> dict[str, Any]:
         stage = self.stage
         options: dict[str, Any] = {"bucket_cap_mb": self.choose([25.0, 0.001, 0.0003])}
         if self.chance(0.2):
-            if self.clear != "never":  # with op=Sum, more must not be added to what is summed
+            # With op=Sum, what is summed must be cleared before it is added to, or reduced, again.
+            if self.clear != "never" and all(step.how != "repeat" for step in steps):
                 options["op"] = "sum"
         elif self.chance(0.1):
             options["gradient_predivide_factor"] = self.choose([2.0, 3.0])
@@ -318,7 +319,7 @@ class Draw:
             # At stages 2 and 3 gradients that no step has used are in shards, which no state has.
             and not (self.stage > 1 and steps[at - 1].how == "skip")
         ]
-        options = self.draw_options()
+        options = self.draw_options(steps)
         return Program(
             self.seed,
             self.ranks,
