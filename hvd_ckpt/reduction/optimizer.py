@@ -488,7 +488,10 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return parameter.grad is not None
 
     def _set_zero(self, parameter: torch.Tensor) -> None:
-        parameter.grad = torch.zeros_like(parameter)
+        reducer = self.reducer
+        parameter.grad = (
+            torch.zeros_like(parameter) if reducer is None else reducer.assignment.zeros(parameter)
+        )
 
     @property
     def reduces_updates(self) -> bool:

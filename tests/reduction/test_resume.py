@@ -147,3 +147,39 @@ def test_gradients_that_a_resumed_run_sets_to_zero(stage: int, zeros: Sequence[b
         for number in range(stop, len(steps)):
             resumed.step(number, steps[number], zeros[number])
         assert resumed.weights() == run.weights(), f"other bits when resumed after {stop} steps"
+
+
+@pytest.mark.parametrize("as_dense", [False, True], ids=["sparse", "sparse as dense"])
+def test_sparse_gradients_that_a_resumed_run_sets_to_zero(as_dense: bool) -> None:
+    """What is added to sparse zeros is added up in another order than what is added to dense ones."""
+
+    def train(first: int, state: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Embedding(3, 8, sparse=True)
+        optimizer = hc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            sparse_as_dense=as_dense,
+        )
+        if state is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_reduction_state_dict(state["reduction"])
+        states = []
+        for step in range(first, 4):
+            optimizer.zero_grad(set_to_none=False)
+            for part in range(3):
+                seed = torch.Generator().manual_seed(100 * step + 10 * part + hc.rank())
+                tokens = torch.randint(3, (16,), generator=seed)
+                (model(tokens) * torch.randn(16, 8, generator=seed)).sum().backward()
+            optimizer.step()
+            states.append(
+                copy.deepcopy({"model": model.state_dict(), "reduction": optimizer.reduction_state_dict()})
+            )
+        return states
+
+    whole = train(0)
+    for stop in range(1, 4):
+        resumed = train(stop, whole[stop - 1])
+        assert torch.equal(resumed[-1]["model"]["weight"], whole[-1]["model"]["weight"]), (
+            f"after {stop} steps"
+        )
