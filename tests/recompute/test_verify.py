@@ -103,6 +103,24 @@ def test_the_error_names_the_innermost_module() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_block_is_compiled_as_often_as_without_verification(way: str) -> None:
+    compiled = {"first": 0, "never": 0}
+    for when in compiled:
+
+        def backend(graph: Any, inputs: Any, when: str = when) -> Any:
+            compiled[when] += 1
+            return graph.forward
+
+        torch.compiler.reset()
+        verify_recomputation(when)
+        inner: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), backend=backend)
+        block = nn.Sequential(inner, nn.Linear(8, 8))
+        for _ in range(3):
+            step(block, WAYS[way])
+    assert compiled["first"] == compiled["never"] > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_said_where_nothing_is_wrong(way: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
