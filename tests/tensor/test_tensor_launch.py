@@ -76,7 +76,7 @@ def test_drawn_models_train_like_the_whole_model_or_are_refused() -> None:
 
 
 def test_the_example_learns_in_parts() -> None:
-    status, output = run_ranks(4, EXAMPLES / "tensor_gpt.py", "--steps", "60", controller="gloo")
+    status, output = run_ranks(4, EXAMPLES / "tensor_gpt.py", "--steps", "40", controller="gloo")
     assert status == 0, output
     assert "2 replicas of 2 parts" in output
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
