@@ -124,8 +124,8 @@ def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_tests_") as folder:
         results = Path(folder)
         status = _call(run, run.command(results, arguments), output)
-        outcomes = [_read(results / f"{rank}.xml") for rank in range(run.ranks)]
-        files = _seconds(results / "0.xml")
+        cases = [_cases(results / f"{rank}.xml") for rank in range(run.ranks)]
+    outcomes = [None if each is None else _outcomes(each) for each in cases]
     counts = Counter(_merge([one for one in outcomes if one is not None]).values())
     problem = None
     if status is None:
@@ -135,7 +135,7 @@ def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -
     if problem and not _interrupted.is_set():
         print(f"error: {run.title} {problem}.", file=output, flush=True)
         counts["failed"] += 1
-    return Result(run, counts, time.monotonic() - start, files)
+    return Result(run, counts, time.monotonic() - start, _seconds(cases[0] or []))
 
 
 def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
@@ -202,12 +202,15 @@ def execute_beside(lanes: Sequence[Sequence[tuple[Run, list[str]]]]) -> list[Res
     return results
 
 
-def _read(path: Path) -> dict[str, str] | None:
-    """The outcome of each test in one rank's JUnit file; None if that rank did not get to write it."""
+def _cases(path: Path) -> list[ElementTree.Element] | None:
+    """The tests in one rank's JUnit file; None if that rank did not get to write it."""
     try:
-        cases = list(ElementTree.parse(path).iter("testcase"))
+        return list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError):
         return None
+
+
+def _outcomes(cases: Sequence[ElementTree.Element]) -> dict[str, str]:
     outcomes: dict[str, str] = {}
     for number, case in enumerate(cases):
         tags = {child.tag for child in case}
@@ -217,12 +220,11 @@ def _read(path: Path) -> dict[str, str] | None:
     return outcomes
 
 
-def _seconds(path: Path) -> Counter[str]:
-    """The seconds of each test file in a JUnit file."""
+def _seconds(cases: Sequence[ElementTree.Element]) -> Counter[str]:
+    """The seconds of each test file."""
     seconds: Counter[str] = Counter()
-    with contextlib.suppress(OSError, ElementTree.ParseError):
-        for case in ElementTree.parse(path).iter("testcase"):
-            seconds[case.get("classname", "")] += float(case.get("time", 0))
+    for case in cases:
+        seconds[case.get("classname", "")] += float(case.get("time", 0))
     return seconds
 
 

@@ -142,6 +142,12 @@ class BlockPlan:
         return first if first == last else f"{first}..{last.rpartition('.')[2]}"
 
 
+def policies_of(blocks: Sequence[BlockPlan]) -> str:
+    """How many blocks have which kind of policy: ``keep 3, recompute 1``."""
+    counts = Counter(block.policy.title.split()[0].rstrip(",") for block in blocks)
+    return ", ".join(f"{kind} {count}" for kind, count in counts.items())
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """Consecutive blocks that run on one pipeline stage: all blocks of the stage, or, with ``"interleaved"``, one of its parts.
@@ -270,11 +276,10 @@ class Plan:
 
     def __str__(self) -> str:
         """Two lines, for a log; ``hvd-ckpt plan --load`` shows tables and pictures."""
-        policies = Counter(block.policy.title.split()[0].rstrip(",") for block in self.blocks)
         limit = "the fastest" if self.budget is None else f"budget {show_bytes(self.budget)}"
         cost, kind = (self.predicted, "predicted") if self.measured is None else (self.measured, "measured")
         return (
-            f"Plan of {len(self.blocks)} blocks: {', '.join(f'{title} {count}' for title, count in policies.items())} ({limit})\n"
+            f"Plan of {len(self.blocks)} blocks: {policies_of(self.blocks)} ({limit})\n"
             f"  a step: {show_bytes(cost.peak_bytes)}, {1e3 * cost.seconds:.1f} ms ({kind}); without recomputation "
             f"{show_bytes(self.baseline.peak_bytes)}, {1e3 * self.baseline.seconds:.1f} ms"
         )

@@ -24,11 +24,12 @@ def keep_mark(gradient: torch.Tensor) -> None:
 
 def is_summed(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient is a sum over the ranks; one that was changed in place since, or set to zero, is this rank's own."""
-    known = None if gradient is None else vars(gradient).get(_ATTRIBUTE)
-    if gradient is not None and known is not None and known != gradient._version:
-        delattr(gradient, _ATTRIBUTE)
+    if gradient is None or _ATTRIBUTE not in vars(gradient):
         return False
-    return known is not None
+    if vars(gradient)[_ATTRIBUTE] == gradient._version:
+        return True
+    delattr(gradient, _ATTRIBUTE)
+    return False
 
 
 def summed_again(name: str) -> RuntimeError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from hvd_ckpt.pipeline.schedule import BACKWARD, FORWARD, Span, bubble
 from hvd_ckpt.pipeline.stages import spans_of
-from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan
+from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, policies_of
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -81,7 +80,6 @@ def print_stages(plan: Plan, console: Console) -> None:
         name = f"{number % pipeline.stages}" + (
             f" (part {number // pipeline.stages})" if pipeline.virtual_stages > 1 else ""
         )
-        policies = Counter(block.policy.title.split()[0].rstrip(",") for block in blocks)
         whole = ["recomputed as a whole"] if part.recompute else []
         shown.append(
             (
@@ -95,7 +93,7 @@ def print_stages(plan: Plan, console: Console) -> None:
                 _mib(part.state_bytes),
                 _mib(part.activation_bytes),
                 _mib(part.memory),
-                ", ".join(whole + [f"{title} {count}" for title, count in policies.items()]),
+                ", ".join([*whole, policies_of(blocks)]),
             )
         )
     console.print(_table(STAGE_COLUMNS, shown))

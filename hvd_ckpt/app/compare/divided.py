@@ -6,6 +6,7 @@ with the whole model in one process, which runs the same micro-batches one after
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 from typing import Any
 
@@ -69,8 +70,9 @@ class Divided(Scenario):
             layers.get_submodule(name).requires_grad_(False)
         return layers
 
+    @abstractmethod
     def layer(self) -> nn.Module:
-        raise NotImplementedError
+        """A new layer."""
 
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
         shape = (2, self.samples, LENGTH + self.growth * step)

@@ -84,13 +84,14 @@ def print_summary(
 def _changes(config: Config, resumed: Snapshot) -> list[str]:
     """What is other than in the run that wrote a snapshot: ranks, samples of a step, settings."""
     then = Config.make(resumed.replicated["config"])
-    samples, ranks = config.global_batch(hvd.size()), current().size
-    before_it = then.global_batch(resumed.replicas)
+    sizes = current().size, config.global_batch(hvd.size())
+    sizes_before = resumed.ranks, then.global_batch(resumed.replicas)
     changes = []
-    if (ranks, samples) != (resumed.ranks, before_it):
+    if sizes != sizes_before:
+        (ranks, samples), (ranks_before, samples_before) = sizes, sizes_before
         changes.append(
             f"{ranks} rank{'s' * (ranks > 1)}, {samples:,} samples a step "
-            f"(was {resumed.ranks} rank{'s' * (resumed.ranks > 1)}, {before_it:,})"
+            f"(was {ranks_before} rank{'s' * (ranks_before > 1)}, {samples_before:,})"
         )
     now, before = config.as_dict(), then.as_dict()
     return changes + [

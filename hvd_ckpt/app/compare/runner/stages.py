@@ -7,6 +7,7 @@ of a stage can be compared with those of the whole model.
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,9 @@ class StageEngine(Engine):
         self.stage, self.stages = self.rank, self.size
         self.rank, self.size = 0, 1
 
+    @abstractmethod
     def cut(self, model: nn.Sequential, cut: Cut) -> Stage:
         """Cuts the model, in which the blocks of this stage remain, and returns what runs them."""
-        raise NotImplementedError(f"{self.title} cuts models for itself")
 
     def wrap(self, model: Any, optimizer: Optimizer, passes: int = 1) -> tuple[Any, Optimizer]:
         """Cuts a model that knows its cut, or any chain as the options say."""
