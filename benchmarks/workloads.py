@@ -22,7 +22,7 @@ from hvd_ckpt.app.compare.runner.engine import Workload
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.models.lstm import lstm_language_model
 from hvd_ckpt.data.objectives import IGNORED
-from hvd_ckpt.pipeline.chain import Chain
+from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.utils.named import import_named
 
 CLASSES = 10

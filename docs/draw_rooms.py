@@ -33,13 +33,16 @@ Place = tuple[float, float]  # center of a box, or of an arrow's way through a r
 
 
 def rooms() -> list[str]:
-    """Rooms as the import contract lists them: ``app.cli``, ``snapshots``, ..."""
+    """Rooms as the import contracts list them: ``app.cli``, ``parallel.tensor``, ``snapshots``, ..."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    package, application = (
+    package, application, extensions = (
         ast.literal_eval(layers)
         for layers in re.findall(r"^layers = (\[.*?\])", text, re.MULTILINE | re.DOTALL)
     )
-    return [room for room in package if room != "app"] + [f"app.{room}" for room in application]
+    inner = {"app": application, "parallel": extensions[0].split(" | ")}
+    return [f"{outer}.{room}" for outer in inner for room in inner[outer]] + [
+        room for room in package if room not in inner
+    ]
 
 
 def part(room: str) -> str:

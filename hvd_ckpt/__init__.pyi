@@ -87,32 +87,35 @@ from hvd_ckpt.distributed.precision import (
     GradScaler as GradScaler,
     Precision as Precision,
 )
-from hvd_ckpt.local_sgd.construction import (
+from hvd_ckpt.parallel.local_sgd.construction import (
     LocalSGD as LocalSGD,
 )
-from hvd_ckpt.local_sgd.options import (
+from hvd_ckpt.parallel.local_sgd.options import (
     Nesterov as Nesterov,
 )
-from hvd_ckpt.pipeline.balance import (
+from hvd_ckpt.parallel.pipeline.balance import (
     balance_by_size as balance_by_size,
     balance_by_time as balance_by_time,
 )
-from hvd_ckpt.pipeline.microbatch import (
+from hvd_ckpt.parallel.pipeline.microbatch import (
     accumulate as accumulate,
 )
-from hvd_ckpt.pipeline.pipeline import (
+from hvd_ckpt.parallel.pipeline.pipeline import (
     Pipeline as Pipeline,
 )
-from hvd_ckpt.pipeline.random_state import (
+from hvd_ckpt.parallel.pipeline.random_state import (
     seed_blocks as seed_blocks,
 )
-from hvd_ckpt.pipeline.skip import (
+from hvd_ckpt.parallel.pipeline.skip import (
     pop as pop,
     skippable as skippable,
     stash as stash,
 )
-from hvd_ckpt.pipeline.stages import (
+from hvd_ckpt.parallel.pipeline.stages import (
     StageLayout as StageLayout,
+)
+from hvd_ckpt.parallel.tensor.recipes import (
+    tensor_parallel as tensor_parallel,
 )
 from hvd_ckpt.planning.budget import BudgetError as BudgetError
 from hvd_ckpt.planning.plan import (
@@ -122,6 +125,12 @@ from hvd_ckpt.planning.plan import (
 from hvd_ckpt.planning.request import (
     largest_batch as largest_batch,
     plan as plan,
+)
+from hvd_ckpt.prediction.memory import (
+    estimate_memory as estimate_memory,
+)
+from hvd_ckpt.prediction.memory_estimate import (
+    MemoryEstimate as MemoryEstimate,
 )
 from hvd_ckpt.processes.devices import (
     local_device as local_device,
@@ -183,20 +192,11 @@ from hvd_ckpt.sharding.averaging import (
 from hvd_ckpt.sharding.clipping import (
     clip_grad_norm_ as clip_grad_norm_,
 )
-from hvd_ckpt.sharding.estimate import (
-    estimate_memory as estimate_memory,
-)
 from hvd_ckpt.sharding.host_memory import (
     init_on_disk as init_on_disk,
 )
-from hvd_ckpt.sharding.memory_estimate import (
-    MemoryEstimate as MemoryEstimate,
-)
 from hvd_ckpt.snapshots.snapshots import (
     Snapshots as Snapshots,
-)
-from hvd_ckpt.tensor.recipes import (
-    tensor_parallel as tensor_parallel,
 )
 from hvd_ckpt.utils.memory import (
     measure_peak as measure_peak,

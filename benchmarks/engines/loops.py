@@ -29,7 +29,7 @@ from hvd_ckpt.app.training.trainer import Trainer
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Batch, Objective
 from hvd_ckpt.data.sampler import DistributedSampler
-from hvd_ckpt.pipeline.microbatch import Accumulated
+from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 
 AHEAD = 2  # batches prepared before they are needed, as many as the trainer's loader has
 WARM_UP = 3  # steps: the reducer learns in the first, and its buckets are there after the second

@@ -1,1 +1,1 @@
-"""Prediction of what a training step sends, and of its time, from sizes alone."""
+"""Prediction of the memory of a training step, of what it sends, and of its time."""

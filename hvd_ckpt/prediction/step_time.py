@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hvd_ckpt.pipeline.schedule import make_schedule, timeline
+from hvd_ckpt.parallel.pipeline.schedule import make_schedule, timeline
 from hvd_ckpt.prediction.network import Cost, Network
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE

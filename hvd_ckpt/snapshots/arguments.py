@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights

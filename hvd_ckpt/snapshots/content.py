@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from hvd_ckpt.local_sgd.optimizer import STATE, LocalOptimizer
+from hvd_ckpt.parallel.local_sgd.optimizer import STATE, LocalOptimizer
 from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.sharding.layout import TensorSpec

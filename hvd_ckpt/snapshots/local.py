@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hvd_ckpt.distributed.precision import GradScaler
-from hvd_ckpt.local_sgd.optimizer import STATE, LocalOptimizer
+from hvd_ckpt.parallel.local_sgd.optimizer import STATE, LocalOptimizer
 from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.snapshots.content import RunShards, of_wrapped
 from hvd_ckpt.snapshots.folder import SnapshotError

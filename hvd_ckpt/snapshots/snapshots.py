@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
 from hvd_ckpt.distributed.precision import GradScaler
-from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import (
     agree_on_options,

@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from hvd_ckpt.distributed.replicas import ReplicasState
-from hvd_ckpt.local_sgd.state import AveragesState
-from hvd_ckpt.pipeline.pipeline import Pipeline
+from hvd_ckpt.parallel.local_sgd.state import AveragesState
+from hvd_ckpt.parallel.pipeline.pipeline import Pipeline
 from hvd_ckpt.reduction.state import GradientsState, ReducerState, parts_of
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots.content import ShardState, named_tensors

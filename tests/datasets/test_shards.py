@@ -15,7 +15,7 @@ from hvd_ckpt.app.datasets.shards import Shards
 from hvd_ckpt.app.datasets.text import IGNORED, CausalText, MaskedText
 from hvd_ckpt.app.datasets.tokens import Tokens
 from hvd_ckpt.app.training.config import ConfigError
-from hvd_ckpt.pipeline.chain import Chain
+from hvd_ckpt.parallel.pipeline.chain import Chain
 
 IDS = numpy.random.default_rng(0).integers(0, 300, 1000)
 

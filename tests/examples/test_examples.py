@@ -135,5 +135,5 @@ def test_every_script_is_in_the_table_and_here():
         "own_loop.py",
         "tensor_gpt.py",
     }  # beside this file; tests/training/test_own.py, tests/training/test_stages_launch.py, tests/snapshots/test_loops_launch.py,
-    # tests/tensor/test_tensor_launch.py
+    # tests/parallel/tensor/test_tensor_launch.py
     assert scripts == set(SCRIPTS) | others | modules

@@ -23,11 +23,11 @@ from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.parallel.tensor.recipes import is_split, tensor_parallel
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
 from hvd_ckpt.processes import launchers, parts, runtime
 from hvd_ckpt.processes.grid import Grid, pretending
-from hvd_ckpt.tensor.recipes import is_split, tensor_parallel
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.folders import cache_folder, new_folder
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.pipeline.chain import Chain
+from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.planning.blocks import find_blocks
 from hvd_ckpt.planning.planner import Planner
 

@@ -12,9 +12,9 @@ from streams import DEVICE, Simulation, check, own_stream, run
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.local_sgd.exchange import PeerExchange
-from hvd_ckpt.local_sgd.runs import Place, Segment
-from hvd_ckpt.local_sgd.weights import WeightRun
+from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
+from hvd_ckpt.parallel.local_sgd.runs import Place, Segment
+from hvd_ckpt.parallel.local_sgd.weights import WeightRun
 from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.sharding.exchange import Traffic
 from hvd_ckpt.sharding.formats import WIRE_FORMATS

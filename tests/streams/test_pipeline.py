@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from streams import DEVICE, Simulation, check
 
-from hvd_ckpt.pipeline.transport import Transport
+from hvd_ckpt.parallel.pipeline.transport import Transport
 
 THREAD, TAG = "the network", 1
 

@@ -28,7 +28,7 @@ from hvd_ckpt.app.cli.command_line import (
 )
 from hvd_ckpt.app.cli.plan_cluster import Cluster, cluster_of
 from hvd_ckpt.app.models import catalog
-from hvd_ckpt.pipeline.schedule import NAMES
+from hvd_ckpt.parallel.pipeline.schedule import NAMES
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
 from hvd_ckpt.utils.extras import explain_import_error, say_no_pictures
 from hvd_ckpt.utils.text import show_bytes
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from hvd_ckpt.app.cli.plan_models import Job
-    from hvd_ckpt.pipeline.stages import StageLayout
+    from hvd_ckpt.parallel.pipeline.stages import StageLayout
     from hvd_ckpt.planning.plan import Cost, Plan
     from hvd_ckpt.planning.step import Step
 
@@ -215,7 +215,7 @@ class Request:
         Raises:
             BadArgument: one is wrong, or is for stages and ``--stages`` is not given.
         """
-        from hvd_ckpt.pipeline.stages import StageLayout
+        from hvd_ckpt.parallel.pipeline.stages import StageLayout
 
         given, precision, chunk_head = (options.pop(name) for name in ("budget", "precision", "chunk_head"))
         names = ("stages", "chunks", "schedule", "param_scale")
@@ -239,8 +239,8 @@ class Request:
 
 def _split(job: Job, tensor: int) -> None:
     """Makes the model one of the parts that tensor parallelism splits it into, until the command ends."""
+    from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
     from hvd_ckpt.processes import parts
-    from hvd_ckpt.tensor.recipes import tensor_parallel
 
     click.get_current_context().with_resource(parts.alone(tensor))
     try:

@@ -16,8 +16,8 @@ from hvd_ckpt.utils.text import show_bytes, stage_of
 if TYPE_CHECKING:
     from hvd_ckpt.app.cli.plan_models import Job
     from hvd_ckpt.planning.plan import Plan
-    from hvd_ckpt.sharding.estimate import Estimator
-    from hvd_ckpt.sharding.memory_estimate import MemoryEstimate
+    from hvd_ckpt.prediction.memory import Estimator
+    from hvd_ckpt.prediction.memory_estimate import MemoryEstimate
 
 FORMS = ((0, None), (1, None), (2, None), (3, None), (3, "optimizer"), (3, "parameters"))  # stage, offload
 
@@ -50,7 +50,7 @@ class Cluster:
         Raises:
             BadArgument: the optimizer cannot be estimated.
         """
-        from hvd_ckpt.sharding.estimate import Estimator, TrainingStep
+        from hvd_ckpt.prediction.memory import Estimator, TrainingStep
 
         try:
             step = TrainingStep(plan, self.optimizer, precision, job.sample, job.kwargs, job.loss)
@@ -97,8 +97,8 @@ def cluster_of(options: dict[str, Any]) -> Cluster | None:
     given = take_options(options, names, "--np, the number of ranks")
     if not given:
         return None
+    from hvd_ckpt.prediction.measured_memory import check_optimizer
     from hvd_ckpt.sharding.formats import wire_format
-    from hvd_ckpt.sharding.measured_memory import check_optimizer
 
     for name, check in (("shard", stage_of), ("wire", wire_format), ("optimizer", check_optimizer)):
         try:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvd_ckpt.pipeline.schedule import BACKWARD, FORWARD, Span, bubble
-from hvd_ckpt.pipeline.stages import spans_of
+from hvd_ckpt.parallel.pipeline.schedule import BACKWARD, FORWARD, Span, bubble
+from hvd_ckpt.parallel.pipeline.stages import spans_of
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, policies_of
 
 MIB = 1 << 20

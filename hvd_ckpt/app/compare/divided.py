@@ -20,7 +20,7 @@ from hvd_ckpt.app.compare.runner.stages import Cut, Unstaged
 from hvd_ckpt.app.compare.scenarios import Scenario
 from hvd_ckpt.app.compare.workloads import Step
 from hvd_ckpt.data.objectives import IGNORED, Batch
-from hvd_ckpt.pipeline.balance import balance_costs
+from hvd_ckpt.parallel.pipeline.balance import balance_costs
 
 WIDTH, HEADS, LENGTH, CHUNKS = 16, 8, 6, 4
 

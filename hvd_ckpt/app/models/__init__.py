@@ -2,7 +2,7 @@
 
 Each module here builds an ``nn.Sequential`` whose children are the blocks, as small as the architecture allows. Use ``list(model)``
 with ``checkpoint_sequential``. A tensor or a tuple of tensors passes from block to block. If blocks also share arguments, such as a
-mask, the model is a :class:`~hvd_ckpt.pipeline.chain.Chain`, which gives them to each block.
+mask, the model is a :class:`~hvd_ckpt.parallel.pipeline.chain.Chain`, which gives them to each block.
 
     densenet, resnet, vnet, lstm, gpt
                      models written here, from their papers

@@ -16,7 +16,7 @@ from transformers import BertForMaskedLM, PreTrainedModel, RobertaForMaskedLM
 from transformers.masking_utils import create_bidirectional_mask
 
 from hvd_ckpt.app.models.catalog import check_sizes
-from hvd_ckpt.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
+from hvd_ckpt.parallel.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
 
 
 class EmbeddingsBlock(nn.Module):

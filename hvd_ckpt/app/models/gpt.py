@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvd_ckpt.app.models.catalog import check_sizes
-from hvd_ckpt.pipeline.chain import Chain
+from hvd_ckpt.parallel.pipeline.chain import Chain
 
 STANDARD_DEVIATION = 0.02  # of initial weights, as in the published code of GPT-2
 

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.masking_utils import create_causal_mask
 
 from hvd_ckpt.app.models.catalog import check_sizes
-from hvd_ckpt.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
+from hvd_ckpt.parallel.pipeline.chain import HeadBlock, LayerBlock, WrappedChain
 
 
 class EmbeddingsBlock(nn.Module):

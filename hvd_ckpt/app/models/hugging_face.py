@@ -16,7 +16,7 @@ from hvd_ckpt.utils.schema import Wrong, shown
 from hvd_ckpt.utils.text import one_line
 
 if TYPE_CHECKING:
-    from hvd_ckpt.pipeline.chain import WrappedChain
+    from hvd_ckpt.parallel.pipeline.chain import WrappedChain
 
 # The class in transformers with a language-model head, the module and class of its chain, and its objective.
 MODEL_TYPES = {

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import XLNetConfig, XLNetLMHeadModel
 
 from hvd_ckpt.app.models.catalog import check_sizes
-from hvd_ckpt.pipeline.chain import WrappedChain
+from hvd_ckpt.parallel.pipeline.chain import WrappedChain
 
 
 class EmbeddingsBlock(nn.Module):

@@ -29,7 +29,7 @@ from hvd_ckpt.app.training.field_types import (
     When,
     one_of,
 )
-from hvd_ckpt.pipeline.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
+from hvd_ckpt.parallel.pipeline.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
 from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, write_text
 from hvd_ckpt.utils.schema import Strict, first_error
 from hvd_ckpt.utils.text import (

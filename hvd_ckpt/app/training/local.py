@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.local_sgd.construction import LocalSGD
-from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
-from hvd_ckpt.local_sgd.options import Nesterov
+from hvd_ckpt.parallel.local_sgd.construction import LocalSGD
+from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
+from hvd_ckpt.parallel.local_sgd.options import Nesterov
 from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.snapshots.reader import Snapshot
 

@@ -11,9 +11,9 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.batchnorm import DeferredBatchNorm, SyncBatchNorm
 from hvd_ckpt.distributed.precision import Precision
-from hvd_ckpt.pipeline.chain import Chain
-from hvd_ckpt.pipeline.pipeline import Pipeline
-from hvd_ckpt.pipeline.random_state import seed_blocks
+from hvd_ckpt.parallel.pipeline.chain import Chain
+from hvd_ckpt.parallel.pipeline.pipeline import Pipeline
+from hvd_ckpt.parallel.pipeline.random_state import seed_blocks
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, has_gpu_operations, local_device
 from hvd_ckpt.processes.grid import current

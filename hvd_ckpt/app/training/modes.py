@@ -32,7 +32,7 @@ from hvd_ckpt.data.objectives import Batch, Objective
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.distributed.precision import Precision
-from hvd_ckpt.pipeline.microbatch import Accumulated, accumulate
+from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.construction import is_elastic

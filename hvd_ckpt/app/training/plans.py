@@ -14,7 +14,7 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.modes import Stages, mode_of
 from hvd_ckpt.distributed.precision import AUTOCAST
-from hvd_ckpt.pipeline.stages import StageLayout
+from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
 from hvd_ckpt.processes import watchdog

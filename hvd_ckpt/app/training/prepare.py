@@ -44,6 +44,7 @@ from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.distributed.precision import Precision
+from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.processes.grid import current
@@ -56,7 +57,6 @@ from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.resume import state_of_shards
 from hvd_ckpt.snapshots.snapshots import Snapshots
-from hvd_ckpt.tensor.recipes import tensor_parallel
 from hvd_ckpt.utils.text import show_bytes
 
 DEFAULT_STEPS = 100

@@ -23,7 +23,7 @@ from typing_extensions import Self
 from hvd_ckpt.app.training.callbacks import Callbacks
 from hvd_ckpt.app.training.logs import KEYS, TIMES, Logs, loss_plot
 from hvd_ckpt.app.training.modes import Plain
-from hvd_ckpt.pipeline.microbatch import Accumulated
+from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import launcher_terminal
 from hvd_ckpt.utils.extras import explain_import_error

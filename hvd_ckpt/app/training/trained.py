@@ -16,7 +16,7 @@ from hvd_ckpt.app.datasets.tokens import BYTES, SPECIAL, read_tokenizer
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.build import find_tokenizer
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.pipeline.chain import WrappedChain
+from hvd_ckpt.parallel.pipeline.chain import WrappedChain
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.export import whole_weights
 from hvd_ckpt.snapshots.files import open_snapshot

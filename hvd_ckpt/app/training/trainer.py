@@ -28,7 +28,7 @@ from hvd_ckpt.app.training.resume import ResumePoint
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import Loader
-from hvd_ckpt.pipeline.microbatch import Accumulated
+from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.utils.spans import span

@@ -24,7 +24,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.data.objectives import Batch
-from hvd_ckpt.pipeline.chain import Chain
+from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.planning import kinds
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process

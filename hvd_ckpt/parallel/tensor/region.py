@@ -18,10 +18,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hvd_ckpt.parallel.tensor.functions import (
+    SCORES,
+    SHARE,
+    SPLIT,
+    WHOLE,
+    enter,
+    enter_positions,
+    kind_of,
+    mark_kind,
+)
+from hvd_ckpt.parallel.tensor.random_state import DRAWS, Part
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import call_name, map_tensors, tensors_in
-from hvd_ckpt.tensor.functions import SCORES, SHARE, SPLIT, WHOLE, enter, enter_positions, kind_of, mark_kind
-from hvd_ckpt.tensor.random_state import DRAWS, Part
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.torch_private import DisableTorchFunction, sequence_number
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from hvd_ckpt.pipeline.balance import balance_costs
-from hvd_ckpt.pipeline.schedule import (
+from hvd_ckpt.parallel.pipeline.balance import balance_costs
+from hvd_ckpt.parallel.pipeline.schedule import (
     BACKWARD,
     FORWARD,
     Edge,

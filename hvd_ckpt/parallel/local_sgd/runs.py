@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.local_sgd.exchange import PeerExchange, weighted_mean
+from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange, weighted_mean
 from hvd_ckpt.reduction.assignment import pack
 from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.sharding.exchange import Exchange

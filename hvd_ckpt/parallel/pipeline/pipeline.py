@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.pipeline.balance import balance_costs, block_bytes, check_balance
-from hvd_ckpt.pipeline.chain import Chain
-from hvd_ckpt.pipeline.clipping import clip_over_stages
-from hvd_ckpt.pipeline.cuts import PipelineOptions, cuts_of, options_of, release_weights
-from hvd_ckpt.pipeline.execution import (
+from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, check_balance
+from hvd_ckpt.parallel.pipeline.chain import Chain
+from hvd_ckpt.parallel.pipeline.clipping import clip_over_stages
+from hvd_ckpt.parallel.pipeline.cuts import PipelineOptions, cuts_of, options_of, release_weights
+from hvd_ckpt.parallel.pipeline.execution import (
     FIRST_TAG as EXECUTION_TAG,
     Chunk,
     Execution,
@@ -25,7 +25,7 @@ from hvd_ckpt.pipeline.execution import (
     RankChunks,
     Recorder,
 )
-from hvd_ckpt.pipeline.microbatch import (
+from hvd_ckpt.parallel.pipeline.microbatch import (
     Accumulated,
     TotalTerms,
     check_options,
@@ -35,8 +35,8 @@ from hvd_ckpt.pipeline.microbatch import (
     split_batch,
     terms_of,
 )
-from hvd_ckpt.pipeline.random_state import draw_key, seed_each
-from hvd_ckpt.pipeline.schedule import (
+from hvd_ckpt.parallel.pipeline.random_state import draw_key, seed_each
+from hvd_ckpt.parallel.pipeline.schedule import (
     FORWARD,
     Edge,
     Schedule,
@@ -45,9 +45,9 @@ from hvd_ckpt.pipeline.schedule import (
     make_schedule,
     virtual_stages_of,
 )
-from hvd_ckpt.pipeline.skip import find_skips
-from hvd_ckpt.pipeline.tied import Tied, TiedGradients, digest, find_tied
-from hvd_ckpt.pipeline.transport import Transport
+from hvd_ckpt.parallel.pipeline.skip import find_skips
+from hvd_ckpt.parallel.pipeline.tied import Tied, TiedGradients, digest, find_tied
+from hvd_ckpt.parallel.pipeline.transport import Transport
 from hvd_ckpt.planning.plan import PipelinePlan, Plan
 from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
@@ -91,7 +91,7 @@ class Pipeline(nn.Module):
         plan: a plan of ``hc.plan(..., layout=hc.StageLayout(hc.stages()))``, which is applied to the model. It sets ``balance``,
             ``chunks``, ``schedule`` and ``virtual_stages``, which must not be given, and ``checkpoint="auto"``.
         chunks: number of micro-batches of a batch; required without a plan.
-        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, see :mod:`hvd_ckpt.pipeline.schedule`.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, see :mod:`hvd_ckpt.parallel.pipeline.schedule`.
         checkpoint: the micro-batches whose blocks are recomputed from their input in the backward pass, as in torchgpipe:
             ``"always"``, ``"except_last"`` (the default without a plan), ``"never"``. ``"auto"`` recomputes a micro-batch unless
             its backward pass follows at once on that rank: with ``"1f1b"``, the last stage recomputes nothing and the others nearly

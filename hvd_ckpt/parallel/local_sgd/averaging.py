@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_ckpt.local_sgd.exchange import PeerExchange
-from hvd_ckpt.local_sgd.options import LocalOptions
-from hvd_ckpt.local_sgd.runs import AVERAGES, Fragment, Place, Run, Segment, split_into_runs
-from hvd_ckpt.local_sgd.schedule import assign_fragments, block_of
-from hvd_ckpt.local_sgd.state import AveragesState
-from hvd_ckpt.local_sgd.weights import WeightRun
+from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
+from hvd_ckpt.parallel.local_sgd.options import LocalOptions
+from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Fragment, Place, Run, Segment, split_into_runs
+from hvd_ckpt.parallel.local_sgd.schedule import assign_fragments, block_of
+from hvd_ckpt.parallel.local_sgd.state import AveragesState
+from hvd_ckpt.parallel.local_sgd.weights import WeightRun
 from hvd_ckpt.reduction.collectives import Collectives, Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
 from hvd_ckpt.sharding.state_view import COUNTERS
@@ -23,7 +23,7 @@ from hvd_ckpt.sharding.state_view import COUNTERS
 MOMENT = "moment."
 
 if TYPE_CHECKING:
-    from hvd_ckpt.local_sgd.optimizer import LocalOptimizer
+    from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
 
 
 class Averaging:

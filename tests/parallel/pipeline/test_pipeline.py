@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.data.objectives import Batch
-from hvd_ckpt.pipeline.microbatch import Accumulated
+from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.processes import links
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers" / "scripts"))

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.plan_show import schedule_lines
-from hvd_ckpt.pipeline.stages import StageLayout, StagePlanner, spans_of
+from hvd_ckpt.parallel.pipeline.stages import StageLayout, StagePlanner, spans_of
 from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.chain import Block, Choice, Run, Segment, simulate
 from hvd_ckpt.planning.plan import PipelinePlan

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvd_ckpt.parallel.tensor.verification import forget
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.consistency import WeightsDiffer
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.weights import verifies_weights
-from hvd_ckpt.tensor.verification import forget
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.fingerprint import fingerprint
 from hvd_ckpt.utils.unmaterialized import is_absent

@@ -24,12 +24,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.parallel.tensor.copies import watch_copies
+from hvd_ckpt.parallel.tensor.functions import SHARE, WHOLE
+from hvd_ckpt.parallel.tensor.layers import Blocks, Place, cuts_in, is_transposed, split, watch_blocks
+from hvd_ckpt.parallel.tensor.verification import verification_of
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.tensor.copies import watch_copies
-from hvd_ckpt.tensor.functions import SHARE, WHOLE
-from hvd_ckpt.tensor.layers import Blocks, Place, cuts_in, is_transposed, split, watch_blocks
-from hvd_ckpt.tensor.verification import verification_of
 from hvd_ckpt.utils.cuts import Cut
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -95,13 +95,13 @@ def tensor_parallel(
 
     Args:
         model: the whole model, on all processes with the same weights.
-        recipe: names of modules (``*`` matches any text), each with its kind of split, see :mod:`hvd_ckpt.tensor.recipes`. By
+        recipe: names of modules (``*`` matches any text), each with its kind of split (:mod:`hvd_ckpt.parallel.tensor.recipes`). By
             default, it is that of the GPT, GPT-2, BERT, RoBERTa and XLNet of this library and of ``transformers``.
         sequence: whether each part also has only 1 / t of the positions between split layers (sequence parallelism, Korthikanti et
             al., 2022). This applies to consecutive modules that the recipe calls blocks, with values of shape (batch, positions,
             width). Not for XLNet.
         verify: whether the first call of the split model compares it with the whole one, whose weights are kept until then: values
-            and gradients of one forward and backward pass, of copies. See :mod:`hvd_ckpt.tensor.verification`.
+            and gradients of one forward and backward pass, of copies. See :mod:`hvd_ckpt.parallel.tensor.verification`.
 
     Returns:
         The model.

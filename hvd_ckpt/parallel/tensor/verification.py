@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.parallel.tensor.twins import How, Pass, prepared, twin_of
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute.containers import Arguments
-from hvd_ckpt.tensor.twins import How, Pass, prepared, twin_of
 from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.torch_private import disable_dynamo
@@ -214,7 +214,7 @@ def _in_a_thread(run: Callable[[], bool]) -> bool:
             errors.append(error)
 
     context = contextvars.copy_context()
-    thread = threading.Thread(target=call, name="hvd_ckpt.tensor.verification")
+    thread = threading.Thread(target=call, name="hvd_ckpt.parallel.tensor.verification")
     thread.start()
     thread.join()
     if errors:

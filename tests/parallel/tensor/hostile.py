@@ -1,6 +1,6 @@
 """Drawn modules and recipes that a split may break: each trains like the whole model, or all parts refuse it before its first step.
 
-    horovodrun -np 2 --gloo python tests/tensor/hostile.py --programs 200 --seed 1
+    horovodrun -np 2 --gloo python tests/parallel/tensor/hostile.py --programs 200 --seed 1
 
 Every program draws a model of a few blocks, their recipe, and acts that go against it: sums, norms and sorts over split features,
 parameters and buffers between split layers, hooks, shared and frozen layers, wrong or missing entries. Programs of harmless acts

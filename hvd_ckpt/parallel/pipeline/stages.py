@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.pipeline.balance import best_cuts
-from hvd_ckpt.pipeline.schedule import (
+from hvd_ckpt.parallel.pipeline.balance import best_cuts
+from hvd_ckpt.parallel.pipeline.schedule import (
     Schedule,
     Span,
     check_name,

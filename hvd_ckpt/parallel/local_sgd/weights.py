@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.local_sgd.runs import AVERAGES, Place, Run, Segment
+from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Place, Run, Segment
 from hvd_ckpt.sharding.formats import FP32, WireFormat
 
 _CHUNK = 1 << 20  # elements, where a copy of all would be too much

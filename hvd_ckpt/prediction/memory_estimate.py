@@ -1,4 +1,4 @@
-"""The result of :func:`~hvd_ckpt.sharding.estimate.estimate_memory`, and the additional memory of local SGD."""
+"""The result of :func:`~hvd_ckpt.prediction.memory.estimate_memory`, and the additional memory of local SGD."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvd_ckpt.prediction.measured_memory import OptimizerMemory
 from hvd_ckpt.sharding.formats import FP32, sum_dtype, wire_format
 from hvd_ckpt.sharding.layout import RUN_BYTES
-from hvd_ckpt.sharding.measured_memory import OptimizerMemory
 from hvd_ckpt.utils.text import STAGES, show_bytes, unknown
 
 PARTS = (

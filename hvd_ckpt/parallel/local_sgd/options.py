@@ -11,8 +11,8 @@ import torch
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.distributed.options import check_optimizer, model_of
-from hvd_ckpt.local_sgd.schedule import Schedule
-from hvd_ckpt.local_sgd.weights import Outer
+from hvd_ckpt.parallel.local_sgd.schedule import Schedule
+from hvd_ckpt.parallel.local_sgd.weights import Outer
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.construction import is_elastic

@@ -15,10 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.processes import parts
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.recompute.calls import tensors_in
-from hvd_ckpt.tensor.functions import (
+from hvd_ckpt.parallel.tensor.functions import (
     ENTERED,
     SHARE,
     SPLIT,
@@ -34,8 +31,11 @@ from hvd_ckpt.tensor.functions import (
     split_positions,
     unchanged,
 )
-from hvd_ckpt.tensor.head import SplitVocabulary
-from hvd_ckpt.tensor.region import Region, active
+from hvd_ckpt.parallel.tensor.head import SplitVocabulary
+from hvd_ckpt.parallel.tensor.region import Region, active
+from hvd_ckpt.processes import parts
+from hvd_ckpt.processes.grid import current
+from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.utils.cuts import Cut, cut_of, mark
 from hvd_ckpt.utils.frames import is_recomputing
 

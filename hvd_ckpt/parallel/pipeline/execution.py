@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.pipeline.microbatch import TotalTerms, add_loss, one_element, run_backward, silence
-from hvd_ckpt.pipeline.random_state import forward_pass
-from hvd_ckpt.pipeline.schedule import BACKWARD, FORWARD, Action, Edge
-from hvd_ckpt.pipeline.skip import Key, Skip, skips_of_chunk
-from hvd_ckpt.pipeline.transport import Received, Transport, put_together, take_apart
+from hvd_ckpt.parallel.pipeline.microbatch import TotalTerms, add_loss, one_element, run_backward, silence
+from hvd_ckpt.parallel.pipeline.random_state import forward_pass
+from hvd_ckpt.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Edge
+from hvd_ckpt.parallel.pipeline.skip import Key, Skip, skips_of_chunk
+from hvd_ckpt.parallel.pipeline.transport import Received, Transport, put_together, take_apart
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.sequential import LayerSegment, accepted_names, as_arguments
 from hvd_ckpt.utils.frames import is_recomputing, without_recomputation

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hvd_ckpt.parallel.tensor.functions import POSITIONS, SCORES, SHARE
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.tensor.functions import POSITIONS, SCORES, SHARE
 
 _SATURATION = 1.7580993408473766  # minus the limit of SELU, in PyTorch's digits
 _HEADS = 1  # the dimension of heads in scores of attention, (batch, heads, queries, keys)

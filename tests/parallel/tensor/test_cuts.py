@@ -13,12 +13,12 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.parallel.tensor.functions import SPLIT
+from hvd_ckpt.parallel.tensor.region import Region
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import Grid, pretending
 from hvd_ckpt.snapshots.schema import ShardingMetadata, ShardMetadata, TensorMetadata
 from hvd_ckpt.snapshots.slices import Slices
-from hvd_ckpt.tensor.functions import SPLIT
-from hvd_ckpt.tensor.region import Region
 from hvd_ckpt.utils.cuts import Cut, cut_of
 
 SIZES: dict[str, Any] = {"vocabulary": 40, "length": 6, "width": 16, "heads": 4, "layers": 2}

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hvd_ckpt.parallel.tensor.functions import enter
 from hvd_ckpt.processes import parts
-from hvd_ckpt.tensor.functions import enter
 from hvd_ckpt.utils.torch_private import assert_async
 
 

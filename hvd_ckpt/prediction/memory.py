@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.step import Step
+from hvd_ckpt.prediction.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
+from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
@@ -30,11 +33,8 @@ from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import Group, Layout
-from hvd_ckpt.sharding.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
-from hvd_ckpt.sharding.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
-from hvd_ckpt.tensor.recipes import tensor_parallel
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]

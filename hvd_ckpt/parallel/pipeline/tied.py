@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.pipeline.transport import Transport
+from hvd_ckpt.parallel.pipeline.transport import Transport
 from hvd_ckpt.reduction.machine import owner_of
 from hvd_ckpt.sharding.exchange import Exchange
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hvd_ckpt.local_sgd.averaging import Averaging
-from hvd_ckpt.local_sgd.runs import Segment
+from hvd_ckpt.parallel.local_sgd.averaging import Averaging
+from hvd_ckpt.parallel.local_sgd.runs import Segment
 from hvd_ckpt.reduction.agreement import errors_on_all, in_order
 from hvd_ckpt.reduction.broadcast import broadcast_tensors
 from hvd_ckpt.reduction.collectives import Collectives, ranks_of

@@ -1,0 +1,1 @@
+"""Extensions of the core: pipeline stages, tensor parallelism and local SGD."""
