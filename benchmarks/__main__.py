@@ -19,8 +19,8 @@ class _Suites(click.Group):
         if cmd_name not in self.list_commands(ctx):
             return None
         module = import_module(f"{suites.__name__}.{cmd_name}")
-        found: Suite | click.Command = getattr(module, cmd_name)
-        return found.command if isinstance(found, Suite) else found
+        suite: Suite = getattr(module, cmd_name)
+        return suite.command
 
 
 @click.group("benchmarks", cls=_Suites)

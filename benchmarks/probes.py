@@ -8,7 +8,6 @@ when that has ended: ``finish`` may take further steps, and returns figures.
 from __future__ import annotations
 
 import gc
-import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -20,7 +19,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hvd_ckpt.app.compare.runner.report import Column, in_mib
-from hvd_ckpt.app.compare.runner.stages import Stage
+from hvd_ckpt.app.compare.training import fingerprint
+from hvd_ckpt.utils.measure import now
 from hvd_ckpt.utils.memory import Marks, recording_marks
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 SETTLE = 2
 """Steps before the examined one, after which every engine has made the buffers that it keeps."""
+
+STEPS = 5
+"""Further steps that are timed in parts."""
 
 ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8}
 
@@ -117,8 +120,6 @@ class Sent(Probe):
 
     def finish(self, training: Training) -> dict[str, Any]:
         engine, steps = training.engine, training.engine.options.get("every", 1)
-        if isinstance(training.model, Stage):
-            return {"sent": engine.sent_by(training.model, training.step)}  # type: ignore[attr-defined]
 
         def work() -> None:
             for _ in range(steps):
@@ -127,16 +128,37 @@ class Sent(Probe):
         if not engine.uses_horovod:
             sent, calls = requested_bytes(work, engine.size)
         else:
-            before, calls_before = _counted(training.optimizer)
+            before = _counted(training)
             work()
-            sent, calls = (
-                now - then for now, then in zip(_counted(training.optimizer), (before, calls_before))
-            )
-            if (
-                engine.reduces_by or engine.options.get("shard") == 1
-            ):  # an allreduce of all gradients, which nobody counts
+            sent, calls = (now - then for now, then in zip(_counted(training), before))
+            # An allreduce of all gradients, which nobody counts.
+            if engine.reduces_by or engine.options.get("shard") == 1:
                 sent += steps * 2 * (engine.size - 1) / engine.size * training.model_bytes
         return {"sent": sent / steps, "calls": calls / steps or None}
+
+
+class Passes(Probe):
+    """Seconds of the forward pass and of the rest of a step, medians of some more steps."""
+
+    columns: ClassVar[Mapping[str, Column]] = {
+        "forward": Column("", lambda row: row.over("forward"), key="forward"),
+        "backward": Column("", lambda row: row.over("backward"), key="backward"),
+    }
+
+    def finish(self, training: Training) -> dict[str, Any]:
+        forward, whole, loss = list[float](), list[float](), training.loss
+
+        def timed(*part: Tensor) -> Tensor:
+            start = now(training.engine.device)
+            found = loss(*part)
+            forward.append(now(training.engine.device) - start)
+            return found
+
+        training.loss = timed  # type: ignore[method-assign,assignment]
+        for _ in range(STEPS):
+            whole.append(training.timed())
+        first = statistics.median(forward)
+        return {"forward": first, "backward": statistics.median(whole) - first}
 
 
 class Loss(Probe):
@@ -166,28 +188,21 @@ class Hash(Probe):
 
     def ready(self, training: Training, loss: float) -> None:
         gradients = training.engine.held(training.model, training.optimizer).gradients
-        self.figures["hash"] = hash_of([torch.tensor(loss), *gradients])
-        self.figures["buffer_hash"] = hash_of(training.model.buffers())
+        of_step = {str(number): tensor for number, tensor in enumerate([torch.tensor(loss), *gradients])}
+        self.figures["hash"] = fingerprint(of_step.items())
+        self.figures["buffer_hash"] = fingerprint(training.model.named_buffers())
 
 
 PROBES: Mapping[str, type[Probe]] = {
-    name: probe for probe in (Hash, Loss, Memory, Sent) for name in probe.columns
+    name: probe for probe in (Hash, Loss, Memory, Passes, Sent) for name in probe.columns
 }
 """The probe of each column. Losses and hashes come before what takes further steps."""
 
 
-def probes_of(columns: Iterable[str]) -> Iterator[type[Probe]]:
+def probes_of(columns: Iterable[object]) -> Iterator[type[Probe]]:
     """The probes of these columns, each once."""
-    chosen = {PROBES[name] for name in columns}
+    chosen = {PROBES[name] for name in columns if isinstance(name, str)}
     return (probe for probe in dict.fromkeys(PROBES.values()) if probe in chosen)
-
-
-def hash_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the bits of tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
@@ -208,9 +223,11 @@ def storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     return total
 
 
-def _counted(optimizer: Any) -> tuple[int, int]:
-    """Bytes and calls since the start by the library's own count."""
-    traffic = getattr(optimizer, "traffic", None)
+def _counted(training: Training) -> tuple[int, int]:
+    """Bytes and calls since the start by the library's own count; of stages it counts bytes alone."""
+    if (pipeline := getattr(training.engine, "pipeline", None)) is not None:
+        return pipeline.sent_bytes, 0
+    traffic = getattr(training.optimizer, "traffic", None)
     return (sum(traffic.sent.values()), sum(traffic.calls.values())) if traffic is not None else (0, 0)
 
 
@@ -224,7 +241,7 @@ def requested_bytes(work: Callable[[], object], ranks: int) -> tuple[float, int]
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     part = (ranks - 1) / ranks
     # An event has the shapes of the inputs: of a gather this rank's part, of all others the whole.
-    factors = {"all_reduce": 2 * part, "all_gather": ranks - 1, "_all_gather_base": ranks - 1}
+    factors = {"all_reduce": 2 * part, "all_gather": ranks - 1, "_all_gather_base": ranks - 1, "send": 1, "recv": 0}
     total, calls, events = 0.0, 0, profiler.profiler.kineto_results.events()
     over_gloo = not any(event.name().startswith("nccl:") for event in events)
     for event in events:

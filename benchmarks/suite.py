@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
+import re
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from benchmarks.case import Case, Row
 from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
+from hvd_ckpt.app.compare.runner.jobs import reason
+from hvd_ckpt.app.compare.runner.options import BenchRun, Steps, bench_command
 from hvd_ckpt.app.compare.runner.report import (
     Column,
     Report,
@@ -27,22 +32,23 @@ from hvd_ckpt.app.compare.runner.report import (
     table_of,
 )
 from hvd_ckpt.app.compare.runner.settings import (
+    CONTROLLERS,
     BenchSettings,
     check_devices,
     controllers_of,
     device_setting,
     names_of,
-    quick_setting,
-    ranks_setting,
+    numbers_of,
     setting,
-    timeout_setting,
 )
 from hvd_ckpt.app.compare.runner.stats import alternating
+from hvd_ckpt.utils.named import import_named
 
 Compared = str | Callable[[Row, Sequence[Row]], Any]
 """An engine, to which the time of a step is a ratio, or from a row and all rows to a value: quartiles, a number or a text."""
 
 STEP = "step ms: median over rounds, quartiles in brackets; a step ends when the slowest rank's does. "
+WORKER = "benchmarks.worker:measure"
 NOTES = (
     STEP + "Jobs alternate: A B C, then C B A.",
     "of NAME: the time of a step as a ratio to that engine's in the same round; median over rounds, quartiles in brackets. Below 1 "
@@ -79,7 +85,7 @@ class Turn:
 
     name: str
     rows: Sequence[Row]
-    columns: Sequence[str]
+    columns: Sequence[str | Column]
     steps: int
     number: int = 0
 
@@ -93,13 +99,14 @@ class Suite:
         title: of the report.
         help: of the command.
         engines: by name; those that name the suite themselves follow.
-        workloads: by the words of the command line, what they are; ``kinds``: the names of those whose names are not the words.
-        columns: names in :data:`benchmarks.probes.PROBES`.
+        workloads: by name, what they are.
+        chosen: ``workloads`` and ``engines`` that are run by default, if not all.
+        columns: names in :data:`benchmarks.probes.PROBES`, or columns of figures that the suite's own worker finds.
         against: further columns by title.
         axes: further options by name.
         keeps: which cases there are; by default every engine with every workload and every value of the axes.
         options: of a case that has none so far, by default its values of the axes.
-        sizes, quick_sizes: of each workload.
+        sizes, quick_sizes: of each workload; ``--set`` changes them.
         np, controllers, rounds, steps, warm_up: defaults; ``quick`` has other ones by name.
         optimizer, lr, cosine: as in :class:`benchmarks.worker.Job`.
         together: all engines of a condition are in one job, and a round is one step.
@@ -108,8 +115,11 @@ class Suite:
         notes: lines below the table, beside those of columns.
         average: of the steps of a job.
         sound: whether a row is as it must be; the exit status is 1 if one is not, or has failed.
-        within: the words of a command that runs the launcher of a case.
-        worker: what the ranks call instead of :func:`benchmarks.worker.measure`.
+        timed: seconds of steps are shown.
+        within, launcher: the words of a command that runs the launcher of a case, and options of the launcher.
+        worker: what the ranks call instead of :func:`benchmarks.worker.measure`; unless it is ``launched``, what is called here.
+            Its engines and workloads are words of its own.
+        draw: pictures of all rows in a folder, in place of :func:`draw`.
     """
 
     name: str
@@ -117,12 +127,12 @@ class Suite:
     help: str
     engines: Sequence[str]
     workloads: Mapping[str, str]
-    columns: Sequence[str] = ()
+    columns: Sequence[str | Column] = ()
     against: Mapping[str, Compared] = field(default_factory=dict)
     axes: Mapping[str, Axis] = field(default_factory=dict)
     keeps: Callable[[Case], bool] = lambda case: True
     options: Callable[[Case], Mapping[str, Any]] = lambda case: case.at
-    kinds: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     quick_sizes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     np: str = "2,4"
@@ -140,8 +150,12 @@ class Suite:
     notes: Sequence[str] = ()
     average: Callable[[list[float]], float] = statistics.median
     sound: Callable[[Row, Sequence[Row]], bool] = lambda row, rows: True
+    timed: bool = True
     within: Callable[[Case], Sequence[str]] = lambda case: ()
-    worker: str = "benchmarks.worker:measure"
+    launcher: Callable[[Case], Sequence[str]] = lambda case: ()
+    worker: str = WORKER
+    launched: bool = True
+    draw: Callable[[Path, Sequence[Row]], list[str]] | None = None
 
     @property
     def command(self) -> click.Command:
@@ -160,48 +174,44 @@ class Suite:
         def option(name: str, help: str, default: Any, **more: Any) -> Any:
             return setting(help, default, quick=self.quick.get(name), **more)
 
-        find, rounds = names_of(find="benchmarks.engines:find_engine"), "Jobs per engine, alternating."
+        engines, whose = names_of(self.engines), ""
+        if self.worker == WORKER:
+            engines = names_of(find="benchmarks.engines:find_engine")
+            whose = ", or module:Class of your own; by default also those that name the suite themselves"
+        controllers = controllers_of if self.launched else names_of(CONTROLLERS)
         fields: dict[str, Any] = {
-            "sizes": ranks_setting(default=self.np, quick=self.quick.get("np")),
-            "controllers": option(
-                "controllers",
-                "What starts the ranks.",
-                self.controllers,
-                flag="controller",
-                type=controllers_of,
-            ),
+            "np": option("np", "Numbers of ranks.", self.np, type=numbers_of("ranks")),
+            "controller": option("controller", "What starts the ranks.", self.controllers, type=controllers),
             "workloads": option(
-                "workloads", "What is trained.", ",".join(self.workloads), type=names_of(self.workloads)
+                "workloads",
+                "What is trained.",
+                self.chosen.get("workloads", ",".join(self.workloads)),
+                type=names_of(self.workloads),
             ),
             "engines": option(
                 "engines",
-                "Engines, or module:Class of your own; by default also those that name the suite themselves.",
-                ",".join(self.engines),
-                type=find,
+                f"Engines{whose}.",
+                self.chosen.get("engines", ",".join(self.engines)),
+                type=engines,
             ),
         }
         for name, axis in self.axes.items():
             words = axis.default or ",".join(axis.values)
             fields[name] = option(name, axis.help, words, type=names_of(axis.values))
-        fields["rounds"] = option("rounds", "Steps in turn." if self.together else rounds, self.rounds)
-        if not self.together:
-            fields["steps"] = option("steps", "Timed steps per job.", self.steps)
-        fields |= {
-            "given": option(
-                "set",
-                "Sizes of the workloads in place of the suite's, such as batch=16,layers=4.",
-                "",
-                flag="set",
-                type=_sizes,
-            ),
-            "device": device_setting(),
-            "quick": quick_setting(
-                "Few ranks, few rounds, small models: whether it works, not how fast it is."
-            ),
-            "timeout": timeout_setting(600),
-        }
+        if self.launched or self.rounds > 1:
+            rounds = "Steps in turn." if self.together else "Jobs per engine, alternating."
+            fields["rounds"] = option("rounds", rounds, self.rounds)
+        if self.launched:
+            if not self.together:
+                fields["steps"] = option("steps", "Timed steps per job.", self.steps)
+            fields["device"] = device_setting()
+            fields["timeout"] = setting("Seconds for one job.", 600.0, type=click.FloatRange(1))
+        given = "Sizes of the workloads in place of the suite's, such as batch=16,layers=4."
+        fields["set"] = option("set", given, "", type=_sizes)
+        quick = "Few ranks, few rounds, small models: whether it works, not how fast it is."
+        fields["quick"] = setting(quick, False)
         annotated = [(name, Any, value) for name, value in fields.items()]
-        check = {"check": lambda self: check_devices(self.device, max(self.sizes))}
+        check = {"check": lambda self: check_devices(getattr(self, "device", "cpu"), max(self.np))}
         return dataclasses.make_dataclass(
             "Settings", annotated, bases=(BenchSettings,), frozen=True, namespace=check
         )
@@ -209,69 +219,86 @@ class Suite:
     def cases(self, settings: Any) -> Iterator[Case]:
         """The cases of these settings, with the options and the sizes of this suite."""
         axes = [getattr(settings, name) for name in self.axes]
-        places = itertools.product(settings.sizes, settings.controllers, settings.workloads, *axes)
+        places = itertools.product(settings.np, settings.controller, settings.workloads, *axes)
         for (size, controller, name, *words), engine in itertools.product(places, settings.engines):
             at = {axis: self.axes[axis].values[word] for axis, word in zip(self.axes, words)}
-            sizes = (self.quick_sizes if settings.quick else self.sizes).get(name, {}) | (
-                settings.given or {}
-            )
-            case = Case(self.kinds.get(name, name), engine, size, controller, at, sizes=sizes)
+            sizes = ((settings.quick and self.quick_sizes) or self.sizes).get(name, {}) | (settings.set or {})
+            case = Case(name, engine, size, controller, at, sizes=sizes)
             if self.keeps(case):
                 yield dataclasses.replace(case, options=dict(self.options(case)))
 
     def run(self, run: BenchRun, settings: Any) -> None:
         """Runs all jobs, saves the report before each, prints it."""
         from benchmarks.engines import engines_for, find_engine
+
+        left_out = {}
+        if self.worker == WORKER:
+            if settings.engines == tuple(self.engines):
+                settings = dataclasses.replace(settings, engines=(*settings.engines, *engines_for(self.name)))
+            reasons = {engine: find_engine(engine).unavailable() for engine in settings.engines}
+            left_out = {engine: why for engine, why in reasons.items() if why}
+        rows = [Row(case) for case in self.cases(settings) if case.engine not in left_out]
+        run.make_report = functools.partial(self.report, run, settings, rows, left_out)
+        turns = [
+            (place, turn)
+            for place, groups in self.jobs(rows).items()
+            for turn in self.turns(groups, settings)
+        ]
+        with run.progress(len(turns)) as progress:
+            for (size, controller, link), turn in turns:
+                where = f"{size} ranks over {controller}" + (f", {link} Mbit/s" if link else "")
+                name = f"{turn.name}, {where}".removeprefix(", ")
+                group = [row for row in turn.rows if not row.failure]
+                if not group:
+                    progress.start(f"{turn.name} has failed")
+                    continue
+                ranks = self.job(run, progress, name, group, turn)
+                for row, found in zip(group, zip(*ranks)):
+                    row.add(found, None if self.together else self.average)
+                for row in group:
+                    row.failure = run.failures.get(name, row.failure)
+        run.finish(success=all(not row.failure and self.sound(row, rows) for row in rows))
+
+    def job(self, run: BenchRun, progress: Steps, name: str, group: Sequence[Row], turn: Turn) -> Any:
+        """What each rank finds of each row; nothing if the job fails."""
         from benchmarks.worker import Job
         from hvd_ckpt.processes.runtime import threads_per_rank
 
-        if settings.engines == tuple(self.engines):
-            settings = dataclasses.replace(settings, engines=(*settings.engines, *engines_for(self.name)))
-        rows = [Row(case) for case in self.cases(settings)]
-        left_out = {}
-        for engine in dict.fromkeys(row.case.engine for row in rows):
-            if why := find_engine(engine).unavailable():
-                left_out[engine] = why
-        rows = [row for row in rows if row.case.engine not in left_out]
-        run.make_report = functools.partial(self.report, run, settings, rows, left_out)
-        jobs, kind = self.jobs(rows), type("Job", (Job,), {"worker": self.worker})
-        turns = {place: self.turns(groups, settings) for place, groups in jobs.items()}
-        with run.progress(sum(map(len, turns.values()))) as progress:
-            for size, controller, link in jobs:
-                where = f"{size} ranks over {controller}" + (f", {link} Mbit/s" if link else "")
-                for turn in turns[size, controller, link]:
-                    group = [row for row in turn.rows if not row.failure]
-                    if not group:
-                        progress.start(f"{turn.name} has failed")
-                        continue
-                    name = f"{turn.name}, {where}".removeprefix(", ")
-                    job = kind(
-                        run.jobs / f"{name}-{turn.number + 1}".replace(" ", "-").replace(":", "_").replace("/", "_"), size,
-                        tuple(row.case for row in group), tuple(turn.columns), self.optimizer, self.lr, self.cosine,
-                        self.warm_up, turn.steps, self.together, turn.number, settings.device,
-                    )  # fmt: skip
-                    ranks = progress.job(
-                        f"{name}, round {turn.number + 1}", job, list[dict[str, Any]],
-                        name=name, controller=controller, threads=self.threads or threads_per_rank(size),
-                        within=self.within(group[0].case),
-                    )  # fmt: skip
-                    for row, found in zip(group, zip(*ranks)):
-                        row.add(found, None if self.together else self.average)
-                    for row in group:
-                        row.failure = run.failures.get(name, row.failure)
-        run.finish(success=all(not row.failure and self.sound(row, rows) for row in rows))
+        place = re.sub("[ :/]", "-", f"{name}-{turn.number + 1}")
+        first, probed = group[0].case, tuple(name for name in turn.columns if isinstance(name, str))
+        job = type("Job", (Job,), {"worker": self.worker})(
+            run.jobs / place, first.np, tuple(row.case for row in group), probed, self.optimizer, self.lr, self.cosine,
+            self.warm_up, turn.steps, self.together, turn.number, getattr(run.settings, "device", "cpu"),
+        )  # fmt: skip
+        what = f"{name}, round {turn.number + 1}"
+        if self.launched:
+            return progress.job(
+                what, job, list[dict[str, Any]],
+                name=name, controller=first.controller, threads=self.threads or threads_per_rank(first.np),
+                within=self.within(first), options=self.launcher(first),
+                environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+            )  # fmt: skip
+        progress.start(what)
+        assert run.make_report is not None
+        run.save(run.make_report())
+        try:
+            return [import_named("function", self.worker)(job)]
+        except RuntimeError as error:
+            run.failures[name] = reason(error)
+            return []
 
     def turns(self, groups: Mapping[str, list[Row]], settings: Any) -> list[Turn]:
         """The jobs of one place, in their order."""
         from benchmarks.probes import PROBES
 
         if not self.together:
-            every = alternating(list(groups.items()), settings.rounds)
-            return [Turn(name, rows, self.columns, settings.steps, number) for number, (name, rows) in every]
+            every = alternating(list(groups.items()), getattr(settings, "rounds", 1))
+            steps = getattr(settings, "steps", 1)
+            return [Turn(name, rows, self.columns, steps, number) for number, (name, rows) in every]
         (rows,) = groups.values()
         if not self.apart or settings.quick:
             return [Turn("", rows, self.columns, settings.rounds)]
-        examined = [name for name in self.columns if PROBES[name].examines]
+        examined = [name for name in self.columns if isinstance(name, str) and PROBES[name].examines]
         engines = dict.fromkeys(row.case.engine for row in rows)
         own = {name: [row for row in rows if row.case.engine == name] for name in engines}
         others = [name for name in self.columns if name not in examined]
@@ -317,35 +344,44 @@ class Suite:
         ]  # fmt: skip
         # What is the same everywhere is in the facts: the settings.
         shown = [column for column in conditions if len({str(column.of(row)) for row in rows}) > 1]
+        step = Column(
+            "step ms", lambda row: row.step, quartiles_in_ms(".1f"), key="step_seconds", missing="failed"
+        )
         columns = [
             *(column if column in shown else dataclasses.replace(column, title="") for column in conditions),
             Column("engine", lambda row: row.case.engine.rpartition(":")[2], left=True),
             Column("", lambda row: row.case.engine, key="engine"),
             Column("", lambda row: row.seconds, key="rounds"),
-            Column("step ms", lambda row: row.step, quartiles_in_ms(".1f"), key="step_seconds", missing="failed"),
+            *([step] if self.timed else []),
             *(compared(title, base) for title, base in self.against.items() if callable(base) or base in settings.engines),
-            *(PROBES[name].columns[name] for name in self.columns),
+            *(PROBES[column].columns[column] if isinstance(column, str) else column for column in self.columns),
             Column("", lambda row: row.figures, key="figures"),
             Column("", lambda row: row.failure, key="failure"),
         ]  # fmt: skip
-        threads = {size: self.threads or threads_per_rank(size) for size in sorted(settings.sizes)}
-        facts = {
-            "threads per rank": ", ".join(f"{count} at np={size}" for size, count in threads.items()),
-            "device": device_name(settings.device),
-            **{name: self.workloads[name] for name in settings.workloads if self.workloads[name]},
+        facts: dict[str, Any] = {
+            name: self.workloads[name] for name in settings.workloads if self.workloads[name]
         }
-        notes = [*(TOGETHER if self.together else NOTES), *self.notes]
-        notes += [probe.notes for probe in probes_of(self.columns)]
+        notes = list(self.notes)
+        if self.launched:
+            threads = {size: self.threads or threads_per_rank(size) for size in sorted(settings.np)}
+            facts["threads per rank"] = ", ".join(f"{count} at np={size}" for size, count in threads.items())
+            facts["device"] = device_name(settings.device)
+            notes = [*(TOGETHER if self.together else NOTES), *notes]
+            notes += [probe.notes for probe in probes_of(self.columns)]
+        else:
+            facts |= {f"sizes of {row.case.workload}": row.case.sizes for row in rows}
         table = table_of(columns, rows, folded=len(shown))
         report = run.report(self.title, [table], results_of(columns, rows), facts, notes=notes)
         report.remarks = [f"{engine} is left out: {why}" for engine, why in (left_out or {}).items()]
         report.remarks += [f"{name}: {why}" for name, why in run.failures.items()]
+        report.remarks += [line for row in rows for line in row.over("remarks", lambda ranks: ranks[0]) or ()]
         for row in rows:
             if row.failure and row.failure not in run.failures.values():
                 where = ", ".join(f"{name} {value}" for name, value in row.case.condition.items())
                 report.remarks.append(f"{row.case.engine}, {where}: {row.failure}")
-        report.draw = lambda folder: draw(
-            folder, rows, shown, "step_bytes" if "step_peak" in self.columns else "peak_bytes"
+        peak = "step_bytes" if "step_peak" in self.columns else "peak_bytes"
+        report.draw = lambda folder: (
+            draw(folder, rows, shown, peak) if self.draw is None else self.draw(folder, rows)
         )
         return report
 
@@ -355,7 +391,7 @@ def _sizes(option: str, text: str) -> dict[str, Any] | None:
     pairs = [entry.partition("=") for entry in text.split(",") if entry]
     if wrong := [name for name, _, value in pairs if not value]:
         raise BadArgument(f"{option}: '{wrong[0]}' has no value: give such as batch=16")
-    return {name: int(value) if value.isdecimal() else value for name, _, value in pairs} or None
+    return {name: yaml.safe_load(value) for name, _, value in pairs} or None
 
 
 def _two_digits(value: Any) -> str:

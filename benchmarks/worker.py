@@ -22,10 +22,8 @@ from benchmarks.workloads import RandomBatch, workload
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.runner.engines import HvdCkpt
 from hvd_ckpt.app.compare.runner.jobs import RankJob, own_device, reason
-from hvd_ckpt.app.compare.runner.stages import Stage
 from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.app.training.optim import Schedule
-from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.utils.measure import now
 
 Found = dict[str, Any]
@@ -129,13 +127,8 @@ class Training:
 
     def accumulate(self) -> float:
         """Forward and backward passes of a prepared step, until the gradients are ready; returns the mean loss."""
-        if isinstance(self.model, Stage):
-            self.optimizer.zero_grad()
-            inputs, targets = self.parts[0]
-            self._loss = self.model.accumulate(Batch((inputs,), targets)).item()
-        else:
-            losses = [functools.partial(self.loss, *part) for part in self.parts]
-            self._loss = self.engine.accumulate(self.model, self.optimizer, losses)
+        losses = [functools.partial(self.loss, *part) for part in self.parts]
+        self._loss = self.engine.accumulate(self.model, self.optimizer, losses)
         return self._loss
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,68 +1,71 @@
-"""``python -m benchmarks faults``: the options; the runs are in ``tests/faults`` of a clone of the repository.
-
-Exit status 0 if everything held, 1 if not, 2 for a bad argument.
-"""
+"""Runs that are killed, resumed and checked, kills within a save, and a long run (they are in ``tests/faults``)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from benchmarks.case import Case, Row
+from benchmarks.suite import Suite
+from hvd_ckpt.app.compare.runner.report import Column
 
-import click
-
-from benchmarks.checks import import_checks
-from hvd_ckpt.app.cli.command_line import BadArgument
-from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
-from hvd_ckpt.app.compare.runner.settings import (
-    BenchSettings,
-    check_replicas,
-    in_words,
-    ranks_setting,
-    setting,
-    timeout_setting,
-)
+KINDS = {
+    "ranks": {},
+    "stages": {"stages": 2},
+    "parts": {"tensor": 2},
+    "replicas": {"replicas": 4},
+    "elastic": {"replicas": 4, "elastic": True},
+}
+"""Settings of ``hvd-ckpt train`` in killed runs."""
 
 
-@dataclass(frozen=True)
-class FaultSettings(BenchSettings):
-    """The parts that are run, how often, and on what."""
-
-    runs: int = setting("Runs that are killed.", 20, type=click.IntRange(0))
-    saves: int = setting("Kills within a save.", 200, type=click.IntRange(0))
-    minutes: float = setting("Minutes of the soak.", 0, note="none", flag="soak", type=click.FloatRange(0))
-    stall_rounds: int = setting("Rounds of timed snapshots.", 0, note="none", type=click.IntRange(0))
-    sizes: tuple[int, ...] = ranks_setting("Numbers of ranks of the runs.", quick=None)
-    stages: int = setting("Pipeline stages of the runs.", 1)
-    tensor: int = setting("Parts of a layer in the runs.", 1)
-    replicas: int | None = setting(
-        "Logical replicas of the runs: each launch is on another of the numbers of ranks, and all runs end in the same bits.",
-        type=click.IntRange(1),
+def keeps(case: Case) -> bool:
+    """Saves and the soak have ranks of their own."""
+    if case.engine != "kill":
+        return case.workload == "ranks" and (case.np, case.controller) == (2, "gloo")
+    divided = case.sizes.get("stages", 1) * case.sizes.get("tensor", 1)
+    return case.np % divided == 0 and (
+        case.workload != "elastic" or (case.np > 1 and case.controller == "gloo")
     )
-    elastic: bool = setting("Jobs of Horovod Elastic on two names of this machine; needs --replicas.", False)
-    controllers: str = setting("What starts the ranks: gloo,mpi.", "auto", flag="controller")
-    seed: int | None = setting("Of the first run.", note="1, or the next of --add", type=click.IntRange(0))
-    add: str | None = setting("Add the results to those in a file of JSON lines.", metavar="FILE")
-    timeout: float = timeout_setting(300, "launch")
-
-    def check(self) -> None:
-        given = f"--np {in_words(self.sizes)}"
-        if any(size % (self.stages * self.tensor) for size in self.sizes):
-            raise BadArgument(
-                f"--stages {self.stages}, --tensor {self.tensor}: {given} has other numbers than multiples of their product"
-            )
-        if self.replicas is not None:
-            check_replicas(self.replicas, self.sizes)
-        enough = self.replicas is not None and min(self.sizes) > 1 and self.controllers in ("auto", "gloo")
-        if self.elastic and not enough:
-            raise BadArgument(
-                f"--elastic: give --replicas, 2 or more ranks ({given}), and no controller but gloo"
-            )
 
 
-@bench_command(FaultSettings, width=170)
-def faults(run: BenchRun, settings: FaultSettings) -> None:
-    """Kill training and saving at random moments, and check what is lost.
+def right(row: Row) -> str | None:
+    """How many are right."""
+    return f"{row.over('right_count')} of {row.over('count')}" if row.figures else None
 
-    Runs are killed, restarted and compared with an undisturbed run; a process is killed within its saves; the processes of a long
-    run are measured. Everything random follows from the seed: run i has the seed S + i, and --runs 1 --seed S+i repeats it.
-    """
-    import_checks("faults").run_faults(run, settings)
+
+faults = Suite(
+    name="faults",
+    title="Faults",
+    help="""Kill training and saving at random moments, and check what is lost.
+
+    kill: runs are killed, restarted and compared with an undisturbed run. save: a process is killed within its saves. soak: the
+    processes of a long run are measured. Everything random follows from the seed: round i has seed + i, and --rounds 1 --set seed=S
+    repeats it.
+    """,
+    engines=("kill", "save", "soak"),
+    workloads=dict.fromkeys(KINDS, ""),
+    chosen={"engines": "kill,save", "workloads": "ranks"},
+    columns=(
+        Column("right", right),
+        Column("kills", lambda row: row.over("kills_count"), key="kills"),
+        Column("while writing", lambda row: row.over("writing_count"), key="writing"),
+    ),
+    keeps=keeps,
+    sizes={name: {"seed": 1, "saves": 10, "minutes": 30.0, **kind} for name, kind in KINDS.items()},
+    np="2,4",
+    controllers="gloo,mpi",
+    rounds=20,
+    quick={"np": "2", "controller": "gloo", "rounds": 1},
+    timed=False,
+    sound=lambda row, rows: row.over("right_count") == row.over("count"),
+    launched=False,
+    worker="faults.run:measure",
+    notes=(
+        "kill: right if weights, optimizer state, position in the data, each rank's random state and all logged losses are those "
+        "of the undisturbed run on the same ranks and controller, bit for bit (with replicas, of one on one rank, but for random "
+        "states); if no restart resumed from before a snapshot that had been in place; if every rank can read every "
+        "snapshot in place after a kill; and if no process runs 30 s after the launcher has ended.",
+        "save: right if the newest snapshot that loads is whole, has the content of its write, is of no earlier write than the "
+        "last that had returned, and nothing in place is damaged. One kill in four is aimed at the end of a save that replaces a "
+        "snapshot, the others come at any moment of a save.",
+        "soak: right if descriptors and threads do not rise, and memory by less than 1 % of its mean.",
+    ),
+)

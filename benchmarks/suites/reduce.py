@@ -14,10 +14,9 @@ reduce = Suite(
     """,
     engines=ENGINES,
     workloads={
-        "densenet": "DenseNet, 371 gradients of 4.2 MiB in all",
+        "densenet-narrow": "DenseNet, 371 gradients of 4.2 MiB in all",
         "transformer": "transformer, 98 gradients of 96 MiB in all",
     },
-    kinds={"densenet": "densenet-narrow"},
     columns=("beyond",),
     against={f"of {name}": name for name in ENGINES},
     controllers="gloo,mpi",

@@ -21,8 +21,8 @@ train = Suite(
     title="The training loop beside a loop written by hand",
     help="""Time what `hvd-ckpt train` adds to a step, beside a loop written by hand with the same calls.
 
-    Both train the same model on the same batches in the same processes, step by step in turn, and come to the same weights bit for
-    bit. Run it on a machine that does nothing else.
+    Both train the same model on the same batches, in jobs that alternate, and come to the same weights bit for bit. Run it on a
+    machine that does nothing else.
     """,
     engines=("trainer", "by-hand"),
     workloads={"bert-mini": "", "gpt-tiny": ""},
@@ -31,11 +31,11 @@ train = Suite(
     sizes={name: {"batch": 4} for name in ("bert-mini", "gpt-tiny")},
     quick_sizes={name: {"batch": 4} for name in ("bert-mini", "gpt-tiny")},
     np="2",
-    rounds=150,
-    quick={"rounds": 4, "workloads": "gpt-tiny"},
-    together=True,
+    rounds=9,
+    steps=40,
+    quick={"rounds": 1, "steps": 4, "workloads": "gpt-tiny"},
     sound=lambda row, rows: same_weights(row, rows) != "no",
-    worker="benchmarks.engines.loops:measure",
+    worker="benchmarks.loops:measure",
     notes=(
         "trainer: Trainer.run as it is, with its loader, schedule, micro-batches, report, log file and a log entry over all ranks "
         "every 10 steps; no evaluation.",

@@ -24,8 +24,8 @@ def row(engine: str, *seconds: float, **at: Any) -> Row:
 
 def settings(suite: Any, **chosen: Any) -> Any:
     words = {name: tuple(axis.values) for name, axis in suite.axes.items()}
-    places = {"sizes": (1, 2), "controllers": ("gloo",), "workloads": ("gpt",), "engines": suite.engines}
-    return SimpleNamespace(**{**words, **places, "quick": True, "given": None, **chosen})
+    places = {"np": (1, 2), "controller": ("gloo",), "workloads": ("gpt",), "engines": suite.engines}
+    return SimpleNamespace(**{**words, **places, "quick": True, "set": None, **chosen})
 
 
 def test_a_row_takes_the_slowest_rank_and_the_least_of_several_counts() -> None:

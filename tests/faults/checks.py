@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,12 +42,6 @@ def newest_good(run: Path) -> int:
         except SnapshotError:
             return 0
     return 0 if path is None else int(path.name.removeprefix("step-"))
-
-
-def digest(run: Path, step: int) -> str:
-    """The start of the SHA-256 of the weights in a snapshot."""
-    weights = _snapshot(run, step) / "model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest()[:12]
 
 
 def differences(run: Path, reference: Path, step: int, ranks: int | None) -> list[str]:

@@ -1,6 +1,6 @@
 """The kill test: runs that are killed and started again, compared with a run that was not.
 
-Each run trains a small LSTM with dropout, tied embeddings, AdamW and two micro-batches on text, or with ``--tensor`` a GPT, and
+Each run trains a small LSTM with dropout, tied embeddings, AdamW and two micro-batches on text, or in parts a GPT, and
 writes a snapshot every few steps. A run is sound if it ends in the bits of the undisturbed run of as many ranks; if no restart
 resumed from before a snapshot that was in place when a signal was sent; if every rank can read every snapshot that was in place
 after a kill; and if no process was left.
@@ -11,17 +11,13 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from faults.checks import differences, digest, newest_good, unreadable
+from faults.checks import differences, newest_good, unreadable
 from faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step, write_text
-
-from hvd_ckpt.app.compare.runner.jobs import JobError
-from hvd_ckpt.app.compare.runner.report import Report, Table
 
 STEPS = 60
 ELASTIC_STEPS = 300  # so that a rank that has gone can come back
@@ -51,18 +47,7 @@ LONGEST_START = 6.0  # seconds
 LONGEST_DELAY = {RUNNING: 0.1, SNAPSHOT: 0.01, START: 0.0}  # seconds
 POLL = 0.003  # seconds
 LIMIT = 30.0  # seconds that processes may take to go
-COLUMNS = (
-    "seed", "ranks", "stages", "parts", "controller",
-    "kills", "restarts", "lost", "unreadable", "left", "equal", "weights", "seconds",
-)  # fmt: skip
-NOTES = (
-    "kills: who got which signal after which step; `start`: before the launch had logged a step, `*`: while a snapshot was being "
-    "written; lost: restarts that resumed from before a snapshot that had been in place; unreadable: snapshots in place that some "
-    "rank cannot read; left: processes that still run 30 s after the launcher has ended.",
-    "equal: whether weights, optimizer state, position in the data, each rank's random state and all logged losses are those of "
-    "the undisturbed run on the same ranks and controller, bit for bit; with --replicas, of a run on one rank, but for the random "
-    "state of ranks. weights: the start of their SHA-256.",
-)
+SECONDS = 300.0  # of one launch
 
 
 @dataclass(frozen=True)
@@ -102,8 +87,8 @@ class FaultPlan:
     kills: tuple[Kill, ...]
 
 
-def draw_plan(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps: int) -> FaultPlan:
-    """The plan of a seed for a run of at least 4 steps. Sizes and controllers alternate with the seed, so that all come up."""
+def draw_plan(seed: int, size: int, controller: str, steps: int) -> FaultPlan:
+    """The plan of a seed for a run of at least 4 steps."""
     generator = random.Random(seed)
 
     def one_of(weights: dict[Any, float]) -> Any:
@@ -118,30 +103,23 @@ def draw_plan(seed: int, sizes: Sequence[int], controllers: Sequence[str], steps
         delay = generator.uniform(0, LONGEST_DELAY[when])
         return Kill(f"rank {rank}" if who == "one" else who, signal, when, round(at, 3), round(delay, 4))
 
-    size = sizes[seed % len(sizes)]
-    controller = controllers[seed // len(sizes) % len(controllers)]
     moments = sorted(generator.sample(range(1, steps), one_of(NUMBER_OF_KILLS)))
     return FaultPlan(seed, size, controller, tuple(kill(step) for step in moments))
 
 
 @dataclass(frozen=True)
 class KillTest:
-    """The settings of all runs of a test.
+    """The settings of some runs.
 
     Attributes:
         folder: for the runs.
-        sizes: numbers of ranks, which stages times parts divide.
-        timeout: seconds for one launch.
         stages: pipeline stages.
         tensor: parts of a layer.
-        replicas: logical replicas; each launch then is on another number of ranks, and all runs are to end in the same bits.
+        replicas: logical replicas; each launch then is on another power of two of ranks, and all runs are to end in the same bits.
         elastic: jobs of Horovod Elastic, which a kill of one rank leaves running.
     """
 
     folder: Path
-    sizes: Sequence[int]
-    controllers: Sequence[str]
-    timeout: float
     stages: int = 1
     tensor: int = 1
     replicas: int | None = None
@@ -177,72 +155,56 @@ class Killed:
         unreadable: why snapshots in place could not be read.
         left: processes that still ran long after the launcher had ended.
         differences: what differs from the undisturbed run; None if the run did not end.
-        digest: of the weights at its end.
         failure: why it did not end, in one line.
-        seconds: duration.
     """
 
-    seed: int
-    size: int
-    controller: str
     kills: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
     lost: int = 0
     unreadable: list[str] = field(default_factory=list)
     left: int = 0
     differences: list[str] | None = None
-    stages: int = 1
-    tensor: int = 1
-    replicas: int | None = None
-    elastic: bool = False
-    digest: str | None = None
     failure: str | None = None
-    seconds: float = 0.0
-    kind: Literal["kill"] = "kill"
-
-    @property
-    def equal(self) -> bool:
-        """Whether it ended as the undisturbed run did."""
-        return self.differences == []
 
     @property
     def sound(self) -> bool:
         """Whether it ended as the undisturbed run did, and nothing was lost, unreadable or left."""
-        return self.equal and not self.lost and not self.unreadable and not self.left
+        return self.differences == [] and not self.lost and not self.unreadable and not self.left
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong, a line each."""
+        lines = [*self.unreadable, *(f"differs: {name}" for name in self.differences or ()), self.failure]
+        lines += [f"{self.lost} committed steps lost"] * bool(self.lost)
+        lines += [f"{self.left} processes left"] * bool(self.left)
+        return [line for line in lines if line]
 
 
-def kill_runs(test: KillTest, seeds: range) -> Iterator[Killed]:
-    """Runs the fault plan of each seed, and compares with an undisturbed run. The folders of sound runs are removed.
+def kill_run(test: KillTest, seed: int, size: int, controller: str) -> Killed:
+    """Runs the fault plan of a seed, and compares with an undisturbed run. The folders of sound runs are removed.
 
     Raises:
-        JobError: an undisturbed run failed.
+        RuntimeError: the undisturbed run failed.
     """
-    test.folder.mkdir()
+    test.folder.mkdir(parents=True, exist_ok=True)
     write_text(test.text)
-    references: dict[tuple[int, str], Path] = {}
-    for seed in seeds:
-        start = time.monotonic()
-        plan = draw_plan(seed, test.sizes, test.controllers, test.steps)
-        # Replicas end in the same bits on any number of ranks; without them, bits depend on ranks and controller.
-        ranks = (plan.size, plan.controller) if test.replicas is None else (1, test.controllers[0])
-        if ranks not in references:
-            undisturbed = _Course(
-                test, FaultPlan(0, *ranks, ()), f"undisturbed-{ranks[0]}-{ranks[1]}", ranks[:1]
-            )
-            if (failure := undisturbed.run().failure) is not None:
-                raise JobError(f"the undisturbed run of {ranks[0]} ranks over {ranks[1]}: {failure}")
-            references[ranks] = undisturbed.path
-            start = time.monotonic()
-        course = _Course(test, plan, f"seed-{seed}", [plan.size] if test.replicas is None else test.sizes)
-        killed = course.run()
-        if killed.failure is None:
-            own = plan.size if test.replicas is None else None
-            killed.differences = differences(course.path, references[ranks], test.steps, own)
-            killed.digest = digest(course.path, test.steps)
-        killed.seconds = round(time.monotonic() - start, 1)
-        if killed.sound:
-            shutil.rmtree(course.folder)
-        yield killed
+    # Replicas end in the same bits on any number of ranks; without them, bits depend on ranks and controller.
+    sizes = [size] if test.replicas is None else [1 << power for power in range(size.bit_length())]
+    reference = test.folder / f"undisturbed-{sizes[0]}-{controller}" / "run"
+    if not reference.exists():
+        undisturbed = _Course(test, FaultPlan(0, sizes[0], controller, ()), reference.parent.name, sizes[:1])
+        if (failure := undisturbed.run().failure) is not None:
+            raise RuntimeError(f"the undisturbed run of {sizes[0]} ranks over {controller}: {failure}")
+    course = _Course(
+        test, draw_plan(seed, size, controller, test.steps), f"seed-{seed}-{size}-{controller}", sizes
+    )
+    killed = course.run()
+    if killed.failure is None:
+        own = size if test.replicas is None else None
+        killed.differences = differences(course.path, reference, test.steps, own)
+    if killed.sound:
+        shutil.rmtree(course.folder)
+    return killed
 
 
 class _Course:
@@ -257,10 +219,7 @@ class _Course:
         self.folder = test.folder / name
         self.folder.mkdir()
         self.path = self.folder / "run"
-        self.killed = Killed(
-            plan.seed, plan.size, plan.controller,
-            stages=test.stages, tensor=test.tensor, replicas=test.replicas, elastic=test.elastic,
-        )  # fmt: skip
+        self.killed = Killed()
         self._test, self._plan, self._sizes = test, plan, sizes
         self._kills = list(plan.kills)  # still to come
         self._newest = 0  # the step of the newest snapshot that was seen in place
@@ -297,9 +256,7 @@ class _Course:
         if status == 0 and newest == self._test.steps:
             return True
         if status is None:
-            killed.failure = (
-                f"launch {number + 1}: no end after {self._test.timeout:.0f} s (log: {job.log_file})"
-            )
+            killed.failure = f"launch {number + 1}: no end after {SECONDS:.0f} s (log: {job.log_file})"
         elif not was_killed:
             killed.failure = f"launch {number + 1}: status {status}: {job.failure()}"
         self._look()
@@ -309,7 +266,7 @@ class _Course:
         """Waits until the launcher has ended or the time is over; whether a kill has happened."""
         start = time.monotonic()
         was_killed, may_be_killed = False, True
-        while not job.ended and time.monotonic() - start < self._test.timeout:
+        while not job.ended and time.monotonic() - start < SECONDS:
             kill = self._kills[0] if self._kills and may_be_killed else None
             if kill is not None and _due(kill, view, time.monotonic() - start):
                 time.sleep(kill.delay)
@@ -339,42 +296,3 @@ def _due(kill: Kill, view: RunView, seconds: float) -> bool:
     if kill.when == START:
         return seconds >= kill.at
     return view.last_step() >= kill.at and (kill.when == RUNNING or view.writing())
-
-
-def kill_report(runs: Sequence[Killed], recorded: Sequence[Killed] = ()) -> Report:
-    """The runs of this call, and the sum of those that are ``recorded``."""
-    table = Table(COLUMNS, [_row(run) for run in runs], "Kill test", left=("controller", "kills", "equal"))
-    remarks = [_sum("this call", runs), *([_sum("all recorded seeds", recorded)] if recorded else [])]
-    for run in runs:
-        faults = [*run.unreadable, *(f"differs: {name}" for name in run.differences or ()), run.failure]
-        remarks += [f"seed {run.seed}: {fault}" for fault in faults if fault]
-    return Report(
-        "Kill test", {}, [table], runs, remarks=remarks, notes=NOTES, success=all(run.sound for run in runs)
-    )
-
-
-def _row(run: Killed) -> tuple[str, ...]:
-    kills = ", ".join(
-        f"{kill['who']} {kill['signal'].removeprefix('SIG')} {kill['step'] or 'start'}{'*' * kill['writing']}"
-        for kill in run.kills
-    )
-    equal = "no end" if run.failure else "yes" if run.equal else "no"
-    counts = (run.restarts, run.lost, len(run.unreadable), run.left)
-    ranks = (str(run.seed), str(run.size), str(run.stages), str(run.tensor), run.controller)
-    return (*ranks, kills or "-", *map(str, counts), equal, run.digest or "-", f"{run.seconds:.0f}")
-
-
-def _sum(which: str, runs: Sequence[Killed]) -> str:
-    kills = [kill for run in runs for kill in run.kills]
-    sizes = ", ".join(
-        f"{count} at np={size}" for size, count in sorted(Counter(run.size for run in runs).items())
-    )
-    signals = ", ".join(
-        f"{count} {name}" for name, count in Counter(kill["signal"] for kill in kills).most_common()
-    )
-    return (
-        f"{which}: {sum(run.equal for run in runs)} of {len(runs)} runs ({sizes}) end as the undisturbed run, bit for bit; "
-        f"{len(kills)} kills ({signals or '-'}; {sum(kill['writing'] for kill in kills)} while a snapshot was being written), "
-        f"{sum(run.restarts for run in runs)} restarts, {sum(run.lost for run in runs)} committed steps lost, "
-        f"{sum(len(run.unreadable) for run in runs)} snapshots unreadable, {sum(run.left for run in runs)} processes left"
-    )

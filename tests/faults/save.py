@@ -13,17 +13,15 @@ import random
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from faults.checks import differing
 from torch import Tensor
 
-from hvd_ckpt.app.compare.runner.report import Report, Table
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.folder import SnapshotError
@@ -44,15 +42,9 @@ LAST_PART = 0.2  # of the time of a save
 KILLED = (2, 4)  # a kill falls within one of these saves of a process, counted from 0
 MANIFEST_SECONDS, HANG = 2.0, 60.0
 BEGUN, RETURNED, FAILED = "begun", "returned", "failed"
-NOTES = (
-    "blocking, background: SnapshotWriter with and without blocking=True. The moment of the kill is uniform within a save; one "
-    "in four is aimed at the end of a save that replaces a snapshot, from its manifest on.",
-    "right: the newest snapshot that loads is whole, has the content of its write, is of no earlier write than the last that "
-    "had returned, and nothing in place is damaged.",
-)
 
 
-class SaveError(Exception):
+class SaveError(RuntimeError):
     """The writing process failed; the message says why in one line."""
 
 
@@ -78,7 +70,6 @@ class SaveKill:
     write: int
     found: int
     fault: str | None
-    kind: Literal["save"] = "save"
 
 
 class _Content:
@@ -260,23 +251,3 @@ def _read(pipe: Connection, times: dict[str, dict[int, float]]) -> bool:
         raise SaveError(f"the process that saves failed: {number}")
     times[event][number] = moment
     return True
-
-
-def save_report(kills: Sequence[SaveKill], recorded: Sequence[SaveKill] = ()) -> Report:
-    """The kills of this call by how far the save had come, and the sum of those that are ``recorded``."""
-    rows = []
-    for phase in PHASES:
-        reached = [kill for kill in kills if kill.phase == phase]
-        counts = [str(sum(kill.writer == writer for kill in reached)) for writer in WRITERS]
-        rows.append((phase, *counts, _right(reached)))
-    columns = ("the kill came", *WRITERS, "newest good snapshot right")
-    remarks = [f"this call: {_right(kills)} kills within a save left the right newest good snapshot"]
-    remarks += [f"all recorded seeds: {_right(recorded)} kills within a save"] if recorded else []
-    faulty = [kill for kill in kills if kill.fault]
-    remarks += [f"kill {kill.number} of seed {kill.seed}, {kill.phase}: {kill.fault}" for kill in faulty]
-    table = Table(columns, rows, "Save test", left=columns[:1])
-    return Report("Save test", {}, [table], kills, remarks=remarks, notes=NOTES, success=not faulty)
-
-
-def _right(kills: Sequence[SaveKill]) -> str:
-    return f"{sum(kill.fault is None for kill in kills)} of {len(kills)}"

@@ -17,8 +17,6 @@ from pathlib import Path
 import psutil
 from faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of, write_text
 
-from hvd_ckpt.app.compare.runner.report import Column, Report, table_of
-
 RANKS = 2
 EVERY = 20  # steps between snapshots
 SETTINGS = {
@@ -37,19 +35,6 @@ START_LIMIT, STOP_LIMIT = 180.0, 120.0  # seconds
 LEFT_OUT = 0.2  # of the time, at the start
 FLAT = 0.01  # growth of memory over the whole time, as a part of the mean
 MEASURES = ("resident MiB", "own MiB", "descriptors", "threads")
-COLUMNS = (
-    Column("process", lambda growth: growth.process, left=True),
-    Column("measure", lambda growth: growth.measure, left=True),
-    Column("mean", lambda growth: growth.mean, ".1f"),
-    Column("first", lambda growth: growth.first, ".1f"),
-    Column("last", lambda growth: growth.last, ".1f"),
-    Column("per hour", lambda growth: growth.per_hour, "+.2f"),
-    Column("flat", lambda growth: "yes" if growth.flat else "no", left=True),
-)
-NOTES = (
-    "per hour: slope of the line through the samples, without the first fifth of the time; first, last: medians of the first and "
-    "of the last quarter; flat: memory rises by less than 1 % of its mean over the whole time; others do not rise.",
-)
 
 
 @dataclass(frozen=True)
@@ -70,6 +55,10 @@ class Growth:
     per_hour: float
     flat: bool
 
+    def __str__(self) -> str:
+        change = f"{self.first:.1f} to {self.last:.1f}, {self.per_hour:+.2f} per hour"
+        return f"{self.process}, {self.measure}: {change}{'' if self.flat else ', not flat'}"
+
 
 @dataclass
 class Soaked:
@@ -86,6 +75,12 @@ class Soaked:
         """Whether the run stopped when it was asked to, and no process has grown."""
         return self.failure is None and bool(self.growth) and all(growth.flat for growth in self.growth)
 
+    @property
+    def remarks(self) -> list[str]:
+        """The growth of each measure, and what went wrong."""
+        size = f"{self.seconds / 60:.1f} minutes, {self.steps} steps, {self.snapshots} snapshots"
+        return [size, *map(str, self.growth), *([self.failure] if self.failure else [])]
+
 
 def growth(process: str, measure: str, times: list[float], values: list[float]) -> Growth:
     """The growth in at least 5 samples at times in seconds."""
@@ -99,9 +94,9 @@ def growth(process: str, measure: str, times: list[float], values: list[float]) 
     return Growth(process, measure, mean, first, last, per_hour=3600 * slope, flat=flat)
 
 
-def soak(minutes: float, controller: str, folder: Path, show: Callable[[float], object]) -> Soaked:
-    """Trains for so many minutes and then touches the run's ``stop``; ``show`` gets the seconds that have passed."""
-    folder.mkdir(parents=True)
+def soak(minutes: float, controller: str, folder: Path) -> Soaked:
+    """Trains for so many minutes and then touches the run's ``stop``."""
+    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "text.txt")
     run, log = folder / "run", folder / "log.txt"
     soaked = Soaked()
@@ -111,7 +106,7 @@ def soak(minutes: float, controller: str, folder: Path, show: Callable[[float], 
         if newest_step(run) == 0:
             soaked.failure = f"no snapshot after {START_LIMIT:.0f} s: {job.failure()}"
             return soaked
-        soaked.growth, soaked.seconds = _watch(job, minutes * 60, show)
+        soaked.growth, soaked.seconds = _watch(job, minutes * 60)
         soaked.steps = logged_step(run)
         if job.ended:
             soaked.failure = f"the run ended by itself: {job.failure()}"
@@ -132,7 +127,7 @@ def _wait(reached: Callable[[], bool], limit: float) -> None:
         time.sleep(0.1)
 
 
-def _watch(job: TrainJob, seconds: float, show: Callable[[float], object]) -> tuple[list[Growth], float]:
+def _watch(job: TrainJob, seconds: float) -> tuple[list[Growth], float]:
     """The growth of the job's processes until the time is over or the job has ended, and the seconds that this took."""
     names = {}
     for number, process in enumerate(marked(job.token)):
@@ -150,7 +145,6 @@ def _watch(job: TrainJob, seconds: float, show: Callable[[float], object]) -> tu
                 taken.append(
                     (memory.rss / 2**20, memory.uss / 2**20, process.num_fds(), process.num_threads())
                 )
-        show(passed)
         # Until the next multiple of the interval, so that the time of reading does not add up.
         time.sleep(max(len(times) * min(INTERVAL, seconds / SAMPLES) - (time.monotonic() - start), 0))
     grown = [
@@ -160,11 +154,3 @@ def _watch(job: TrainJob, seconds: float, show: Callable[[float], object]) -> tu
         for measure, values in zip(MEASURES, zip(*samples[process]))
     ]
     return grown, round(times[-1], 1)
-
-
-def soak_report(soaked: Soaked) -> Report:
-    """One row for each measure of each process."""
-    size = f"{soaked.seconds / 60:.1f} minutes, {soaked.steps} steps, {soaked.snapshots} snapshots (one every {EVERY} steps)"
-    remarks = [size, *([soaked.failure] if soaked.failure else ())]
-    table = table_of(COLUMNS, soaked.growth, "Soak", folded=1)
-    return Report("Soak", {}, [table], soaked, remarks=remarks, notes=NOTES, success=soaked.sound)

@@ -11,51 +11,22 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.workloads import Gpt
-from hvd_ckpt.app.compare.runner.report import Column, Report, table_of
-from hvd_ckpt.app.compare.runner.stats import alternating, ratios
+from benchmarks.worker import Found, Job
+from benchmarks.workloads import workload
+from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 MEGABYTES = 150  # of weights and both moments of AdamW
 WIDTH = 512
 BLOCK_BYTES = 12 * 12 * WIDTH**2  # of a block's weights and two moments in float32
-WAYS = ("SnapshotWriter, blocking", "torch.save + fsync", "SnapshotWriter", "DCP async_save")
-COLUMNS = (
-    Column("written by", lambda row: row.way, left=True),
-    Column("MB", lambda row: row.megabytes, ".0f"),
-    Column("stall ms", lambda row: 1000 * row.seconds, ".1f"),
-    Column("of blocking", lambda row: row.ratio, ".3f"),
-    Column("added ms", lambda row: 1000 * row.added, ".0f"),
-)
-NOTES = (
-    "stall: median time that training waits for one snapshot; of blocking: median of the ratios within a round; added: median "
-    "time by which the steps until the snapshot is on the disk are longer than others, in sum.",
-)
-
-
-@dataclass(frozen=True)
-class StallRow:
-    """The cost of one way of writing so many megabytes, by medians over the rounds.
-
-    Attributes:
-        seconds: that training waited.
-        ratio: of these seconds to those of a blocking SnapshotWriter in the same round.
-        added: seconds by which the steps until the snapshot was on the disk were longer than others, in sum.
-    """
-
-    way: str
-    seconds: float
-    ratio: float
-    added: float
-    megabytes: float
+WRITERS = ("blocking", "background")
 
 
 class _Run:
@@ -64,16 +35,15 @@ class _Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         blocks = round(MEGABYTES * 1e6 / BLOCK_BYTES)
-        self.workload = Gpt(batch=2, length=64, width=WIDTH, heads=8, layers=blocks)
-        self.model = self.workload.chain()
+        self.workload = workload("gpt", {"batch": 2, "length": 64, "width": WIDTH, "layers": blocks})
+        self.model = self.workload.model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.inputs, self.targets = self.workload.sample(torch.Generator().manual_seed(0))
+        self.inputs, self.targets = self.workload.draw(0, 0)
         self.writers = {
             way: SnapshotWriter(
-                folder / way, 1, Participant(0, 1, "00000000"), _no_warning, blocking=way.endswith("blocking")
+                folder / way, 1, Participant(0, 1, "00000000"), _no_warning, blocking=way == "blocking"
             )
-            for way in WAYS
-            if way.startswith("SnapshotWriter")
+            for way in WRITERS
         }
         self.number = 0
 
@@ -106,7 +76,7 @@ class _Run:
 
             return is_written
         place = self.folder / f"{self.number}"
-        if way == "DCP async_save":
+        if way == "dcp":
             return _distributed(state, place)
         with open(place, "xb") as file:
             torch.save(state, file)
@@ -115,14 +85,15 @@ class _Run:
         return lambda: True
 
 
-def measure_stall(rounds: int, folder: Path) -> list[StallRow]:
+def measure(job: Job) -> list[Found]:
     """Measures all ways in this process, in a folder that is made for it and removed."""
-    folder.mkdir(parents=True)
-    run = _Run(folder)
-    stalls: dict[str, list[float]] = {way: [] for way in WAYS}
-    added: dict[str, list[float]] = {way: [] for way in WAYS}
+    job.folder.mkdir(parents=True)
+    run = _Run(job.folder)
+    ways = [case.engine for case in job.cases]
+    stalls: dict[str, list[float]] = {way: [] for way in ways}
+    added: dict[str, list[float]] = {way: [] for way in ways}
     try:
-        for number, way in alternating(WAYS, 1 + rounds):
+        for number, way in alternating(ways, 1 + job.steps):
             stall, slower = _measured(run, way)
             if number > 0:  # in the first round memory is got from the system, which keeps it
                 stalls[way].append(stall)
@@ -130,14 +101,11 @@ def measure_stall(rounds: int, folder: Path) -> list[StallRow]:
     finally:
         for writer in run.writers.values():
             writer.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(job.folder, ignore_errors=True)
     size = sum(parameter.nbytes for parameter in run.model.parameters()) * 3 / 1e6
-    rows = []
-    for way in WAYS:
-        of_blocking = statistics.median(ratios(stalls[way], stalls[WAYS[0]]))
-        medians = statistics.median(stalls[way]), of_blocking, statistics.median(added[way])
-        rows.append(StallRow(way, *medians, size))
-    return rows
+    return [
+        {"seconds": stalls[way], "added": statistics.median(added[way]), "megabytes": size} for way in ways
+    ]
 
 
 def _measured(run: _Run, way: str) -> tuple[float, float]:
@@ -153,7 +121,7 @@ def _measured(run: _Run, way: str) -> tuple[float, float]:
         stall += waited
         added += seconds - plain
     for path in run.folder.iterdir():
-        if path.name not in WAYS:
+        if path.name not in WRITERS:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return stall, added
 
@@ -177,8 +145,3 @@ def _distributed(state: dict[str, Any], place: Path) -> Callable[[], bool]:
 
 def _no_warning(text: str) -> None:
     raise RuntimeError(text)
-
-
-def stall_report(rows: Sequence[StallRow]) -> Report:
-    """One row for each way of writing."""
-    return Report("Snapshot stall", {}, [table_of(COLUMNS, rows, "Snapshot stall")], rows, notes=NOTES)

@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
-from benchmarks.__main__ import benchmarks as bench
+from benchmarks.case import Case
+from benchmarks.suites.faults import faults
+from benchmarks.worker import Job
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.writer import SnapshotWriter
@@ -22,21 +23,17 @@ from hvd_ckpt.snapshots.writer import SnapshotWriter
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from faults.checks import differences, newest_good, unreadable
 from faults.job import MARK, marked, rank_of
-from faults.kill import Killed, draw_plan, kill_report
-from faults.run import add_result, load_results
-from faults.save import SaveKill, save_report
-from faults.soak import Growth, Soaked, growth, soak_report
+from faults.kill import Killed, draw_plan
+from faults.run import measure
+from faults.save import SaveKill, SaveTest
+from faults.soak import Growth, Soaked, growth
 
 KILL = {"who": "rank 1", "signal": "SIGKILL", "when": "step", "step": 7, "snapshot": 6, "writing": True}
 
 
 def test_a_seed_is_always_the_same_run_and_seeds_cover_what_can_happen() -> None:
-    drawn = [draw_plan(seed, (2, 4), ("gloo", "mpi"), 60) for seed in range(300)]
-    assert drawn == [draw_plan(seed, (2, 4), ("gloo", "mpi"), 60) for seed in range(300)]
-    ranks = [(one.size, one.controller) for one in drawn]
-    assert {pair: ranks.count(pair) for pair in ranks} == dict.fromkeys(
-        [(2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")], 75
-    )
+    drawn = [draw_plan(seed, 4, "gloo", 60) for seed in range(300)]
+    assert drawn == [draw_plan(seed, 4, "gloo", 60) for seed in range(300)]
     kills = [kill for one in drawn for kill in one.kills]
     assert {kill.who for kill in kills} == {"all ranks", "launcher", "rank 0", "rank 1", "rank 2", "rank 3"}
     assert {kill.signal for kill in kills} == {"SIGKILL", "SIGTERM", "SIGINT"}
@@ -67,46 +64,37 @@ def test_growth_is_told_from_what_comes_and_goes() -> None:
     assert Soaked([steady], 400, 20, 1800.0).sound
     assert not Soaked([steady, opening], 400, 20, 1800.0).sound
     assert not Soaked([steady], failure="the run ended by itself").sound
-    assert [row[-1] for row in soak_report(Soaked([steady, opening])).tables[0].rows] == ["yes", "no"]
+    assert [line.endswith("not flat") for line in Soaked([steady, opening]).remarks] == [False, False, True]
 
 
-def test_results_of_several_calls_add_up_and_a_seed_counts_once(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    assert load_results(file) == []
-    right = Killed(1, 2, "gloo", [KILL], restarts=1, differences=[], seconds=9.0)
-    wrong = Killed(2, 4, "gloo", [KILL], restarts=1, differences=["weights.0"], seconds=9.0)
-    save = SaveKill(1, 0, "blocking", "between two renames", 0.1, 7, 6, None)
-    for result in (right, wrong, save):
-        add_result(file, result)
-    assert load_results(file) == [right, wrong, save]
-    again = Killed(2, 4, "gloo", [KILL], restarts=1, differences=[], seconds=9.0)
-    add_result(file, again)
-    assert load_results(file) == [right, again, save]
-    part = kill_report([right], [right, again])
-    assert part.remarks[1].startswith("all recorded seeds: 2 of 2 runs (1 at np=2, 1 at np=4) end as")
-    file.write_text(file.read_text() + '{"kind": "kill", "sead": 1}\n')
-    result = CliRunner().invoke(bench, ["faults", "--add", str(file)])
-    assert result.exit_code == 2 and result.output.count("\n") == 1
-    assert "line 5" in result.output
+def found(engine: str, folder: Path, **sizes: Any) -> dict[str, Any]:
+    case = Case("ranks", engine, sizes={**faults.sizes["ranks"], **sizes})
+    (figures,) = measure(Job(folder / "job", 1, (case,), (), "", 0.0, False, 0, 1, False, 2, "cpu"))
+    return figures
 
 
-def test_every_fault_is_told_and_makes_the_result_unsound() -> None:
-    good = Killed(3, 2, "gloo", [KILL], restarts=1, differences=[], seconds=9.0)
-    assert kill_report([good]).success
+def test_every_fault_is_told_and_makes_the_result_unsound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value, told in (
-        ("differences", ["weights.0"], "weights.0"),
+        ("differences", [], ""),
+        ("differences", ["weights.0"], "differs: weights.0"),
         ("unreadable", ["The snapshot 's' cannot be used."], "The snapshot 's'"),
         ("lost", 1, "1 committed steps lost"),
         ("left", 2, "2 processes left"),
         ("failure", "launch 1: no end after 9 s", "no end"),
     ):
-        differences = None if name == "failure" else []
-        part = kill_report([Killed(**{**asdict(good), "differences": differences, name: value})])
-        assert not part.success and told in "\n".join(part.remarks)
-    save = SaveKill(3, 4, "background", "files being written", 0.1, 5, 4, None)
-    assert save_report([save]).success
-    part = save_report([replace(save, fault="it is gone")])
-    assert not part.success and "it is gone" in part.remarks[-1]
+        killed = Killed([KILL], restarts=1, **{"differences": None if name == "failure" else [], name: value})
+        monkeypatch.setattr("faults.run.kill_run", lambda *given, killed=killed: killed)
+        figures = found("kill", tmp_path)
+        assert figures["right_count"] == (not told) and told in "\n".join(figures["remarks"])
+        assert not told or figures["remarks"][0].startswith("seed 3: ")
+    for fault in (None, "it is gone"):
+        kill = SaveKill(3, 4, "background", "files being written", 0.1, 5, 4, fault)
+        monkeypatch.setattr(SaveTest, "kill", lambda self, number, kill=kill: kill)
+        figures = found("save", tmp_path / str(fault), saves=2)
+        assert (figures["count"], figures["right_count"]) == (2, 0 if fault else 2)
+        assert len(figures["remarks"]) == (2 if fault else 0)
 
 
 def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:

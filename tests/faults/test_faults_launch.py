@@ -21,19 +21,13 @@ def test_a_killed_run_ends_as_the_undisturbed_one_and_killed_saves_leave_a_good_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kill = Kill("all ranks", "SIGKILL", "step", 20, 0.0)
-    monkeypatch.setattr("faults.kill.draw_plan", lambda seed, *_: FaultPlan(seed, 1, "gloo", (kill,)))
-    file = tmp_path / "results.jsonl"
-    options = ("--np", "1", "--seed", "8", "--runs", "1", "--saves", "2", "--add", str(file))
+    monkeypatch.setattr("faults.kill.draw_plan", lambda seed, *_: FaultPlan(seed, 2, "gloo", (kill,)))
+    options = ("--np", "2", "--controller", "gloo", "--rounds", "1", "--set", "seed=8,saves=2")
     result = CliRunner().invoke(bench, ["faults", *options, "--output", str(tmp_path / "report")])
     assert isinstance(result.exception, SystemExit | None), result.exception
     output, report = result.output, json.loads((tmp_path / "report" / "results.json").read_text())
     assert result.exit_code == 0, output
-    (killed,) = report["results"]["kill"]["found"]
-    assert (killed["seed"], killed["restarts"], killed["differences"]) == (8, 1, [])
-    assert (killed["lost"], killed["left"]) == (0, 0)
-    assert [one["signal"] for one in killed["kills"]] == ["SIGKILL"]
-    saves = report["results"]["save"]["found"]
-    assert [one["fault"] for one in saves] == [None] * 2
-    assert {one["writer"] for one in saves} == {"blocking", "background"}
-    assert len(file.read_text().splitlines()) == 3
-    assert "1 of 1 runs" in output and "2 of 2 kills" in output
+    killed, saves = report["results"]
+    assert (killed["engine"], killed["kills"], killed["figures"]["right_count"]) == ("kill", 1, [1])
+    assert (saves["engine"], saves["kills"], saves["figures"]["right_count"]) == ("save", 2, [2])
+    assert "1 of 1" in output and "2 of 2" in output

@@ -215,6 +215,12 @@ class Hosts:
             _end(job)
         self._jobs.clear()
 
+    def limit(self, name: str, rate: str) -> None:
+        """Lets the host send at most so many Mbit/s."""
+        # A burst that holds the largest frame: smaller ones are cut into packets, which costs the processor more than all else.
+        shape = f"tc qdisc replace dev eth0 root tbf rate {rate}mbit burst 256kb limit 50mb"
+        self.run(name, shape.split(), timeout=10).check_returncode()
+
     def cut(self, name: str) -> None:
         """Pulls the host's cable: nothing comes in or goes out, and nobody is told."""
         self._on_switch(f"link set to-{name} down")
@@ -355,10 +361,16 @@ def _end(job: subprocess.Popen[str]) -> None:
 
 
 def main(count: str, *command: str) -> int:
-    """Runs a command on the first of some hosts, which end with it."""
+    """Runs a command on the first of some hosts, which end with it; after ``--link MBIT MS`` on slow links."""
     if (reason := unavailable()) is not None:
         sys.exit(f"error: {reason}.")
     with Hosts(int(count)) as hosts:
+        if command[0] == "--link":
+            _, rate, delay, *command = command  # type: ignore[assignment]
+            for name in hosts.names:
+                if float(delay):
+                    hosts.slow(name, float(delay) / 2)  # from host to host a frame passes two cables
+                hosts.limit(name, rate)
         return subprocess.call(hosts.command("a", command), env=hosts.environment())
 
 

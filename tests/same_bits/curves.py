@@ -5,14 +5,13 @@ Both draw the same samples for each step, and divide them among however many ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.runner.jobs import RankJob
+from benchmarks.case import Case
 from hvd_ckpt.app.training.build import Assembly, assemble
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.data.objectives import Batch
@@ -23,50 +22,34 @@ LEARNING_RATE = 2e-3
 SEED = 3
 
 
-@dataclass(frozen=True)
-class CurveJob(RankJob):
-    """One run of a GPT.
-
-    Attributes:
-        replicas: of the run, also with stock Horovod, where a rank computes its part of their samples at once.
-        stock: train with stock Horovod.
-        steps: to train.
-    """
-
-    worker = "same_bits.curves:measure"
-
-    replicas: int
-    stock: bool
-    steps: int
-
-
-def measure(job: CurveJob) -> list[float]:
-    """Trains on one rank; the mean loss of each step, over all samples."""
+def losses_of(case: Case) -> list[float]:
+    """Trains on one rank; the mean loss of each step, over all samples. A rank of stock Horovod computes its part at once."""
     options = {"width": 32, "heads": 2, "layers": 2, "dropout": 0.1}
     parts = assemble(Config("gpt-tiny", model_options=options, sequence_length=32, seed=SEED))
-    return (_stock if job.stock else _replicas)(job, parts)
+    train = _stock if case.engine == "horovod" else _replicas
+    return train(parts, case.sizes["replicas"], case.sizes["steps"])
 
 
-def _replicas(job: CurveJob, parts: Assembly) -> list[float]:
+def _replicas(parts: Assembly, replicas: int, steps: int) -> list[float]:
     hc.init()
     model, means = parts.model, list[float]()
     optimizer: Any = hc.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
         named_parameters=model.named_parameters(),
         model=model,
-        replicas=job.replicas,
+        replicas=replicas,
     )
-    for step in range(job.steps):
+    for step in range(steps):
         losses = []
         for replica in optimizer.local_replicas():
             with replica:
-                losses.append(_pass(parts, _samples(parts, step, replica.index, job.replicas, job.replicas)))
+                losses.append(_pass(parts, _samples(parts, step, replica.index, replicas, replicas)))
         optimizer.step()
         means.append(optimizer.replicas.mean(losses))
     return means
 
 
-def _stock(job: CurveJob, parts: Assembly) -> list[float]:
+def _stock(parts: Assembly, replicas: int, steps: int) -> list[float]:
     import horovod.torch as hvd
 
     hvd.init()
@@ -76,9 +59,9 @@ def _stock(job: CurveJob, parts: Assembly) -> list[float]:
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     torch.manual_seed(SEED + hvd.rank())
-    for step in range(job.steps):
+    for step in range(steps):
         optimizer.zero_grad()
-        loss = _pass(parts, _samples(parts, step, hvd.rank(), hvd.size(), job.replicas))
+        loss = _pass(parts, _samples(parts, step, hvd.rank(), hvd.size(), replicas))
         optimizer.step()
         means.append(float(hvd.allreduce(loss)))
     return means

@@ -1,4 +1,4 @@
-"""The ranks' part of ``python -m benchmarks replicas``: trains every workload, whole and resumed, and hashes what comes of it."""
+"""The ranks' part of ``python -m benchmarks replicas``: trains, whole and resumed, and hashes what comes of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from same_bits.curves import losses_of
 from torch import Tensor
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.runner.jobs import RankJob
+from benchmarks.case import Case
+from benchmarks.worker import Found, Job
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config
@@ -28,23 +28,23 @@ SMALL_TEXT: dict[str, Any] = {"sequence_length": 16, "batch": 2, "clip": 0.5}
 IMAGES: dict[str, Any] = {"pixels": 8, "batch": 2, "optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}
 GPT = {"width": 16, "heads": 2, "layers": 2, "dropout": 0.1}
 
-WORKLOADS: dict[str, dict[str, Any]] = {
-    "gpt, dropout, clipped": {"model": "gpt-tiny", "model_options": GPT, **SMALL_TEXT},
-    "gpt, tied, bf16, accumulated": {
+RUNS: dict[str, dict[str, Any]] = {
+    "gpt-clipped": {"model": "gpt-tiny", "model_options": GPT, **SMALL_TEXT},
+    "gpt-bf16": {
         "model": "gpt-tiny", "model_options": {**GPT, "tied": True}, **SMALL_TEXT, "precision": "bf16", "accumulate": 2, "ema": 0.9,
     },
-    "gpt, reentrant segments, fp16 that overflows": {
+    "gpt-fp16": {
         "model": "gpt-tiny", "model_options": GPT, **SMALL_TEXT, "segments": 2, "reentrant": True, "precision": "fp16",
         "overflows": True,
     },
-    "bert masked, plan, optimizer's state split": {
+    "bert-plan": {
         "model": "bert-tiny", "model_options": {"width": 16, "heads": 2}, **SMALL_TEXT, "budget": "min", "shard": "optimizer",
     },
-    "bert masked, clipped, gradients split": {
+    "bert-shards": {
         "model": "bert-tiny", "model_options": {"width": 16, "heads": 2}, **SMALL_TEXT, "shard": "gradients", "accumulate": 2,
     },
-    "densenet, SGD, segments, short last batch": {"model": "densenet-22", **IMAGES, "segments": 3, "short": True},
-    "resnet, deferred batch norm, accumulated": {
+    "densenet-short": {"model": "densenet-22", **IMAGES, "segments": 3, "short": True},
+    "resnet-deferred": {
         "model": "resnet-20", **IMAGES, "batch_norm": "deferred", "accumulate": 2, "batch": 4,
     },
 }  # fmt: skip
@@ -53,57 +53,19 @@ OVERFLOWS_ONCE_IN = 9  # batches
 FIRST_SCALE = 2.0**16  # of the loss, which each step that is skipped halves
 
 
-@dataclass(frozen=True)
-class Job(RankJob):
-    """All workloads on one number of ranks.
-
-    Attributes:
-        replicas: of each run.
-        workloads: names.
-        steps: of each run.
-        earlier: the folder of another job, whose runs are resumed from the middle; None to resume nothing.
-    """
-
-    worker = "same_bits.job:measure"
-
-    replicas: int
-    workloads: tuple[str, ...]
-    steps: int
-    earlier: Path | None
-
-
-@dataclass
-class RankResult:
-    """The results of one rank.
-
-    Attributes:
-        whole, resumed: hash of each run, by workload.
-        overflows: steps that the loss scale skipped, by workload.
-    """
-
-    whole: dict[str, str] = field(default_factory=dict)
-    resumed: dict[str, str] = field(default_factory=dict)
-    overflows: dict[str, int] = field(default_factory=dict)
-
-
-def run_folder(folder: Path, workload: str, resumed: bool) -> Path:
-    """The folder of a run in that of its job."""
-    return folder / f"run{list(WORKLOADS).index(workload)}{'-resumed' if resumed else ''}"
-
-
-def config_of(job: Job, workload: str, resumed: bool) -> Config:
+def config_of(job: Job, case: Case) -> Config:
     """The configuration of a run, whose snapshots are those of the middle and the end."""
-    settings = dict(WORKLOADS[workload])
+    settings = dict(RUNS[case.workload])
     short = settings.pop("short", False)
     settings.pop("overflows", None)
     if "pixels" not in settings:
         settings["text"] = str(job.folder / "text.txt")
-    folder = run_folder(job.folder, workload, resumed)
-    half = max(job.steps // 2, 1)
+    folder = str(job.folder / case.workload)
+    half = half_of(case)
     return Config(
         **settings,
-        **({"epochs": 1} if short else {"steps": job.steps}),
-        replicas=job.replicas,
+        **({"epochs": 1} if short else {"steps": case.sizes["steps"]}),
+        replicas=case.sizes["replicas"],
         seed=3,
         eval_every=half,
         eval_batches=1,
@@ -112,8 +74,13 @@ def config_of(job: Job, workload: str, resumed: bool) -> Config:
         keep_snapshots=100,
         device="cpu",
         bucket_cap_mb=0.01,
-        **({"resume": str(folder)} if resumed else {"output": str(folder)}),
+        **({"resume": folder} if case.engine == "resumed" else {"output": folder}),
     )
+
+
+def half_of(case: Case) -> int:
+    """The step in the middle of a run."""
+    return max(int(case.sizes["steps"]) // 2, 1)
 
 
 class Overflowing:
@@ -143,15 +110,16 @@ class FewSamples:
         return self._data.batch(indices, epoch)
 
 
-def train(job: Job, workload: str, resumed: bool) -> tuple[str, int]:
+def train(job: Job, case: Case) -> tuple[str, int]:
     """The hash of a run, and the number of steps that it skipped. Collective."""
-    config = config_of(job, workload, resumed)
+    config = config_of(job, case)
     parts = assemble(config)
     data: Any = parts.train
     if config.epochs is not None:
-        data = FewSamples(data, config.batch * job.replicas * (job.steps - 1) + job.replicas // 2 + 1)
+        replicas, steps = case.sizes["replicas"], case.sizes["steps"]
+        data = FewSamples(data, config.batch * replicas * (steps - 1) + replicas // 2 + 1)
     objective: Any = parts.objective
-    if WORKLOADS[workload].get("overflows"):
+    if RUNS[case.workload].get("overflows"):
         objective = Overflowing(objective)
     trainer = Trainer(config, parts.model, objective, data, parts.test)
     trainer.run()
@@ -182,30 +150,30 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(part)
 
 
-def copy_half(earlier: Path, folder: Path, half: int) -> None:
-    """Copies a run as it was in the middle."""
-    shutil.copytree(earlier, folder)
-    for snapshot in (folder / "snapshots").iterdir():
-        if not snapshot.name.endswith(f"-{half:08d}"):
+def copy_half(job: Job, case: Case) -> None:
+    """Copies the run of the job before, as it was in the middle; of the first job its own."""
+    whole = sorted(job.folder.parent.glob("whole*"), key=lambda folder: folder.stat().st_mtime_ns)
+    *_, before = whole[:-1] or whole
+    shutil.copytree(before / case.workload, job.folder / case.workload)
+    for snapshot in (job.folder / case.workload / "snapshots").iterdir():
+        if not snapshot.name.endswith(f"-{half_of(case):08d}"):
             shutil.rmtree(snapshot)
 
 
-def measure(job: Job) -> RankResult:
-    """All runs of the job, on one rank."""
+def measure(job: Job) -> list[Found]:
+    """All runs of the job, on one rank: hashes, and losses where these are asked for."""
+    return [_measured(job, case) for case in job.cases]
+
+
+def _measured(job: Job, case: Case) -> Found:
+    if case.workload not in RUNS:
+        losses = losses_of(case)
+        return {"hash": hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:12], "losses": losses}
     hc.init()
     if hc.rank() == 0:
         (job.folder / "text.txt").write_bytes(TEXT)
+        if case.engine == "resumed":
+            copy_half(job, case)
     hc.barrier()
-    result = RankResult()
-    for workload in job.workloads:
-        result.whole[workload], result.overflows[workload] = train(job, workload, resumed=False)
-        if job.earlier is not None:
-            if hc.rank() == 0:
-                source, copy = (
-                    run_folder(job.earlier, workload, False),
-                    run_folder(job.folder, workload, True),
-                )
-                copy_half(source, copy, max(job.steps // 2, 1))
-            hc.barrier()
-            result.resumed[workload], _ = train(job, workload, resumed=True)
-    return result
+    digest, skipped = train(job, case)
+    return {"hash": digest, "skipped": skipped}

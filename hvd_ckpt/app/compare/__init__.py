@@ -7,7 +7,7 @@ one process.
 
     cells        the cells: variants of recomputation and numbers of segments; the models that recompute as a cell says
     workloads    the base of all workloads, and real models: model, batches, loss, and the passes of a step
-    scenarios    small models that are hard; ``divided`` has those that ranks have together, in stages or parts
+    scenarios    small models that are hard
     recording    which gradients are reduced, how often, and in which order
     training     one training run: precision, seeds, steps, fingerprints
     reference    the right answer, from one process

@@ -46,12 +46,10 @@ class Variant:
     Attributes:
         segmented: the model's chain is cut into segments, each of which is recomputed.
         use_reentrant: PyTorch's argument of that name.
-        schedule: of pipeline stages, or None where the model is whole on each rank.
     """
 
     segmented: bool = True
     use_reentrant: bool = False
-    schedule: str | None = None
 
 
 VARIANTS = {
@@ -59,8 +57,6 @@ VARIANTS = {
     "reentrant": Variant(use_reentrant=True),
     "non-reentrant": Variant(),
     "explicit": Variant(),  # by CheckpointFunction, in the one scenario that has it
-    "gpipe": Variant(segmented=False, schedule="gpipe"),
-    "1f1b": Variant(segmented=False, schedule="1f1b"),
 }
 
 

@@ -19,7 +19,6 @@ from hvd_ckpt.app.compare.runner.settings import (
     device_setting,
     names_of,
     numbers_of,
-    quick_setting,
     setting,
     text_setting,
 )
@@ -27,7 +26,7 @@ from hvd_ckpt.app.compare.runner.settings import (
 if TYPE_CHECKING:
     from hvd_ckpt.app.compare.launch import Event
 
-VARIANTS = "none,reentrant,non-reentrant,explicit,gpipe,1f1b"
+VARIANTS = "none,reentrant,non-reentrant,explicit"
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
 
 
@@ -47,22 +46,14 @@ class CompareSettings(BenchSettings):
     variants: tuple[str, ...] = setting("Ways to recompute.", VARIANTS, type=names_of(VARIANTS.split(",")))
     chunks: tuple[int, ...] | None = setting(
         "Numbers of segments.",
-        note="1,2,4; with --quick, --stages or --tensor 2",
+        note="1,2,4; with --quick 2",
         type=numbers_of("segments"),
     )
     steps: int = setting("Steps of each training run.", 4)
     passes: int = setting("Timed jobs per engine, alternating.", 1, type=click.IntRange(0))
     precision: str = setting("Of the training.", "fp32", type=click.Choice(PRECISIONS))
     device: str = device_setting()
-    stages: int | None = setting(
-        "Instead, small hard models in so many pipeline stages, beside torch.distributed.pipelining.",
-        type=click.IntRange(2, 8),
-    )
-    tensor: int | None = setting(
-        "Instead, small hard models in so many parts of each layer, beside PyTorch's parallelize_module.",
-        type=click.Choice([2, 4, 8]),
-    )
-    quick: bool = quick_setting("Tiny models, two segments, one timed pass.")
+    quick: bool = setting("Tiny models, two segments, one timed pass.", False)
     full: bool = setting("DenseNet-264 and BERT-base instead of small ones.", False)
     text: str | None = text_setting()
     seed: int = setting("Of weights, batches and dropout.", 1, type=click.IntRange(0))
@@ -72,20 +63,11 @@ class CompareSettings(BenchSettings):
     def check(self) -> None:
         if self.quick and self.full:
             raise BadArgument("--quick and --full exclude each other: give one")
-        if self.stages and self.tensor:
-            raise BadArgument("--stages and --tensor are comparisons of their own: give one")
-        if self.divided and self.device != "cpu":
-            raise BadArgument(f"--device {self.device}: --stages and --tensor compare on CPUs: leave it out")
 
     @property
     def scale(self) -> str:
         """The size of the models."""
         return "quick" if self.quick else "full" if self.full else "default"
-
-    @property
-    def divided(self) -> str:
-        """What ranks have of one model together: stages or parts; empty where each has a whole one."""
-        return "stages" if self.stages else "parts" if self.tensor else ""
 
 
 @bench_command(CompareSettings, width=150, program="hvd-ckpt")

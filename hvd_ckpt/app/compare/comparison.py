@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hvd_ckpt.app.cli.command_line import BadArgument, split_names
-from hvd_ckpt.app.compare import divided, scenarios  # noqa: F401  # whose classes enter the catalogue
-from hvd_ckpt.app.compare.cells import VARIANTS, Cell, Settings, make_cells
+from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter the catalogue
+from hvd_ckpt.app.compare.cells import Cell, Settings, make_cells
 from hvd_ckpt.app.compare.launch import Event, Failure, Launcher, Trainings
 from hvd_ckpt.app.compare.report import make_report
 from hvd_ckpt.app.compare.runner.engines import ENGINES, HvdCkpt, find_engine
@@ -46,14 +46,12 @@ class Comparison:
     """
 
     def __init__(self, options: CompareSettings, run: BenchRun) -> None:
-        whole = not options.divided
-        self.engines = options.engines or (DEFAULT if whole else divided.ENGINES[options.divided])
-        self.subject = options.subject or ("hvd_ckpt" if whole else self.engines[0])
+        self.engines, self.subject = options.engines or DEFAULT, options.subject or "hvd_ckpt"
         if self.subject not in self.engines:
             raise BadArgument(
                 f"--subject {self.subject} is not among the engines {', '.join(self.engines)}: add it, or judge another"
             )
-        self.size = options.stages or options.tensor or options.size
+        self.size = options.size
         check_devices(options.device, self.size)
         no_apex = apex_unavailable() if options.precision.startswith("apex") else None
         if no_apex:
@@ -62,8 +60,8 @@ class Comparison:
         absent = {engine: reason for engine, reason in reasons.items() if reason is not None}
         if self.subject in absent:
             raise BadArgument(f"{self.subject} cannot run here: {absent[self.subject]}")
-        segments = (1, 2, 4) if whole and not options.quick else (2,)
-        self.cells = make_cells(_variants(options), options.chunks or segments)
+        segments = options.chunks or ((2,) if options.quick else (1, 2, 4))
+        self.cells = make_cells(_variants(options), segments)
         if not self.cells:
             raise BadArgument(
                 f"there is nothing to compare: these workloads and scenarios have no --variants {','.join(options.variants)} in "
@@ -71,7 +69,7 @@ class Comparison:
             )
         shared = ("steps", "seed", "scale", "text", "precision", "device")
         self.settings = Settings(**{name: getattr(options, name) for name in shared})
-        self.threads = threads_per_rank(self.size) if whole else 1
+        self.threads = threads_per_rank(self.size)
         self.launcher = Launcher(options.controller, self.size, options.timeout, self.threads)
         self._options, self._run, self._folder = options, run, run.jobs
         self._remarks = [f"{engine} is absent: {reason}" for engine, reason in absent.items()]
@@ -150,11 +148,10 @@ class Comparison:
         """The cells that an engine trains; notes those that it refuses by design."""
         kind, cells = find_engine(engine), list[Cell]()
         for cell in self.cells:
-            schedule = VARIANTS[cell.variant].schedule
             refused: str | None = kind().refuses(CATALOG[cell.workload])  # type: ignore[arg-type]
             if refused:
                 self._remarks.append(f"{engine}, {cell.workload} {cell.variant} is left out: {refused}")
-            elif schedule is None or schedule in kind.schedules:
+            else:
                 cells.append(cell)
         return cells
 
@@ -177,13 +174,9 @@ def _variants(options: CompareSettings) -> dict[str, tuple[str, ...]]:
         ("--workloads", options.workloads, False),
         ("--scenarios", options.scenarios, True),
     ):
-        known = {
-            name.removeprefix(f"{options.divided}-"): name
-            for name, kind in CATALOG.items()
-            if (kind.divided, kind.small) == (options.divided, small)
-        }
+        known = [name for name, kind in CATALOG.items() if kind.small == small]
         names = known if given is None else split_names(option, given, (*known, NOTHING))
-        for name in (known[name] for name in names if name != NOTHING):
+        for name in (name for name in names if name != NOTHING):
             kind = CATALOG[name]
             for package in kind.requires:
                 if importlib.util.find_spec(package) is None:

@@ -98,19 +98,14 @@ def make_reference(
     return Reference(start, _copy(dict(bare.named_parameters())), buffers, losses, len(bare))  # type: ignore[arg-type]
 
 
-def apart(reference: Reference, trained: Training, rank: int, whole: bool) -> dict[str, Any]:
-    """How far a rank's trained parameters and buffers are from the reference: the results of :func:`largest_difference`.
-
-    Where ranks have a ``whole`` model each, a tensor that is missing is an error.
-    """
+def apart(reference: Reference, trained: Training, rank: int) -> dict[str, Any]:
+    """How far a rank's trained parameters and buffers are from the reference: the results of :func:`largest_difference`."""
     figures: dict[str, Any] = {}
     for prefix, found, expected in (
         ("", trained.parameters, reference.parameters),
         ("buffer_", dict(trained.model.named_buffers()), reference.buffers[rank]),
     ):
         own = {name: tensor.detach().cpu() for name, tensor in found.items()}
-        if not whole:
-            expected = {name: tensor for name, tensor in expected.items() if name in own}
         values = largest_difference(own, expected, reference.start)
         figures |= {prefix + name: value for name, value in zip(("difference", "relative", "worst"), values)}
     return figures

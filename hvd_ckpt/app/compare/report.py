@@ -46,8 +46,6 @@ LEGEND = (
     "reduced: reductions of a gradient in a step, fewest and most; order: whether two runs reduce in the same order.",
     "step ms: median after two steps; ratio: to stock Horovod in the same pass, without recomputation where that is measured.",
     "peak MiB: the most that PyTorch's allocator had handed out at one time during training, weights included.",
-    "stages-, parts-: ranks have one model together. Dropout masks that are not the whole model's are valid for training, but the "
-    "result then depends on the number of ranks.",
 )
 
 

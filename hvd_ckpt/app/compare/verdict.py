@@ -95,10 +95,7 @@ def judge(
         return result
     kind, rank_by_rank = CATALOG[cell.workload], list(zip(*trainings))
     figures = [figures for ranks in trainings for figures in ranks]
-    # Stages and parts have weights of their own, which only the reference can be compared with.
-    result.ranks_equal = bool(kind.divided) or all(
-        len({rank["weights"] for rank in ranks}) == 1 for ranks in trainings
-    )
+    result.ranks_equal = all(len({rank["weights"] for rank in ranks}) == 1 for ranks in trainings)
     result.runs = len(trainings)
     result.repeatable = all(
         len({(run["weights"], run["buffers"]) for run in runs}) == 1 for runs in rank_by_rank

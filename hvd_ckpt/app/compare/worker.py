@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_ckpt.app.compare import divided, scenarios  # noqa: F401  # whose classes enter the catalogue
+from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter the catalogue
 from hvd_ckpt.app.compare.cells import Cell, Settings
 from hvd_ckpt.app.compare.reference import Reference, apart, make_reference
 from hvd_ckpt.app.compare.runner.engine import Engine
@@ -110,8 +110,7 @@ class Worker:
         trained = self._train(cell)
         if not self._job.checks:
             return [_figures(trained, seconds=trained.seconds)]
-        whole = not self._workloads[cell.workload].divided
-        distance = apart(self._references[cell.workload], trained, self._engine.rank, whole)
+        distance = apart(self._references[cell.workload], trained, self._engine.rank)
         first = _figures(trained, **distance)
         # The second run must not find the first one's memory in use.
         del trained
@@ -197,9 +196,8 @@ def compute_references(job: Job, events: Events) -> None:
     workloads = {name: make_workload(name, job.settings) for name in job.workloads}
     events.tell("ready")
     for name, workload in workloads.items():
-        size = 1 if workload.divided else job.size
         reference = make_reference(
-            workload, size, job.settings, lambda step: events.tell("step", step=step + 1)
+            workload, job.size, job.settings, lambda step: events.tell("step", step=step + 1)
         )
         reference.save(job.reference_file(name))
         facts = {"title": workload.title, "line": workload.model_line, "small": workload.small}

@@ -1,7 +1,7 @@
 """Workloads: a model as a chain of blocks, its batches, the loss, and the passes of a step; and those on real data.
 
 To add one, write a subclass with a name: ``class Mine(Workload, name="mine")``. The small ones that each show one difficulty are
-in :mod:`.scenarios` and :mod:`.divided`.
+in :mod:`.scenarios`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Workload(engine.Workload):
         parts: batches of a rank in a step.
         passes: most backward passes in a step, for engines that need the number.
         small: a step takes milliseconds.
-        divided: ranks have one model together, divided into ``stages`` or ``parts``, instead of batches of their own.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
     """
@@ -73,7 +72,6 @@ class Workload(engine.Workload):
     parts: ClassVar[int] = 1
     passes: ClassVar[int] = 1
     small: ClassVar[bool] = False
-    divided: ClassVar[str] = ""
     precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
 

@@ -5,6 +5,5 @@ options     ``bench_command`` and ``BenchRun``: output folder, progress, jobs an
 jobs        ``RankJob`` (a dataclass that the ranks are given) and ``run_job``; ``rank`` is the program of each rank
 report      ``Column`` (a value of each case), ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures
 stats       ``Quartiles``, ``alternating`` rounds (A B C, C B A, ...), ``ratios`` within a round
-engine      ``Engine``, the interface of all engines: those on data parallelism (``engines``), in pipeline stages (``stages``), in
-            parts of layers (``parts``), and those of ``benchmarks.engines``
+engine      ``Engine``, the interface of all engines: those on data parallelism (``engines``), and those of ``benchmarks.engines``
 """

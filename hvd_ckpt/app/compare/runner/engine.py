@@ -63,14 +63,12 @@ class Engine(ABC):
             empty where no gradient is reduced as a whole.
         defaults: of the options.
         device: of this process; set before :meth:`start`.
-        schedules: of the pipeline stages that it makes of a model.
         suites: of ``benchmarks`` whose engines it is one of without being asked for.
         shares: models of one job may share their parameters, as :meth:`wrap` changes nothing of them.
         workload: what is trained; set by the benchmarks before :meth:`wrap`, as are ``example``, inputs and targets of the first
             batch, and ``peaks``, bytes of a step with the engines before this one.
         rank: number of this process, from 0; set by :meth:`start`.
-        size: number of processes; set by :meth:`start`. With pipeline stages, rank and size count replicas.
-        stages: number of pipeline stages; set by :meth:`start`.
+        size: number of processes; set by :meth:`start`.
     """
 
     title: ClassVar[str]
@@ -78,10 +76,8 @@ class Engine(ABC):
     wraps_after_apex: ClassVar[bool] = True
     reduces_by: ClassVar[str] = ""
     defaults: ClassVar[dict[str, Any]] = {}
-    schedules: ClassVar[tuple[str, ...]] = ()
     suites: ClassVar[tuple[str, ...]] = ()
     shares: ClassVar[bool] = False
-    stages = 1
     workload: Any = None
     example: tuple[Tensor, Tensor]
     peaks: Mapping[str, int]

@@ -124,17 +124,6 @@ class HvdCkpt(HorovodFamily):
         return hc.GradScaler(device)
 
 
-class Unchecked(HvdCkpt):
-    """This library without the checks that are on by default."""
-
-    title = "hvd_ckpt, unchecked"
-
-    def start(self, folder: Path) -> None:
-        super().start(folder)
-        hc.verify_weights(False)
-        hc.verify_recomputation("never")
-
-
 class LogicalReplicas(HvdCkpt):
     """This library with as many logical replicas as ranks."""
 
@@ -306,7 +295,6 @@ def variant(engine: type[Engine], title: str, **options: Any) -> type[Engine]:
 
 ENGINES: dict[str, type[Engine]] = {
     "hvd_ckpt": HvdCkpt,
-    "unchecked": Unchecked,
     "horovod": Horovod,
     "horovod-groups": variant(Horovod, "Horovod, groups=2", groups=2),  # each travels as one
     "ddp": DDP,
@@ -326,8 +314,8 @@ def start_engine(name: str, job: RankJob, device: torch.device) -> Engine:
     engine = find_engine(name)()
     engine.device = device
     engine.start(job.folder)
-    if engine.size * engine.stages != job.size:
-        raise RuntimeError(f"the job has {engine.size * engine.stages} ranks instead of {job.size}")
+    if engine.size != job.size:
+        raise RuntimeError(f"the job has {engine.size} ranks instead of {job.size}")
     return engine
 
 

@@ -106,6 +106,7 @@ def run_job(
     threads: int | None = None,
     environment: Mapping[str, str] | None = None,
     within: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> list[R]:
     """Runs a job and returns the result of each rank, in rank order.
 
@@ -117,13 +118,14 @@ def run_job(
         threads: CPU threads of each rank; None leaves that to the ranks.
         environment: further variables of the ranks.
         within: the words of a command that runs the launcher, which follows them.
+        options: of the launcher.
 
     Raises:
         JobError: a rank failed, or the job took longer than ``timeout`` seconds.
     """
     job.save()
     variables = {**rank_environment(threads), **(environment or {})}
-    command = [*within, *launch_command(job.size, controller, RANK, job.worker, job.file)]
+    command = [*within, *launch_command(job.size, controller, RANK, job.worker, job.file, options=options)]
     results = [job.result_file(rank) for rank in range(job.size)]
     errors = [job.error_file(rank) for rank in range(job.size)]
     run_command(command, job.log_file, variables, timeout, results, errors)

@@ -4,9 +4,8 @@ A field says everything about its option::
 
     @dataclass(frozen=True)
     class Settings(BenchSettings):
-        sizes: tuple[int, ...] = ranks_setting()
-        steps: int = setting("Timed steps per job.", 5)
-        quick: bool = quick_setting("A tiny model.")
+        steps: int = setting("Timed steps per job.", 5, quick=1)
+        quick: bool = setting("A tiny model.", False)
 
 The default of an option may depend on ``--quick``. Values have been checked when a command sees them.
 """
@@ -14,7 +13,7 @@ The default of an option may depend on ``--quick``. Values have been checked whe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,16 +167,6 @@ def controller_setting() -> Any:
     return setting("Controller that starts the ranks.", "auto", type=read, metavar="[auto|gloo|mpi]")
 
 
-def ranks_setting(help: str = "Numbers of ranks.", default: str = "2,4", quick: str | None = "2") -> Any:
-    """Numbers of ranks: ``--np``."""
-    return setting(help, default, quick=quick, flag="np", type=numbers_of("ranks"))
-
-
-def timeout_setting(seconds: float = 7200, what: str = "job") -> Any:
-    """The longest time of one job."""
-    return setting(f"Seconds for one {what}.", seconds, type=click.FloatRange(1))
-
-
 def device_setting() -> Any:
     """The kind of device of the ranks."""
     return setting("Of the ranks, each of which has one.", "cpu", type=click.Choice(["cpu", "cuda"]))
@@ -198,11 +187,6 @@ def text_setting() -> Any:
     return setting("Training text.", note="the source text of Python's library", type=read, metavar="FILE")
 
 
-def quick_setting(help: str) -> Any:
-    """The flag ``--quick``."""
-    return setting(help, False)
-
-
 def check_devices(kind: str, ranks: int) -> None:
     """Raises BadArgument if jobs of so many ranks cannot train on such devices of this machine."""
     if kind == "cpu":
@@ -221,15 +205,3 @@ def check_devices(kind: str, ranks: int) -> None:
         raise BadArgument(
             f"--device {kind}: {ranks} ranks need a GPU each, and {visible} are visible: give a smaller --np"
         )
-
-
-def check_replicas(replicas: int, sizes: Sequence[int]) -> None:
-    """Checks numbers of ranks that have so many logical replicas together.
-
-    Raises:
-        BadArgument: one of these numbers is not a power of two, or more than the replicas.
-    """
-    wrong = [number for number in (replicas, *sizes) if number & (number - 1) or number > replicas]
-    if wrong:
-        given = f"--replicas {replicas}, --np {','.join(map(str, sizes))}"
-        raise BadArgument(f"{given}: give powers of two up to --replicas, not {wrong[0]}")

@@ -27,6 +27,8 @@ class Quartiles:
         return Quartiles(self.median * factor, self.low * factor, self.high * factor)
 
     def __format__(self, form: str) -> str:
+        if self.low == self.median == self.high:  # as of one value
+            return f"{self.median:{form}}"
         return f"{self.median:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
