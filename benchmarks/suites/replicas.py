@@ -67,7 +67,8 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[str]:
                 range(1, len(apart) + 1), apart, label=f"np={size}", linewidth=1.5 * (len(own) - number)
             )
         axes.set(title=title, xlabel="step")
-        axes.legend()
+        if own:
+            axes.legend()
     figure.axes[0].set_ylabel(f"training loss, relative to\nnp={first}")
     return [save_figure(figure, folder / "losses.png")]
 
