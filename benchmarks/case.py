@@ -21,7 +21,7 @@ class Case:
         controller: what starts them.
         at: further values of the condition, such as the stage, that rows which are compared have in common.
         options: of the engine, and those of the worker: ``passes``, micro-batches of a step; ``recompute``, each inner block in the
-            backward pass; ``link``, Mbit/s at which a rank sends at most.
+            backward pass.
         sizes: of the workload, where they are not its defaults.
     """
 

@@ -22,9 +22,9 @@ from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.jobs import reason
 from hvd_ckpt.app.compare.runner.options import BenchRun, Steps, bench_command
 from hvd_ckpt.app.compare.runner.report import (
+    MIB,
     Column,
     Report,
-    bars,
     device_name,
     quartiles_in_ms,
     results_of,
@@ -239,15 +239,13 @@ class Suite:
             left_out = {engine: why for engine, why in reasons.items() if why}
         rows = [Row(case) for case in self.cases(settings) if case.engine not in left_out]
         run.make_report = functools.partial(self.report, run, settings, rows, left_out)
-        turns = [
-            (place, turn)
-            for place, groups in self.jobs(rows).items()
-            for turn in self.turns(groups, settings)
-        ]
+        turns = [turn for groups in self.jobs(rows).values() for turn in self.turns(groups, settings)]
         with run.progress(len(turns)) as progress:
-            for (size, controller, link), turn in turns:
-                where = f"{size} ranks over {controller}" + (f", {link} Mbit/s" if link else "")
-                name = f"{turn.name}, {where}".removeprefix(", ")
+            for turn in turns:
+                first = turn.rows[0].case
+                where = [f"{first.np} ranks over {first.controller}"]
+                where += [f"{name} {value}" for name, value in first.at.items()] if self.within(first) else []
+                name = ", ".join([*filter(None, [turn.name]), *where])
                 group = [row for row in turn.rows if not row.failure]
                 if not group:
                     progress.start(f"{turn.name} has failed")
@@ -307,12 +305,12 @@ class Suite:
             Turn("", rows, others, settings.rounds),
         ]
 
-    def jobs(self, rows: Sequence[Row]) -> dict[tuple[int, str, Any], dict[str, list[Row]]]:
-        """The rows of each job: by number of ranks, controller and link, and where jobs alternate by engine."""
-        jobs: dict[tuple[int, str, Any], dict[str, list[Row]]] = {}
+    def jobs(self, rows: Sequence[Row]) -> dict[Any, dict[str, list[Row]]]:
+        """The rows of each job: by number of ranks, controller and what it runs within, and where jobs alternate by engine."""
+        jobs: dict[Any, dict[str, list[Row]]] = {}
         for row in rows:
             case = row.case
-            place = jobs.setdefault((case.np, case.controller, case.options.get("link")), {})
+            place = jobs.setdefault((case.np, case.controller, *self.within(case)), {})
             place.setdefault("" if self.together else case.engine, []).append(row)
         return jobs
 
@@ -366,7 +364,7 @@ class Suite:
             threads = {size: self.threads or threads_per_rank(size) for size in sorted(settings.np)}
             facts["threads per rank"] = ", ".join(f"{count} at np={size}" for size, count in threads.items())
             facts["device"] = device_name(settings.device)
-            notes = [*(TOGETHER if self.together else NOTES), *notes]
+            notes = [*((TOGETHER if self.together else NOTES) if self.timed else ()), *notes]
             notes += [probe.notes for probe in probes_of(self.columns)]
         else:
             facts |= {f"sizes of {row.case.workload}": row.case.sizes for row in rows}
@@ -400,14 +398,27 @@ def _two_digits(value: Any) -> str:
 
 def draw(folder: Path, rows: Sequence[Row], conditions: Sequence[Column], figure: str) -> list[str]:
     """The picture of any suite: the time of each row's step with its quartiles, and its peak where that is measured."""
+    from matplotlib.figure import Figure
+
     timed = [row for row in rows if row.step is not None]
     if not timed:
         return []
-    steps = [row.step for row in timed if row.step is not None]
-    panels = {"ms": [[1000 * value for value in dataclasses.astuple(step)] for step in steps]}
+    labels = [" ".join([*(column.entry(row) for column in conditions), row.case.engine]) for row in timed]
+    engines = list(dict.fromkeys(row.case.engine for row in timed))
+    colors = [f"C{engines.index(row.case.engine) % 10}" for row in timed]
+    # Of each panel the value of each row, maybe with its quartiles.
+    panels = {"ms": [[1000 * value for value in dataclasses.astuple(row.step)] for row in timed if row.step]}
     peaks = [row.over(figure) for row in timed]
     if all(peaks):
-        panels["peak MiB"] = [[peak / 2**20] for peak in peaks]
-    engines = [row.case.engine for row in timed]
-    labels = [" ".join([*(column.entry(row) for column in conditions), row.case.engine]) for row in timed]
-    return [save_figure(bars(labels, engines, panels), folder / "picture.png")]
+        panels["peak MiB"] = [[peak / MIB] for peak in peaks]
+    picture = Figure(figsize=(6 * len(panels), 1.2 + 0.25 * len(timed)), layout="constrained")
+    for axes, (title, values) in zip(
+        picture.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items()
+    ):
+        spread = [[abs(value[0] - value[each]) for value in values] for each in (1, -1) if len(values[0]) > 1]
+        axes.barh(range(len(labels)), [value[0] for value in values], xerr=spread or None, color=colors)
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.set_xlabel(title)
+        axes.grid(axis="x", alpha=0.3)
+    axes.invert_yaxis()
+    return [save_figure(picture, folder / "picture.png")]

@@ -87,7 +87,6 @@ class Training:
 
     def __init__(self, case: Case, job: Job, base: nn.Module | None = None, peaks: Any = None) -> None:
         options = dict(case.options)
-        options.pop("link", None)
         self._passes, recompute = options.pop("passes", 1), options.pop("recompute", False)
         self.workload: RandomBatch = workload(case.workload, case.sizes)
         self.engine = find_engine(case.engine)(**options)

@@ -55,6 +55,7 @@ local = Suite(
     axes={"link": Axis("Mbit/s of each rank.", {"none": 0, "100": 100, "10": 10}, "none")},
     sizes={"text": {"batch": 4, "length": 32, "width": 128, "layers": 2, "vocabulary": 320}},
     quick_sizes={"text": {"batch": 4, "length": 16, "width": 16, "heads": 2, "layers": 1, "vocabulary": 320}},
+    options=lambda case: {},
     within=throttle,
     rounds=3,
     steps=800,

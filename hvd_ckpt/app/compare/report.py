@@ -18,7 +18,6 @@ from hvd_ckpt.app.compare.runner.report import (
     in_mib,
     mebibytes,
     save_figure,
-    shown,
     table_of,
 )
 from hvd_ckpt.app.compare.verdict import Result
@@ -178,7 +177,8 @@ def _cost(results: Sequence[Result]) -> str:
     result = results[-1]
     if result.status in ("error", "hang"):
         return result.status
-    cost = f"{shown(result.ratio, '.2f')}, {mebibytes(result.peak_bytes)}"
+    ratio = "-" if result.ratio is None else f"{result.ratio:.2f}"
+    cost = f"{ratio}, {mebibytes(result.peak_bytes)}"
     return f"({cost})" if result.status == "wrong" else cost
 
 

@@ -156,9 +156,7 @@ class BenchRun:
         told = {**values, **(facts or {})}
         lines = {name: in_words(value) for name, value in told.items() if value is not None}
         failures = [f"{name}: {why}" for name, why in self.failures.items()]
-        return Report(
-            title, machine_facts(settings=lines), tables, results, failures, settings=values, **more
-        )
+        return Report(title, machine_facts() | lines, tables, results, failures, settings=values, **more)
 
     def save(self, report: Report) -> None:
         """Writes the report; call it after each part too, and a long run that is ended leaves what it has found."""

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,14 +237,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def shown(value: float | Quartiles | None, form: str) -> str:
-    """An entry of a table: the value in this format, or ``-`` for None."""
-    return "-" if value is None else f"{value:{form}}"
-
-
-def mebibytes(count: float | None, form: str = ".1f") -> str:
+def mebibytes(count: float | None) -> str:
     """Bytes as an entry of a table whose column is in MiB, or ``-`` for None."""
-    return shown(None if count is None else count / MIB, form)
+    return "-" if count is None else f"{count / MIB:.1f}"
 
 
 def save_figure(figure: Figure, file: Path) -> str:
@@ -256,51 +251,19 @@ def save_figure(figure: Figure, file: Path) -> str:
     return file.name
 
 
-def bars(
-    labels: Sequence[str], groups: Sequence[str], panels: Mapping[str, Sequence[Sequence[float]]]
-) -> Figure:
-    """A figure with a panel for each figure that was measured, and a bar for each row, in the colour of its group.
-
-    Args:
-        labels, groups: of each row.
-        panels: by the title of an axis, the value of each row, or its median and quartiles.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6 * len(panels), 1.2 + 0.25 * len(labels)), layout="constrained")
-    colors = [f"C{list(dict.fromkeys(groups)).index(group) % 10}" for group in groups]
-    for axes, (title, values) in zip(
-        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items()
-    ):
-        spread = [[abs(value[0] - value[each]) for value in values] for each in (1, -1) if len(values[0]) > 1]
-        axes.barh(range(len(labels)), [value[0] for value in values], xerr=spread or None, color=colors)
-        axes.set_yticks(range(len(labels)), labels, fontsize=8)
-        axes.set_xlabel(title)
-        axes.grid(axis="x", alpha=0.3)
-    axes.invert_yaxis()
-    return figure
-
-
-def machine_facts(threads: int | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Machine, versions, variables that are set for Horovod and Open MPI, and settings, as lines for a report.
-
-    Args:
-        threads: CPU threads of each rank, where that is one number.
-        settings: of the benchmark.
-    """
+def machine_facts() -> dict[str, str]:
+    """Machine, versions, and variables that are set for Horovod and Open MPI, as lines for a report."""
     from hvd_ckpt.processes.runtime import allowed_cpus  # which imports PyTorch
 
-    per_rank = "" if threads is None else f", {threads} thread(s) per rank"
     versions = [
         f"Python {platform.python_version()}",
         *(f"{name} {installed_version(name) or 'missing'}" for name in PACKAGES),
     ]
     chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)]
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {allowed_cpus()} CPUs{per_rank}",
+        "machine": f"{platform.system()} {platform.machine()}, {allowed_cpus()} CPUs",
         "versions": ", ".join(versions),
         "environment": " ".join(chosen) or "no HOROVOD_*, OMPI_MCA_* or GLOO_* variables set",
-        **{name: str(value) for name, value in (settings or {}).items()},
     }
 
 
