@@ -125,7 +125,7 @@ def _plain(model: nn.Module) -> nn.Sequential:
 
 def _gpt(batch: int, text: str = "", interval: int = 0, **sizes: int) -> nn.Sequential:
     """A pre-norm GPT with causal attention; with an interval a chain of this library that recomputes so many blocks together."""
-    chain = gpt(**sizes, tied=interval > 0, checkpoint_interval=interval)  # type: ignore[arg-type]
+    chain = gpt(**sizes, tied=interval > 0, checkpoint_interval=interval)
     return chain if interval else _plain(chain)
 
 

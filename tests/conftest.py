@@ -161,7 +161,9 @@ def _fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         )
         patch.setenv("HVD_CKPT_TESTS_FORK_SERVER", path)
         started = jobs.launch_command
-        patch.setattr(jobs, "launch_command", lambda *words, **more: [*HOROVODRUN, *started(*words, **more)[3:]])
+        patch.setattr(
+            jobs, "launch_command", lambda *words, **more: [*HOROVODRUN, *started(*words, **more)[3:]]
+        )
         with server:  # which ends when its standard input does
             yield
     os.unlink(path)
