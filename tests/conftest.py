@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_server import fork_server, is_running
 from kinds import SELECTIONS, kind_of, sizes_of
 
 from hvd_ckpt.processes.launchers import RANK_VARIABLES
@@ -87,6 +87,12 @@ def _runs_here(item: pytest.Item) -> bool:
     return hc.size() in over[hc.controller()]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported is never looked at again when garbage is collected, which tests do often."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Shows a failure on ranks at once: if another rank waits for this one, the session does not come to its end."""
     if LAUNCHED and report.failed:
@@ -138,8 +144,8 @@ def quick_planner(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ranks that whole commands start are forks of one process (helpers/forking/), and their launchers look for no controllers."""
+def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks and commands that tests start are forks of one process (helpers/forking/), and their launchers look for no controllers."""
     if LAUNCHED or not any(item.get_closest_marker("launch") for item in request.session.items):
         yield
         return
@@ -147,26 +153,16 @@ def _fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
     from hvd_ckpt.app.compare.runner import jobs
 
-    folder = Path(__file__).parent / "helpers" / "forking"
-    path = tempfile.mktemp(prefix="hvd_ckpt_tests_")  # short, as addresses of sockets are
-    with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(64)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split()]))
-        server = subprocess.Popen(
-            [sys.executable, str(folder / "server.py"), str(listener.fileno())],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            pass_fds=[listener.fileno()],
-        )
-        patch.setenv("HVD_CKPT_TESTS_FORK_SERVER", path)
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if not is_running():
+            for name, value in stack.enter_context(fork_server()).items():
+                patch.setenv(name, value)
         started = jobs.launch_command
         patch.setattr(
             jobs, "launch_command", lambda *words, **more: [*HOROVODRUN, *started(*words, **more)[3:]]
         )
-        with server:  # which ends when its standard input does
-            yield
-    os.unlink(path)
+        yield
 
 
 @contextlib.contextmanager

@@ -26,12 +26,14 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from helpers.controllers import HOROVODRUN
+from helpers.fork_server import fork_server
 from helpers.kinds import SELECTIONS, kind_of, sizes_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,19 +48,24 @@ _interrupted = threading.Event()
 
 @dataclass(frozen=True)
 class Run:
-    """One pytest run: its name, the kind of its tests, and on how many ranks over what it runs."""
+    """One pytest run: its name, the kind of its tests, on how many ranks over what it runs, and whether as forks of one process."""
 
     title: str
     kind: str
     ranks: int = 1
     controller: str = ""
 
+    @property
+    def forked(self) -> bool:
+        """Fresh interpreters, each with its own order of sets, run the tests of two ranks."""
+        return (self.ranks, self.controller) != (2, "gloo")
+
     def command(self, results: Path, arguments: Sequence[str]) -> list[str]:
         worker = [sys.executable, __file__, "--worker", str(results), *arguments]
         if not self.controller:
             return [*worker, "-m", SELECTIONS[self.kind]]
-        launcher = str(Path(sys.executable).parent / "horovodrun")
-        return [launcher, "-np", str(self.ranks), f"--{self.controller}", *worker, "--color=no"]
+        launcher = HOROVODRUN if self.forked else [str(Path(sys.executable).parent / "horovodrun")]
+        return [*launcher, "-np", str(self.ranks), f"--{self.controller}", *worker, "--color=no"]
 
 
 def _over(controller: str, *sizes: int) -> tuple[Run, ...]:
@@ -117,13 +124,27 @@ class Result:
     files: Counter[str]
 
 
-def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -> Result:
-    """Runs it with its output passing through, or into a file."""
+def shared_environment() -> dict[str, str]:
+    """The environment variables of all runs."""
+    from hvd_ckpt.processes.probe import launcher_environment
+
+    # A rank that waits in MPI would take the core from one that works: there are more ranks than cores.
+    environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **launcher_environment()}
+    if library := sleeping_wait():
+        environment["LD_PRELOAD"] = " ".join(filter(None, [library, environment.get("LD_PRELOAD")]))
+    return environment
+
+
+def execute(
+    run: Run, arguments: Sequence[str], variables: Mapping[str, str], output: IO[str] | None = None
+) -> Result:
+    """Runs it with its output passing through, or into a file; ``variables`` are those of forks."""
     print(f"\n===== {run.title} =====", file=output, flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvd_ckpt_tests_") as folder:
         results = Path(folder)
-        status = _call(run, run.command(results, arguments), output)
+        environment = {**shared_environment(), **(variables if run.forked else {})}
+        status = _call(run, run.command(results, arguments), environment, output)
         cases = [_cases(results / f"{rank}.xml") for rank in range(run.ranks)]
     outcomes = [None if each is None else _outcomes(each) for each in cases]
     counts = Counter(_merge([one for one in outcomes if one is not None]).values())
@@ -138,15 +159,9 @@ def execute(run: Run, arguments: Sequence[str], output: IO[str] | None = None) -
     return Result(run, counts, time.monotonic() - start, _seconds(cases[0] or []))
 
 
-def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
+def _call(run: Run, command: list[str], environment: dict[str, str], output: IO[str] | None) -> int | None:
     """The exit status of a command, or None if it ran past the limit and was ended with all it started."""
-    from hvd_ckpt.processes.probe import launcher_environment
-
-    # A rank that waits in MPI would take the core from one that works: there are more ranks than cores.
     # Small tensors gain nothing from a second thread, and the other core has work.
-    environment = {"OMPI_MCA_mpi_yield_when_idle": "1", **launcher_environment()}
-    if library := sleeping_wait():
-        environment["LD_PRELOAD"] = " ".join(filter(None, [library, environment.get("LD_PRELOAD")]))
     if run.kind == "process":
         environment["OMP_NUM_THREADS"] = "1"
     if run.controller and mpi_works():
@@ -178,11 +193,13 @@ def _call(run: Run, command: list[str], output: IO[str] | None) -> int | None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def execute_beside(lanes: Sequence[Sequence[tuple[Run, list[str]]]]) -> list[Result]:
+def execute_beside(
+    lanes: Sequence[Sequence[tuple[Run, list[str]]]], variables: Mapping[str, str]
+) -> list[Result]:
     """All lanes at once: the first one's output passes through, the others' is shown when it has ended."""
 
     def follow(lane: Sequence[tuple[Run, list[str]]], output: IO[str] | None) -> list[Result]:
-        return [execute(*each, output) for each in lane if not _interrupted.is_set()]
+        return [execute(*each, variables, output) for each in lane if not _interrupted.is_set()]
 
     with contextlib.ExitStack() as stack:
         outputs: list[IO[str] | None] = [None]
@@ -263,7 +280,9 @@ def main(arguments: list[str]) -> int:
             if some and (run.controller != "mpi" or mpi_works())
         ]
 
-    results = execute_beside([lane for lane in map(chosen, LANES) if lane])
+    lanes = [lane for lane in map(chosen, LANES) if lane]
+    with fork_server(shared_environment()) as variables:
+        results = execute_beside(lanes, variables)
     total: Counter[str] = sum((result.counts for result in results), Counter())
     print(f"\n===== all runs, {time.monotonic() - start:.0f} s =====")
     for result in results:

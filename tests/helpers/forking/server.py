@@ -1,9 +1,11 @@
-"""The process whose forks are the ranks of tests; ``sitecustomize.py`` tells why and is its client."""
+"""The process whose forks are the ranks and commands of tests; ``sitecustomize.py`` tells why and is its client."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -17,7 +19,6 @@ import threading
 from typing import Any, NoReturn
 
 import numpy
-from sitecustomize import network
 
 PRELOADED = [
     "torch._dynamo",
@@ -32,6 +33,7 @@ PRELOADED = [
     "hvd_ckpt.app.training.trainer",
     *(["lightning.pytorch"] if importlib.util.find_spec("lightning") else []),
 ]
+LIBC = ctypes.CDLL(None, use_errno=True)
 OUR_FILES = (__file__, runpy.__file__, "<frozen runpy>")  # whose frames no traceback of a rank shows
 
 
@@ -45,7 +47,7 @@ def serve(listener: socket.socket) -> None:
             if key.data == "end":
                 for other in list(waiting.get_map().values()):
                     if isinstance(other.data, tuple):
-                        os.kill(other.data[0], signal.SIGKILL)
+                        kill(other.data[0])
                 return
             if key.data is None:
                 connection, _ = listener.accept()
@@ -57,7 +59,7 @@ def serve(listener: socket.socket) -> None:
                 continue
             rank, ended, connection = key.data
             if key.fileobj is connection:  # nobody waits for the rank any more
-                os.kill(rank, signal.SIGKILL)
+                kill(rank)
                 waiting.unregister(connection)
                 continue
             _, status = os.waitpid(rank, 0)
@@ -70,26 +72,73 @@ def serve(listener: socket.socket) -> None:
             connection.close()
 
 
+def kill(rank: int) -> None:
+    """Ends a rank and what it has started in its process group."""
+    os.kill(rank, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # that has not left this process's yet
+        os.killpg(rank, signal.SIGKILL)
+
+
 def fork(connection: socket.socket) -> int | None:
-    """The process id of a rank; None if the client is to run it itself."""
+    """The process id of a rank, or of its parent; None if the client is to run it itself."""
     head, files, _, _ = socket.recv_fds(connection, 4, 3)
     size = struct.unpack("i", head)[0]
     text = b""
     while len(text) < size:
         text += connection.recv(size - len(text))
     request = json.loads(text)
-    same = request["prefix"] == sys.prefix and request["network"] == network()
-    rank = os.fork() if same else 0
-    if same and rank == 0:
+    peer = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    elsewhere = _namespaces(peer)
+    rank = 0
+    if request["prefix"] == sys.prefix and not (elsewhere and os.geteuid()):
+        rank = os.fork()
+        if rank == 0:
+            os.setsid()
+            _end_with_parent()
+            if elsewhere:
+                _enter(elsewhere)
+            connection.sendall(struct.pack("i", os.getpid()))
+            connection.close()
+            _run(request, files)
+    else:
+        with contextlib.suppress(OSError):  # a client that has gone already: serve() sees it, too
+            connection.sendall(struct.pack("i", 0))
         connection.close()
-        _run(request, files)
     for file in files:
         os.close(file)
-    with contextlib.suppress(OSError):  # a client that has gone already: serve() sees it, too
-        connection.sendall(struct.pack("i", rank))
-    if rank == 0:
-        connection.close()
     return rank or None
+
+
+def _namespaces(peer: int) -> list[str]:
+    """The namespaces of a process on another host of ``hosts.py``, the processes' first and the files' last; none on this one."""
+    there = [f"/proc/{peer}/ns/{kind}" for kind in ("pid", "net", "uts", "ipc", "mnt")]
+    with contextlib.suppress(FileNotFoundError):
+        return [path for path in there if os.readlink(path) != os.readlink(path.replace(str(peer), "self"))]
+    return []
+
+
+def _enter(namespaces: list[str]) -> None:
+    """Goes on in those namespaces, as a child of a process that ends with it and as it ends."""
+    files = [os.open(path, os.O_RDONLY) for path in namespaces]
+    for file in files:
+        if LIBC.setns(file, 0):
+            print(f"setns: {os.strerror(ctypes.get_errno())}", file=sys.stderr, flush=True)
+            os._exit(1)
+        os.close(file)
+    child = os.fork()
+    if child == 0:
+        _end_with_parent()
+        return
+    os.closerange(0, 1024)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _end_with_parent() -> None:
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _run(request: dict[str, Any], files: list[int]) -> NoReturn:
@@ -147,4 +196,6 @@ if __name__ == "__main__":
     sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # forks neither look at what was imported nor copy it
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,11 +1,11 @@
-"""Ranks that start quickly: forks of a process that has imported what takes long, ``server.py`` beside this file.
+"""Ranks and commands that start quickly: forks of a process that has imported what takes long, ``server.py`` beside this file.
 
-Importing PyTorch and what its optimizers need takes a fresh rank four seconds of a core. Python imports this module when it
-starts, where ``PYTHONPATH`` has its folder. In a rank it hands arguments, environment and open files to the server and stays in the
-place of the fork: it passes signals on to it, ends as it ends, and the fork ends with this process. A process that is not a rank,
-or belongs to another environment or network, starts as usual, and so does every process where the variable is empty or missing.
+Importing PyTorch and what its optimizers need takes a fresh process four seconds of a core. Python imports this module when it
+starts, where ``PYTHONPATH`` has its folder. In a rank, a launcher or a command of this library it hands arguments, environment and
+open files to the server and stays in the place of the fork: it passes signals on to it, ends as it ends, and the fork ends with this
+process. Any other process, and one of another environment, starts as usual, and so does each where the variable is empty or missing.
 
-All forks have the server's hash seed: tests of ranks under pytest, which start as usual, find what depends on the order of sets.
+All forks have the server's hash seed: the tests of two ranks over Gloo, which start as usual, find what depends on the order of sets.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 import os
 import sys
 
-SERVER = "HVD_CKPT_TESTS_FORK_SERVER"  # the path of its socket, set by tests/conftest.py
+SERVER = "HVD_CKPT_TESTS_FORK_SERVER"  # the path of its socket, set by fork_server.py
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
-
-
-def network() -> str:
-    return os.readlink("/proc/self/ns/net")
+PROGRAMS = ("/hvd-ckpt", "/scripts/horovodrun.py", "/tests/run.py")
+PACKAGES = ("hvd_ckpt", "benchmarks")
 
 
 def can_be_forked(words: list[str]) -> bool:
-    return (
-        any(name in os.environ for name in RANKS)
-        and len(words) > 1
-        and (not words[1].startswith("-") or words[1] == "-m")
-    )
+    if len(words) > 2 and words[1] == "-m":
+        ours = words[2].partition(".")[0] in PACKAGES
+    elif len(words) > 1 and not words[1].startswith("-"):
+        ours = words[1].endswith(PROGRAMS)
+    else:
+        return False
+    return ours or any(name in os.environ for name in RANKS)
 
 
 def run_in_fork(address: str, words: list[str]) -> None:
@@ -45,7 +45,6 @@ def run_in_fork(address: str, words: list[str]) -> None:
             "folder": os.getcwd(),
             "cores": list(os.sched_getaffinity(0)),
             "prefix": sys.prefix,
-            "network": network(),
         }
     ).encode()
     socket.send_fds(connection, [struct.pack("i", len(request))], [0, 1, 2])
