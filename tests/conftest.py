@@ -145,7 +145,7 @@ def quick_planner(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ranks and commands that tests start are forks of one process (helpers/forking/), and their launchers look for no controllers."""
+    """Ranks and commands that tests start are forks of one process (helpers/forking/), whose launchers look for no controllers."""
     if LAUNCHED or not any(item.get_closest_marker("launch") for item in request.session.items):
         yield
         return

@@ -3,8 +3,8 @@
 conftest.py says which kinds of tests there are. Those of one process and those of whole commands run under plain pytest; those
 of ranks run under horovodrun, with 1, 2, 3 and 4 ranks over Gloo and 2 and 4 over MPI where it works. Each rank leaves a JUnit
 file. A test failed if it failed on any rank, and a run that crashed, hung or collected nothing counts as one failure. The last
-line sums all runs. Three lanes, which take about equally long, run beside each other; the output of the first passes through, and
-that of the others follows it.
+line sums all runs. Three lanes run beside each other, and each takes the next run when it has ended one; the output of the first
+passes through, and that of the others follows it.
 
 Arguments go to pytest. Those that name files or folders choose the tests:
 
@@ -54,6 +54,7 @@ class Run:
     kind: str
     ranks: int = 1
     controller: str = ""
+    paths: tuple[str, ...] = ("tests",)
 
     @property
     def forked(self) -> bool:
@@ -72,10 +73,21 @@ def _over(controller: str, *sizes: int) -> tuple[Run, ...]:
     return tuple(Run(f"{size} ranks over {controller}", "ranks", size, controller) for size in sizes)
 
 
-LANES = (  # beside each other
-    (Run("whole commands", "launch"), *_over("mpi", 4)),
-    (Run("several hosts", "hosts"), Run("one process", "process"), *_over("mpi", 2)),
-    _over("gloo", 1, 2, 3, 4),
+LANES = 3
+LONG = (
+    "tests/bench",
+    "tests/parallel",
+)  # a run of their own, so that no lane has much more to do than the others
+RUNS = (
+    Run("whole commands of benchmarks and parallel models", "launch", paths=LONG),
+    Run("one process", "process"),
+    *_over("gloo", 4),
+    Run("other whole commands", "launch", paths=("tests", *(f"--ignore={path}" for path in LONG))),
+    *_over("mpi", 4),
+    *_over("gloo", 2, 3),
+    Run("several hosts", "hosts"),
+    *_over("mpi", 2),
+    *_over("gloo", 1),
 )
 
 
@@ -193,19 +205,22 @@ def _call(run: Run, command: list[str], environment: dict[str, str], output: IO[
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def execute_beside(
-    lanes: Sequence[Sequence[tuple[Run, list[str]]]], variables: Mapping[str, str]
-) -> list[Result]:
-    """All lanes at once: the first one's output passes through, the others' is shown when it has ended."""
+def execute_beside(runs: Sequence[tuple[Run, list[str]]], variables: Mapping[str, str]) -> list[Result]:
+    """All runs in lanes beside each other: the first one's output passes through, the others' is shown when it has ended."""
+    left = iter(runs)  # of all lanes
 
-    def follow(lane: Sequence[tuple[Run, list[str]]], output: IO[str] | None) -> list[Result]:
-        return [execute(*each, variables, output) for each in lane if not _interrupted.is_set()]
+    def follow(output: IO[str] | None) -> list[Result]:
+        results = []
+        for run, arguments in left:
+            if not _interrupted.is_set():
+                results.append(execute(run, arguments, variables, output))
+        return results
 
     with contextlib.ExitStack() as stack:
         outputs: list[IO[str] | None] = [None]
-        outputs += [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in lanes[1:]]
-        pool = stack.enter_context(ThreadPoolExecutor(max(1, len(lanes))))
-        futures = [pool.submit(follow, lane, output) for lane, output in zip(lanes, outputs, strict=True)]
+        outputs += [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(LANES - 1)]
+        pool = stack.enter_context(ThreadPoolExecutor(LANES))
+        futures = [pool.submit(follow, output) for output in outputs]
         results: list[Result] = []
         try:
             for future, output in zip(futures, outputs, strict=True):
@@ -272,17 +287,15 @@ def main(arguments: list[str]) -> int:
     named = [one for one in arguments if not one.startswith("-") and (ROOT / one.split("::")[0]).exists()]
     options = [one for one in arguments if one not in named]
 
-    def chosen(lane: Sequence[Run]) -> list[tuple[Run, list[str]]]:
-        paths = [(run, [path for path in named or ["tests"] if belongs(path, run)]) for run in lane]
-        return [
-            (run, [*options, *some])
-            for run, some in paths
-            if some and (run.controller != "mpi" or mpi_works())
-        ]
+    def paths_of(run: Run) -> list[str]:
+        if not named:
+            return list(run.paths)
+        return [path for path in named if run.paths != LONG and belongs(path, run)]
 
-    lanes = [lane for lane in map(chosen, LANES) if lane]
+    runs = [(run, [*options, *paths]) for run in RUNS if (paths := paths_of(run))]
+    runs = [each for each in runs if each[0].controller != "mpi" or mpi_works()]
     with fork_server(shared_environment()) as variables:
-        results = execute_beside(lanes, variables)
+        results = execute_beside(runs, variables)
     total: Counter[str] = sum((result.counts for result in results), Counter())
     print(f"\n===== all runs, {time.monotonic() - start:.0f} s =====")
     for result in results:

@@ -38,4 +38,6 @@ def fork_server(environment: Mapping[str, str] = os.environ) -> Iterator[dict[st
 def is_running() -> bool:
     """Whether this process was started with the variables of one."""
     started = sys.modules.get("sitecustomize")
-    return bool(os.environ.get(ADDRESS)) and getattr(started, "__file__", None) == str(FORKING / "sitecustomize.py")
+    return bool(os.environ.get(ADDRESS)) and getattr(started, "__file__", None) == str(
+        FORKING / "sitecustomize.py"
+    )

@@ -1,11 +1,13 @@
 """Ranks and commands that start quickly: forks of a process that has imported what takes long, ``server.py`` beside this file.
 
 Importing PyTorch and what its optimizers need takes a fresh process four seconds of a core. Python imports this module when it
-starts, where ``PYTHONPATH`` has its folder. In a rank, a launcher or a command of this library it hands arguments, environment and
-open files to the server and stays in the place of the fork: it passes signals on to it, ends as it ends, and the fork ends with this
-process. Any other process, and one of another environment, starts as usual, and so does each where the variable is empty or missing.
+starts, where ``PYTHONPATH`` has its folder. In a rank, a launcher or a command of this library it hands arguments, environment
+and open files to the server and stays in the place of the fork: it passes signals on to it, ends as it ends, and the fork ends
+with this process. Any other process, and one of another environment, starts as usual, and so does each where the variable is
+empty or missing.
 
-All forks have the server's hash seed: the tests of two ranks over Gloo, which start as usual, find what depends on the order of sets.
+All forks have the server's hash seed: the tests of two ranks over Gloo, which start as usual, find what depends on the order of
+sets.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import hvd_ckpt as hc
+from hvd_ckpt.planning import kinds
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.cuts import cut_of
 
@@ -408,6 +409,7 @@ CASES = {
 }
 
 if __name__ == "__main__":
+    kinds._SECONDS_PER_KIND = 0.0  # times are not looked at
     hc.init(tensor=int(sys.argv[1]), stall_timeout=100)
     failed = []
     for name in sys.argv[2].split(",") if len(sys.argv) > 2 else CASES:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from controllers import SCRIPTS
 from same import assert_same, assert_same_state, gradients
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.processes import links
 
-sys.path.append(str(Path(__file__).parents[1] / "helpers" / "scripts"))
+sys.path.append(str(SCRIPTS))
 import stages as jobs
 
 

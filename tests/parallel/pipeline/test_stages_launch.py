@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
-from controllers import probe, run_ranks
+from controllers import SCRIPTS, probe, run_ranks
 
 pytestmark = pytest.mark.launch
 
-SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "stages.py"
+SCRIPT = SCRIPTS / "stages.py"
 
 
 def run(controller: str, processes: int, *arguments: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from torch import equal, load
 
 from hvd_ckpt.snapshots.export import export
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 HOSTILE = Path(__file__).with_name("hostile.py")
 COMMAND = Path(sys.executable).with_name("hvd-ckpt")
 
