@@ -55,7 +55,8 @@ def split_of(case: Case) -> Split:
     """How ranks train together."""
     sizes, way = case.sizes, case.engine
     stages, parts = sizes["stages"] if way == "stages" else 1, sizes["parts"] if way == "tensor" else 1
-    return Split(case.np, stages, parts, sizes["micro_batches"], sizes["every"])
+    micro_batches = sizes["micro_batches"] if stages > 1 else 1
+    return Split(case.np, stages, parts, micro_batches, sizes["every"])
 
 
 def predict(job: Job) -> list[Found]:

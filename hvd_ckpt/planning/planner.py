@@ -132,6 +132,11 @@ class Planner:
         self._say = _say_nothing
 
     @property
+    def chain(self) -> list[Block]:
+        """The measured chain, with a pseudo-block at each end."""
+        return self._chain
+
+    @property
     def baseline(self) -> Cost:
         """The predicted cost without recomputation."""
         return _cost(self._all_kept)

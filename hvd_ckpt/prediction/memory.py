@@ -226,8 +226,12 @@ class Estimator:
         offload: str | None = None,
         wire: str | Mapping[str, str] = "fp32",
         within: int | None = None,
+        activations: int = 0,
     ) -> MemoryEstimate:
         """The estimate for this number of ranks and this stage.
+
+        Args:
+            activations: bytes of them at the peak, of a step that was not measured.
 
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
@@ -252,7 +256,7 @@ class Estimator:
         )
         if offload == "parameters":
             offloaded, reduced = offloaded + reduced, 0
-        moments = self._passes(stage, np, trained, units, reduced, wire=gradients, weights=weights)
+        moments = self._passes(stage, np, trained, units, reduced, gradients, weights, activations)
         moments += self._step(stage, trained, weights, offload, reduced)
         highest = max(moments, key=lambda moment: moment.total)
         at_peak = {
@@ -329,6 +333,7 @@ class Estimator:
         reduced: int,
         wire: WireFormat,
         weights: WireFormat,
+        activations: int,
     ) -> list[_Moment]:
         """Forward and backward pass: measured activations, and what gradients and gathered parameters take beside them."""
         whole = sum(group.nbytes for group in trained)
@@ -337,7 +342,7 @@ class Estimator:
         moments = []
         for stretch in self._stretches:
             final = min(stretch.final, whole)
-            moment = _Moment(stretch.phase, stretch.activations)
+            moment = _Moment(stretch.phase, stretch.activations + activations)
             moments.append(moment)
             if stage < 2 and ranks == 1:
                 moment.gradients = final

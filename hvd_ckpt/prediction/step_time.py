@@ -62,7 +62,7 @@ class Split:
     Attributes:
         ranks: of the job.
         stages, parts: pipeline stages and parts of each layer, in their ways.
-        micro_batches: of a step in stages.
+        micro_batches: of a step, one after the other.
         every: steps between two averages of local SGD.
         cap: bytes of a bucket.
     """
@@ -70,9 +70,14 @@ class Split:
     ranks: int
     stages: int = 1
     parts: int = 1
-    micro_batches: int = 32
+    micro_batches: int = 1
     every: int = 50
     cap: float = 25 * MEBIBYTE
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of each stage and part."""
+        return self.ranks // (self.stages * self.parts)
 
 
 class StepTime:
@@ -90,7 +95,7 @@ class StepTime:
     """
 
     def __init__(self, network: Network, split: Split, cycles: bool = True) -> None:
-        self._ranks, self._split = split.ranks // (split.stages * split.parts), split
+        self._ranks, self._split = split.replicas, split
         self._network, self._links = network.every(split.parts), network
         self.now = self.computing = self.communicating = self.sent = self.messages = 0.0
         self.operations: list[tuple[Kind, int]] = []
@@ -165,29 +170,37 @@ class StepTime:
 
 @dataclass
 class ModelSizes:
-    """A model as a chain of blocks, which may be on the meta device, and the seconds that they take.
+    """A model whose parts, its blocks, run one after the other, and the seconds that they take.
 
     Attributes:
-        model: the chain.
-        forward, backward: seconds of each block; the latter with its recomputation.
+        model: may be on the meta device.
+        forward, backward: seconds of each block in a step of the whole model; the latter with its recomputation. Micro-batches,
+            stages and parts divide them.
         activation: bytes of what a block hands to the next one, in a step.
+        blocks: by default the children of the model. Parameters in none of them count as the last block's.
+        cuts: seconds of each stage's forward and backward pass of one micro-batch; by default those of equal stages.
     """
 
-    model: nn.Sequential
+    model: nn.Module
     forward: Sequence[float]
     backward: Sequence[float]
     activation: int = 0
+    blocks: Sequence[nn.Module] | None = None
+    cuts: tuple[Sequence[float], Sequence[float]] | None = None
     _named: list[tuple[str, Any]] = field(init=False)
     _block_of: dict[int, int] = field(init=False)
+    _users: Counter[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        blocks = list(self.model.children()) if self.blocks is None else self.blocks
         self._named = list(self.model.named_parameters())
         # A parameter of two blocks has its gradient when the backward pass is through the first one.
-        self._block_of = {
+        self._block_of = {id(parameter): len(blocks) - 1 for _, parameter in self._named} | {
             id(parameter): number
-            for number, block in reversed(list(enumerate(self.model)))
+            for number, block in reversed(list(enumerate(blocks)))
             for parameter in block.parameters()
         }
+        self._users = Counter(id(parameter) for block in blocks for parameter in block.parameters())
 
     @property
     def nbytes(self) -> int:
@@ -197,45 +210,54 @@ class ModelSizes:
     def step(self, way: str, split: Split, network: Network) -> StepTime:
         """A step in one of :data:`WAYS`; of local SGD, all steps from one average to the next."""
         step = StepTime(network, split, cycles=way not in BASELINES)
-        if way in ("parameters", "fsdp2"):
-            self._sharded_parameters(step, split, "ring_scatter" if way == "fsdp2" else "scatter")
-        elif way in ("gradients", "ring"):
-            self._forward(step)
-            self._scattered(step, split, "ring_scatter" if way == "ring" else "scatter")
-        elif way == "local":
+        if way == "local":
             self._averages(step, split)
-        elif way == "stages":
-            self._stages(step, split)
-        elif way == "tensor":
-            self._parts(step, split)
+        elif split.stages > 1:
+            self._stages(step, way, split)
         else:
-            self._forward(step)
-            self._reduced(step, split, self.backward, "scatter" if way == "replicas" else "allreduce")
-            if way == "optimizer":
-                self._gather_weights(step, split)
+            for number in range(split.micro_batches):
+                self._micro_batch(step, way, split, last=number == split.micro_batches - 1)
+        if way in ("optimizer", "gradients", "ring"):
+            self._gather_weights(step, split)
         return step
 
-    def _forward(self, step: StepTime) -> None:
-        for seconds in self.forward:
+    def _micro_batch(self, step: StepTime, way: str, split: Split, last: bool) -> None:
+        forward, backward = (
+            [each / split.parts / split.micro_batches for each in seconds]
+            for seconds in (self.forward, self.backward)
+        )
+        if split.parts > 1:
+            self._exchanges(step, split)
+        kind: Kind = "ring_scatter" if way in ("fsdp2", "ring") else "scatter"
+        if way in ("parameters", "fsdp2"):
+            self._sharded_parameters(step, split, kind, forward, backward)
+            return
+        for seconds in forward:
             step.compute(seconds)
+        if way in ("gradients", "ring"):
+            self._scattered(step, split, kind, backward)
+        elif last:
+            self._reduced(step, split, backward, kind if way == "replicas" else "allreduce")
+        else:
+            step.compute(sum(backward))
 
-    def _buckets(self, cap: float, parts: int) -> list[tuple[int, int]]:
-        """Bytes of each bucket, and the block whose backward pass completes it."""
+    def _buckets(self, split: Split) -> list[tuple[int, int]]:
+        """Bytes of each bucket of a process, and the block whose backward pass completes it."""
+        divisor = split.parts * split.stages
         parameters = [parameter for _, parameter in self._named]
-        # Within a block a parameter that another one shares is the last to be final.
-        users = Counter(id(parameter) for block in self.model for parameter in block.parameters())
         block_of = {index: self._block_of[id(parameter)] for index, parameter in enumerate(parameters)}
-        order = sorted(block_of, key=lambda index: (-block_of[index], users[id(parameters[index])], -index))
+        # Within a block a parameter that another one shares is the last to be final.
+        order = sorted(
+            block_of, key=lambda index: (-block_of[index], self._users[id(parameters[index])], -index)
+        )
         return [
-            (bucket.nbytes // parts, min(self._block_of[id(entry.parameter)] for entry in bucket.entries))
-            for bucket in lay_out(order, parameters, cap)
+            (bucket.nbytes // divisor, min(self._block_of[id(entry.parameter)] for entry in bucket.entries))
+            for bucket in lay_out(order, parameters, split.cap * divisor)
         ]
 
-    def _reduced(
-        self, step: StepTime, split: Split, backward: Sequence[float], kind: Kind, parts: int = 1
-    ) -> None:
+    def _reduced(self, step: StepTime, split: Split, backward: Sequence[float], kind: Kind) -> None:
         """A backward pass from which whole gradients are reduced; the last bucket leaves at its end, with the flags."""
-        *buckets, last = self._buckets(split.cap, parts)
+        *buckets, last = self._buckets(split)
         flags = self._flag_bytes if step.cycles else 0
         ends: list[float] = []
         again: list[tuple[float, int]] = []  # parts of sums of replicas, which are then gathered
@@ -260,27 +282,33 @@ class ModelSizes:
 
     def _gather_weights(self, step: StepTime, split: Split) -> None:
         gathers = _InFlight(step, "all_gather")
-        for group in Layout(split.ranks).add(list(reversed(self._named)), split.cap):
-            gathers.add(_padded(group))
+        for nbytes, _ in self._groups(split):
+            gathers.add(nbytes)
         gathers.wait()
 
-    def _scattered(self, step: StepTime, split: Split, kind: Kind) -> None:
-        """A backward pass of which each rank keeps its shard of the gradients, then the gather of the weights."""
-        layout = Layout(split.ranks)
-        groups, launched = layout.add(list(reversed(self._named)), split.cap), _InFlight(step, kind)
-        done = [
-            min(self._block_of[id(parameter)] for parameter in layout.parameters_of([group]))
+    def _groups(self, split: Split) -> list[tuple[int, int]]:
+        """Bytes of each group of shards of a process, and the block whose backward pass completes it."""
+        layout, divisor = Layout(split.replicas), split.parts * split.stages
+        groups = layout.add(list(reversed(self._named)), split.cap * divisor)
+        return [
+            (
+                _padded(group) // divisor,
+                min(self._block_of[id(parameter)] for parameter in layout.parameters_of([group])),
+            )
             for group in groups
         ]
+
+    def _scattered(self, step: StepTime, split: Split, kind: Kind, backward: Sequence[float]) -> None:
+        """A backward pass of which each rank keeps its shard of the gradients."""
+        groups, launched = self._groups(split), _InFlight(step, kind)
         left = 0
-        for block in reversed(range(len(self.backward))):
-            step.compute(self.backward[block])
-            while left < len(groups) and done[left] >= block:
-                launched.add(_padded(groups[left]))
+        for block in reversed(range(len(backward))):
+            step.compute(backward[block])
+            while left < len(groups) and groups[left][1] >= block:
+                launched.add(groups[left][0])
                 left += 1
         self._shard_flags(step)
         launched.wait()
-        self._gather_weights(step, split)
 
     @property
     def _flag_bytes(self) -> int:
@@ -290,14 +318,27 @@ class ModelSizes:
         if step.cycles:
             step.wait(step.launch("allreduce", self._flag_bytes))
 
-    def _sharded_parameters(self, step: StepTime, split: Split, kind: Kind) -> None:
+    def _sharded_parameters(
+        self, step: StepTime, split: Split, kind: Kind, forward: Sequence[float], backward: Sequence[float]
+    ) -> None:
         """Units are gathered before they run, each while the one before runs, and gradients scattered after they have run."""
-        layout = Layout(split.ranks)
+        layout = Layout(split.replicas)
+        found = find_units(self.model)
         *units, root = [
             sum(map(_padded, layout.add([(str(id(parameter)), parameter) for parameter in unit.parameters])))
-            for unit in find_units(self.model)
+            // split.parts
+            for unit in found
         ]
         launched = _InFlight(step, kind)
+        unit_of = {self._block_of[id(unit.parameters[0])]: number for number, unit in enumerate(found[:-1])}
+
+        def seconds_of(blocks: Sequence[float]) -> list[float]:
+            """Seconds of each unit; a block without a unit of its own counts with the one before it."""
+            seconds, unit = [0.0] * max(len(units), 1), 0
+            for block, each in enumerate(blocks):
+                unit = unit_of.get(block, unit)
+                seconds[unit] += each
+            return seconds
 
         def through(order: Sequence[int], seconds: Sequence[float], after: Callable[[int], None]) -> None:
             gathered = step.launch("all_gather", units[order[0]])
@@ -309,9 +350,12 @@ class ModelSizes:
                 after(unit)
 
         step.wait(step.launch("all_gather", root))
-        numbers = range(len(units))
-        through(numbers, self.forward, lambda unit: None)
-        through(numbers[::-1], self.backward, lambda unit: launched.add(units[unit]))
+        if units:
+            numbers = range(len(units))
+            through(numbers, seconds_of(forward), lambda unit: None)
+            through(numbers[::-1], seconds_of(backward), lambda unit: launched.add(units[unit]))
+        else:
+            step.compute(sum(forward) + sum(backward))
         launched.add(root)
         self._shard_flags(step)
         launched.wait()
@@ -331,38 +375,39 @@ class ModelSizes:
             *gathers[-2:], step.launch("all_gather", numbers)
         )  # the distances of the ranks from the mean
 
-    def _stages(self, step: StepTime, split: Split) -> None:
-        """The first of several equal stages: what it computes and waits for, then a message for each other stage, twice."""
+    def _stages(self, step: StepTime, way: str, split: Split) -> None:
+        """The stage that ends last, the first: what it computes and waits for, then a message for each other stage, twice."""
         count = split.micro_batches
-        forward, backward = (
-            [sum(seconds) / split.stages / count] * split.stages for seconds in (self.forward, self.backward)
+        forward, backward = self.cuts or (
+            [sum(seconds) / split.stages / split.parts / count] * split.stages
+            for seconds in (self.forward, self.backward)
         )
-        *others, last = timeline(make_schedule("1f1b", split.stages, count), forward, backward)[0]
-        before = others[-1].end if others else 0.0
-        step.compute(before)
+        spans = timeline(make_schedule("1f1b", split.stages, count), forward, backward)[0]
+        *others, last = spans
+        busy = sum(span.end - span.start for span in others)
+        step.compute(busy)
+        step.wait(last.start)
         for _ in range(2 * (split.stages - 1)):
             step.wait(step.launch("message", self.activation // count))
-        step.compute(last.start - before)
+        if split.parts > 1:
+            for _ in range(count):
+                self._exchanges(step, split)
         blocks = [(last.end - last.start) / len(self.backward)] * len(self.backward)
-        self._reduced(step, split, blocks, "allreduce", split.stages)
+        if way in ("gradients", "parameters"):
+            self._scattered(step, split, "scatter", blocks)
+        else:
+            self._reduced(step, split, blocks, "allreduce")
+        if way == "parameters":  # gathered for both passes of each micro-batch
+            for _ in range(2 * count):
+                self._gather_weights(step, split)
 
-    def _parts(self, step: StepTime, split: Split) -> None:
-        """Two sums among the parts of a layer in its forward pass, in its recomputation and in its backward pass."""
+    def _exchanges(self, step: StepTime, split: Split) -> None:
+        """Two sums among the parts of each layer in its forward pass, in its recomputation and in its backward pass."""
         # Two parts exchange all; more scatter and gather.
-        each, sums = (self.activation, 1) if split.parts == 2 else (self.activation // split.parts, 2)
-
-        def exchanges(count: int) -> None:
-            for _ in range(count * sums):
-                step.wait(step.launch("exchange", each))
-
-        for seconds in self.forward:
-            step.compute(seconds / split.parts)
-            exchanges(2)
-        backward = []
-        for seconds in self.backward:
-            exchanges(4)
-            backward.append(seconds / split.parts)
-        self._reduced(step, split, backward, "allreduce", split.parts)
+        nbytes = self.activation // split.micro_batches
+        each, sums = (nbytes, 1) if split.parts == 2 else (nbytes // split.parts, 2)
+        for _ in range(6 * sums * len(self.forward) // split.stages):
+            step.wait(step.launch("exchange", each))
 
 
 class _InFlight:

@@ -1,0 +1,209 @@
+"""The computation of a model, block by block, for any budget of activations: measured on this device, or counted in operations.
+
+A :class:`Computation` is a chain of blocks with their costs, as the planner has it. Measured ones are the planner's own. Counted
+ones need no memory and no device: the model is on the meta device, seconds are operations over a stated rate, and each block is
+either kept whole or recomputed as a whole, alone or in segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hvd_ckpt.parallel.pipeline.stages import StageLayout, StagePlanner, spans_of
+from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
+from hvd_ckpt.planning.blocks import children_of
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run
+from hvd_ckpt.planning.plan import PipelinePlan
+from hvd_ckpt.planning.planner import Planner
+from hvd_ckpt.planning.solver import Solver
+from hvd_ckpt.processes import parts
+from hvd_ckpt.recompute.calls import tensors_in
+
+
+class Sample(NamedTuple):
+    """A batch: arguments of the model and the loss of its output, or None as for :func:`hvd_ckpt.plan`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Tensor] | None
+
+
+class Passes(NamedTuple):
+    """Forward and backward pass of a micro-batch under a plan.
+
+    Attributes:
+        peak: bytes of activations at most.
+        forward, backward: seconds of each block.
+        recomputing: seconds of recomputation among them.
+    """
+
+    peak: int
+    forward: list[float]
+    backward: list[float]
+    recomputing: float
+
+
+@dataclass
+class Computation:
+    """A model's chain of blocks for micro-batches of one size.
+
+    Attributes:
+        model: the model, or its first part if its layers are split.
+        chain: its blocks between the code before and the code behind them.
+        blocks: the modules of each block, and their names.
+        in_chain: whether the model can be cut into pipeline stages.
+    """
+
+    model: nn.Module
+    chain: Sequence[Block]
+    blocks: Sequence[nn.Module]
+    names: Sequence[Sequence[str]]
+    in_chain: bool
+    _staged: dict[StageLayout, StagePlanner] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _solver(self) -> Solver:
+        return Solver(self.chain)
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of activations of the plan that needs fewest."""
+        return self._solver.smallest.peak
+
+    @property
+    def boundary(self) -> int:
+        """Bytes that a block hands to the next one, at most."""
+        return max(block.output for block in self.chain[1:-1])
+
+    def passes(self, budget: int) -> Passes | None:
+        """The fastest passes within so many bytes of activations; None if there are none."""
+        fastest = self._solver.fastest
+        solution = fastest if fastest.peak <= budget else self._solver.solve(budget)
+        if solution is None or solution.peak > budget:
+            return None
+        total, forward = [0.0] * len(self.chain), [block.forward_seconds for block in self.chain]
+        self._add(solution.items, total)
+        begin, *inner, end = (max(each - first, 0.0) for each, first in zip(total, forward))
+        # What runs before and behind the blocks counts with the first and with the last one.
+        inner[0] += begin
+        inner[-1] += end
+        kept = sum(block.choices[0].seconds for block in self.chain)
+        return Passes(solution.peak, forward[1:-1], inner, max(solution.seconds - kept, 0.0))
+
+    def _add(self, items: Sequence[Item], total: list[float]) -> None:
+        for item in items:
+            if isinstance(item, Run):
+                total[item.block] += self.chain[item.block].choices[item.choice].seconds
+            else:
+                for block in range(item.first, item.last + 1):
+                    total[block] += self.chain[block].forward_seconds
+                self._add(item.items, total)
+
+    def stages(self, layout: StageLayout, budget: int) -> tuple[int, PipelinePlan | None]:
+        """The smallest budget of a stage for which there is a plan, and the fastest plan within ``budget``."""
+        if layout not in self._staged:
+            self._staged[layout] = StagePlanner(self.chain, self.blocks, layout)
+        planner = self._staged[layout]
+        return planner.smallest, planner.pipeline(budget)[0] if planner.smallest <= budget else None
+
+
+def bubble_of(pipeline: PipelinePlan) -> float:
+    """Seconds of a step in which the first stage waits."""
+    spans = spans_of(pipeline)[0]
+    return spans[-1].end - sum(span.end - span.start for span in spans)
+
+
+@contextlib.contextmanager
+def as_part(model: nn.Module, tensor: int) -> Iterator[nn.Module]:
+    """The model, or a copy of it of which this process has the first of ``tensor`` parts of each layer."""
+    if tensor == 1:
+        yield model
+        return
+    with parts.alone(tensor):
+        yield tensor_parallel(copy.deepcopy(model), verify=False)
+
+
+def measured(
+    model: nn.Module,
+    sample: Sample,
+    tensor: int,
+    say: Callable[[str], None],
+    **options: Any,
+) -> Computation:
+    """The computation as the planner measures it on the model's device.
+
+    Args:
+        tensor: number of parts of each layer, of which the first is measured.
+        options: of :class:`hvd_ckpt.planning.planner.Planner`.
+
+    Raises:
+        ValueError: the model has no blocks, or its layers cannot be split so.
+    """
+    in_chain = isinstance(model, nn.Sequential)
+    with as_part(model, tensor) as part:
+        if in_chain:
+            options = {**options, "blocks": children_of(part)}
+        planner = Planner(part, *sample.args, kwargs=sample.kwargs, loss=sample.loss, say=say, **options)
+        found = planner.profile.blocks
+        blocks = [nn.ModuleList([part.get_submodule(name) for name in block.members]) for block in found]
+        chain = planner.chain
+        planner.release()
+        return Computation(part, chain, blocks, [block.members for block in found], in_chain)
+
+
+def counted(model: nn.Module, sample: Sample, tensor: int, rate: float) -> Computation:
+    """The computation by the operations of matrix products and the tensors that autograd saves, of a chain on the meta device.
+
+    Args:
+        tensor: number of parts of each layer, of which the first is counted.
+        rate: operations a second.
+
+    Raises:
+        ValueError: the model is not a chain, or its layers cannot be split so.
+    """
+    with as_part(model, tensor) as part:
+        names = children_of(part)
+        children = [part.get_submodule(name) for name in names]
+        own = {parameter.untyped_storage()._cdata for parameter in part.parameters()}
+        values: Any = sample.args
+        chain = [Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)]
+        for child in children:
+            arguments = values if isinstance(values, tuple) else (values,)
+            given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)} | own
+            saved: dict[int, int] = {}
+
+            def pack(tensor: Tensor, given: set[int] = given, saved: dict[int, int] = saved) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given:
+                    saved[storage._cdata] = storage.nbytes()
+                return tensor
+
+            counter = FlopCounterMode(display=False)
+            with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                values = child(*arguments, **sample.kwargs)
+            outputs = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in tensors_in(values)}
+            chain.append(_block(counter.get_total_flops() / rate, sum(saved.values()), outputs, saved))
+        # The loss keeps the logarithms of the last output, and its gradient comes beside them.
+        last = chain[-1].output
+        chain.append(Block((Choice(0.0, last, 2 * last, 3 * last),), 0, 0.0, 0))
+        return Computation(part, chain, children, [[name] for name in names], True)
+
+
+def _block(seconds: float, inside: int, outputs: dict[int, int], saved: dict[int, int]) -> Block:
+    output = sum(outputs.values())
+    kept = inside + sum(nbytes for storage, nbytes in outputs.items() if storage not in saved)
+    # The gradients of inputs and of weights take a forward pass each. At most the gradients of a block's widest tensors, about
+    # as much as its largest saved one twice, are there beside what it keeps.
+    beside = output + 2 * max([*saved.values(), output])
+    whole = Choice(3 * seconds, kept, kept, kept + beside)
+    again = Choice(4 * seconds, output, kept, output + kept + beside)
+    return Block((whole, again), output, seconds, kept, joins_next=True)
