@@ -126,6 +126,9 @@ from hvd_ckpt.planning.request import (
     largest_batch as largest_batch,
     plan as plan,
 )
+from hvd_ckpt.prediction.layouts import (
+    layouts as layouts,
+)
 from hvd_ckpt.prediction.memory import (
     estimate_memory as estimate_memory,
 )

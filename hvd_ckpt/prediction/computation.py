@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvd_ckpt.parallel.pipeline.stages import StageLayout, StagePlanner, spans_of
+from hvd_ckpt.parallel.pipeline.stages import Solvers, StageLayout, StagePlanner, spans_of
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.chain import Block, Choice, Item, Run
@@ -27,6 +29,7 @@ from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import tensors_in
+from hvd_ckpt.utils.torch_private import DisableTorchFunction
 
 
 class Sample(NamedTuple):
@@ -68,7 +71,7 @@ class Computation:
     blocks: Sequence[nn.Module]
     names: Sequence[Sequence[str]]
     in_chain: bool
-    _staged: dict[StageLayout, StagePlanner] = field(default_factory=dict)
+    _solvers: Solvers = field(default_factory=dict)
 
     @functools.cached_property
     def _solver(self) -> Solver:
@@ -110,9 +113,7 @@ class Computation:
 
     def stages(self, layout: StageLayout, budget: int) -> tuple[int, PipelinePlan | None]:
         """The smallest budget of a stage for which there is a plan, and the fastest plan within ``budget``."""
-        if layout not in self._staged:
-            self._staged[layout] = StagePlanner(self.chain, self.blocks, layout)
-        planner = self._staged[layout]
+        planner = StagePlanner(self.chain, self.blocks, layout, self._solvers)
         return planner.smallest, planner.pipeline(budget)[0] if planner.smallest <= budget else None
 
 
@@ -160,6 +161,20 @@ def measured(
         return Computation(part, chain, blocks, [block.members for block in found], in_chain)
 
 
+class _FlashAttention(TorchFunctionMode):
+    """Attention on the meta device as devices run it, where PyTorch would keep the scores of all pairs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            query, key, value = (tensor.contiguous() for tensor in args[:3])
+            with DisableTorchFunction():
+                return torch.ops.aten._scaled_dot_product_flash_attention(
+                    query, key, value, 0.0, bool(kwargs.get("is_causal"))
+                )[0]
+        return func(*args, **kwargs)
+
+
 def counted(model: nn.Module, sample: Sample, tensor: int, rate: float) -> Computation:
     """The computation by the operations of matrix products and the tensors that autograd saves, of a chain on the meta device.
 
@@ -188,7 +203,11 @@ def counted(model: nn.Module, sample: Sample, tensor: int, rate: float) -> Compu
                 return tensor
 
             counter = FlopCounterMode(display=False)
-            with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with (
+                _FlashAttention(),
+                counter,
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            ):
                 values = child(*arguments, **sample.kwargs)
             outputs = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in tensors_in(values)}
             chain.append(_block(counter.get_total_flops() / rate, sum(saved.values()), outputs, saved))

@@ -11,25 +11,36 @@ models that they compile or that are written for them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import horovod.torch as hvd
+from torch import Tensor, nn
 
+from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.parallel.pipeline.stages import StageLayout
+from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.plan import PipelinePlan
-from hvd_ckpt.prediction.computation import Computation, Passes, bubble_of
+from hvd_ckpt.prediction import links
+from hvd_ckpt.prediction.computation import Computation, Passes, Sample, bubble_of, counted, measured
+from hvd_ckpt.prediction.measured_memory import seconds_of_update
 from hvd_ckpt.prediction.memory import Estimator, TrainingStep
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes, Split, StepTime
+from hvd_ckpt.processes import watchdog
+from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.utils.text import STAGES, show_bytes
 
 SHARES = (1, 2, 4)  # micro-batches of a step for each stage and part: more are slower and save little
+TFLOPS = 50.0  # of a rank that is not there
 NOTABLE = 0.15  # of a step: what takes more limits it
 UPDATE_BYTES_PER_SECOND = 1e12  # of an optimizer's step, where nothing is measured
 UPDATE_BYTES = 28  # that Adam reads and writes for each float32
+OFFLOADED_BYTES = 16  # of them that pass the bus if its state is in host memory
+BUS_BYTES_PER_SECOND = 12e9
 
 
 @dataclass(frozen=True)
@@ -106,11 +117,14 @@ class Job:
         memory: bytes of each rank.
         ranks: of the job.
         network: what connects them.
-        computation: gives the computation of a micro-batch of so many samples on the first of so many parts of each layer; raises
-            ``ValueError`` if layers cannot be split so.
+        sample: makes a batch of so many samples, where the model is.
+        optimizer, precision: as for :func:`hvd_ckpt.estimate_memory`.
+        compute: gives the computation of a sample on the first of so many parts of each layer; raises ``ValueError`` if layers
+            cannot be split so.
         update: seconds of the optimizer's step for each element.
         crowding: how much longer a rank computes while all ranks of its host do.
-        optimizer, precision: as for :func:`hvd_ckpt.estimate_memory`.
+        first: whether this process answers; the others wait for its rows.
+        refused: by number of parts, why layers cannot be split so.
     """
 
     model: nn.Module
@@ -118,18 +132,81 @@ class Job:
     memory: int
     ranks: int
     network: Network
-    computation: Callable[[int, int], Computation]
+    sample: Callable[[int], Sample]
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+    compute: Callable[[Sample, int], Computation] | None = None
     update: float = UPDATE_BYTES / UPDATE_BYTES_PER_SECOND
     crowding: float = 1.0
-    optimizer: Any = "adamw"
-    precision: str = "fp32"
+    first: bool = True
     refused: dict[int, str] = field(default_factory=dict)
     _estimators: dict[int, Estimator] = field(default_factory=dict)
+    _computations: dict[tuple[int, int], Computation] = field(default_factory=dict)
+
+    def counted(self, tflops: float = TFLOPS) -> Job:
+        """The job with its computation counted in operations, of which a rank does so many TFLOP/s. Takes no time or memory."""
+
+        def compute(sample: Sample, tensor: int) -> Computation:
+            return counted(self.model, sample, tensor, tflops * 1e12)
+
+        return dataclasses.replace(self, compute=compute)
+
+    def measured(self, say: Callable[[str], None] = lambda text: None) -> Job:
+        """The job with the ranks, links and computation of this one, which are measured. Collective."""
+        say("measuring links")
+        network = links.measure()
+        crowding, first = links.crowding(), hvd.rank() == 0
+        device = next(self.model.parameters()).device
+
+        def compute(sample: Sample, tensor: int) -> Computation:
+            samples = next(value.shape[0] for value in sample.args if isinstance(value, Tensor))
+
+            def saying(text: str) -> None:
+                say(f"{samples} samples{f', {tensor} parts' if tensor > 1 else ''}: {text}")
+
+            autocast = AUTOCAST.get(self.precision)
+            return measured(self.model, sample, tensor, saying, autocast=autocast, chunk_head=False)
+
+        return dataclasses.replace(
+            self,
+            ranks=hvd.size(),
+            network=network,
+            compute=compute,
+            update=seconds_of_update(self.optimizer, device) if first else 0.0,
+            crowding=crowding,
+            first=first,
+        )
+
+    def computation(self, tensor: int, samples: int) -> Computation:
+        """That of a micro-batch of so many samples on the first of so many parts of each layer."""
+        assert self.compute is not None
+        if (tensor, samples) not in self._computations:
+            self._computations[tensor, samples] = self.compute(self.sample(samples), tensor)
+        return self._computations[tensor, samples]
 
     def rows(self) -> list[LayoutRow]:
-        """All layouts: those that fit, the fastest first, then the others, that with the least memory first."""
+        """All layouts: those that fit, the fastest first, then the others, that with the least memory first. Collective in a job
+        that is measured."""
+        if not hvd.is_initialized():
+            return self._sorted()
+        answer: Any = None
+        if self.first:
+            try:
+                answer = self._sorted()
+            except Exception as error:  # the other ranks wait for an answer
+                answer = error
+        with watchdog.unlimited():
+            answer = of_first_process(answer, "hvd_ckpt.layouts")
+        if isinstance(answer, Exception):
+            raise answer
+        rows: list[LayoutRow] = answer
+        return rows
+
+    def _sorted(self) -> list[LayoutRow]:
         found = [row for layout in self.layouts() if (row := self._row(layout)) is not None]
-        return sorted(found, key=lambda row: (not row.fits, row.seconds if row.fits else row.peak))
+        return sorted(
+            found, key=lambda row: (not row.fits, row.seconds if row.fits else row.peak, len(str(row.layout)))
+        )
 
     def layouts(self) -> Iterator[TrainingLayout]:
         """Layouts that divide ranks and batch. Parts of a layer stay within a host."""
@@ -181,7 +258,8 @@ class Job:
         if pipeline is None:
             return LayoutRow(layout, False, smallest + beside)
         forward, backward = (
-            [getattr(part, name) for part in pipeline.parts] for name in ("forward_seconds", "backward_seconds")
+            [getattr(part, name) for part in pipeline.parts]
+            for name in ("forward_seconds", "backward_seconds")
         )
         passes = Passes(0, forward, backward, 0.0)
         budget = self.memory - beside
@@ -208,8 +286,11 @@ class Job:
         )
         split = Split(layout.ranks, layout.stages, layout.tensor, count)
         step = sizes.step(layout.shard, split, self.network)
-        elements = sum(parameter.numel() for parameter in self.model.parameters()) / layout.tensor / layout.stages
-        update = self.update * elements / (1 if layout.shard == "none" else layout.replicas)
+        elements = (
+            sum(parameter.numel() for parameter in self.model.parameters()) / layout.tensor / layout.stages
+        )
+        elements /= 1 if layout.shard == "none" else layout.replicas
+        bus = OFFLOADED_BYTES / BUS_BYTES_PER_SECOND if layout.offload else 0.0
         # Ranks that share a processor take as long as their work together, also where they wait for each other.
         seconds = max(step.seconds, step.seconds + (self.crowding - 1) * step.computing)
         if pipeline is not None:
@@ -218,7 +299,65 @@ class Job:
         recomputing = passes.recomputing * count / step.seconds
         limit = _limit(step, waits, recomputing)
         kept = pipeline is None and not passes.recomputing
-        return LayoutRow(layout, True, peak, None if kept else budget, seconds + update, recomputing, limit)
+        return LayoutRow(
+            layout,
+            True,
+            peak,
+            None if kept else budget,
+            seconds + elements * (self.update + bus),
+            recomputing,
+            limit,
+        )
+
+
+def layouts(
+    model: nn.Module,
+    make_sample: Callable[[int], Any],
+    *,
+    batch: int,
+    memory: int | str,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    ranks: int | None = None,
+    network: Network | None = None,
+    tflops: float = TFLOPS,
+) -> list[LayoutRow]:
+    """The layouts in which a job can train a model, with the memory of a rank and the time of a step.
+
+    In a job, links and computation are measured, and the call is collective. With ``ranks``, the job need not exist: nothing is
+    measured, and the model, a chain, may be on the meta device.
+
+    Args:
+        model: the model before :func:`hvd_ckpt.tensor_parallel` and ``DistributedOptimizer``, on its device.
+        make_sample: takes a number of samples and returns the model's arguments, a tensor or a tuple of tensors.
+        batch: samples of a step of all ranks. It stays the same, and so do results.
+        memory: of each rank, in bytes or as text such as ``"3GiB"``.
+        loss: loss of the model's output, as for :func:`hvd_ckpt.plan`.
+        optimizer, precision: as for :func:`hvd_ckpt.estimate_memory`; the optimizer by its name.
+        ranks: of a job that need not exist.
+        network: what connects these ranks, by default hosts of 8 ranks with 25 Gbit/s.
+        tflops: operations of each of these ranks, in TFLOP/s.
+
+    Returns:
+        The layouts that fit, the fastest first, then the others, that which needs least memory first. Those that do not divide
+        ``batch`` or the model are left out.
+
+    Raises:
+        ValueError: an argument is invalid, or the model has no blocks.
+    """
+    limit = memory if isinstance(memory, int) else parse_budget(memory).value
+    if isinstance(memory, str) and parse_budget(memory).kind != "bytes":
+        raise ValueError(f"memory must be bytes, such as '3GiB', not {memory!r}")
+
+    def sample(count: int) -> Sample:
+        made = make_sample(count)
+        return Sample(made if isinstance(made, tuple) else (made,), {}, loss)
+
+    given = Job(model, batch, int(limit), ranks or 1, network or Network(), sample, optimizer, precision)
+    if ranks is not None:
+        return given.counted(tflops).rows()
+    return given.measured().rows()
 
 
 def _limit(step: StepTime, waits: float, recomputing: float) -> str:

@@ -27,7 +27,8 @@ def sizes() -> ModelSizes:
 
 
 def split_of(way: str, ranks: int) -> Split:
-    return Split(ranks, 2 if way == "stages" else 1, 2 if way == "tensor" else 1, micro_batches=4, every=5)
+    stages = 2 if way == "stages" else 1
+    return Split(ranks, stages, 2 if way == "tensor" else 1, micro_batches=4 if stages > 1 else 1, every=5)
 
 
 def test_a_ring_passes_each_link_once() -> None:

@@ -48,6 +48,11 @@ COMMANDS = {
     "generate": _Entry(
         "hvd_ckpt.app.cli.generate", "generate", "Continue a text with a trained language model."
     ),
+    "layout": _Entry(
+        "hvd_ckpt.app.cli.layout",
+        "layout",
+        "Find the fastest layout of a job that fits the memory of its ranks.",
+    ),
     "plan": _Entry("hvd_ckpt.app.cli.plan", "plan", "Fit a model's training step into a memory budget."),
     "plot": _Entry("hvd_ckpt.app.cli.plot", "plot", "Draw the losses of training runs in one picture."),
     "train": _Entry(

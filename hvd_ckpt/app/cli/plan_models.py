@@ -6,6 +6,7 @@ data, so that a plan made for a model fits that model in training.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -55,7 +56,7 @@ def build(
         sizes: sizes of the batch and its content: ``batch``, and by kind of model ``length`` and ``vocabulary``, or ``pixels``,
             ``channels`` and ``classes``.
         options: options of the model.
-        device: for model and sample.
+        device: for model and sample; on ``meta``, no memory is taken.
 
     Raises:
         ValueError: there is no such model or function, it does not take what is given, or returns something else.
@@ -85,7 +86,8 @@ def _of_catalogue(
             )
     known.update(sizes)
     try:
-        model = entry.build(known, options)
+        with device if device.type == "meta" else contextlib.nullcontext():
+            model = entry.build(known, options)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if entry.folder is not None:

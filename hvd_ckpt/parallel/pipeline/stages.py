@@ -171,6 +171,10 @@ class _Held:
         return total
 
 
+Solvers = dict[tuple[int, int], Solver]
+"""By the number of micro-batches in flight, and the block at which a part ends."""
+
+
 class StagePlanner:
     """Planner of cuts and policies for one measured chain.
 
@@ -179,9 +183,16 @@ class StagePlanner:
             pseudo-blocks at its ends.
         blocks: the module of each block; at least as many as the layout has parts.
         layout: stages, micro-batches and schedule.
+        solvers: those that planners of this chain for other layouts have made, to which this one adds its own.
     """
 
-    def __init__(self, chain: Sequence[Block], blocks: Sequence[nn.Module], layout: StageLayout) -> None:
+    def __init__(
+        self,
+        chain: Sequence[Block],
+        blocks: Sequence[nn.Module],
+        layout: StageLayout,
+        solvers: Solvers | None = None,
+    ) -> None:
         self.layout = layout
         self._blocks = [replace(block, joins_next=False) for block in chain[1:-1]]
         self._behind = chain[-1]
@@ -189,7 +200,7 @@ class StagePlanner:
         self._inputs = [0, *(block.output for block in self._blocks[:-1])]
         self._held = _Held(blocks, layout.param_scale)
         self._in_flight = in_flight(layout.actions)
-        self._solvers: dict[tuple[int, int], Solver] = {}
+        self._solvers: Solvers = {} if solvers is None else solvers
         self._known: dict[tuple[int, int, int], tuple[Any, Any]] = {}
 
     # ------------------------------------------------------------------------------------------------ one part

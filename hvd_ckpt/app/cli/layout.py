@@ -1,0 +1,283 @@
+"""``hvd-ckpt layout``: the layouts of a job that fit the memory of its ranks, the fastest first.
+
+The exit status is 0 if a layout fits. It is 2 for an invalid argument, and if none fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from hvd_ckpt.app.cli.command_line import (
+    BadArgument,
+    OneLineErrors,
+    check_device,
+    console_for_tables,
+    progress_bar,
+    take_options,
+)
+from hvd_ckpt.app.models import catalog
+from hvd_ckpt.planning.budget import parse_budget
+from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.utils.extras import say_no_pictures
+from hvd_ckpt.utils.plain_data import write_text
+from hvd_ckpt.utils.text import show_bytes
+
+if TYPE_CHECKING:
+    from hvd_ckpt.prediction.computation import Sample
+    from hvd_ckpt.prediction.layouts import Job, LayoutRow
+    from hvd_ckpt.prediction.network import Network
+
+SHOWN = 10  # layouts that fit, and as many that do not
+WIDTH = 120  # of the table where the output is not a terminal
+COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
+CLUSTER = ("ranks", "local", "link", "local_link", "latency", "tflops")
+
+HELP = f"""Which layout? The fastest way to train a model on these ranks, within their memory.
+
+\b
+    horovodrun -np 8 hvd-ckpt layout --model gpt-small --batch 64 --memory 3GiB
+    hvd-ckpt layout --model gpt-small --batch 512 --memory 24GiB --ranks 64 --local 8 --tflops 50
+
+In a job, the links and the computation are measured. For a cluster that is not there, give its --ranks. Global batch and results
+are the same with every layout.
+
+Models: {catalog.overview()}; a folder of a Hugging Face model; or module:function, as for `hvd-ckpt plan`.
+"""
+
+
+def _rate(flag: str, help: str, default: float) -> Callable[[Any], Any]:
+    return click.option(flag, type=click.FloatRange(0, min_open=True), help=f"{help}  [default: {default:g}]")
+
+
+@click.command("layout", cls=OneLineErrors, help=HELP)
+@click.option("--model", "name", required=True, metavar="NAME", help="A name, a folder, or module:function.")
+@click.option("--model-option", "options", multiple=True, metavar="NAME=VALUE", help="Option of the model.")
+@click.option("--batch", required=True, type=click.IntRange(1), help="Samples of a step of all ranks.")
+@click.option("--memory", required=True, metavar="BYTES", help="Of each rank, such as 3GiB.")
+@click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]")
+@click.option("--vocabulary", type=click.IntRange(2), help="Number of different tokens.")
+@click.option("--pixels", type=click.IntRange(1), help="Side of an image or volume.  [default: by model]")
+@click.option("--channels", type=click.IntRange(1), help="Channels of an image or volume.")
+@click.option("--classes", type=click.IntRange(2), help="Classes of images or voxels.")
+@click.option("--optimizer", default="adamw", show_default=True, help="A class of torch.optim, lower case.")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="bf16 and fp16 run under autocast.",
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N; of each rank.")
+@click.option("--ranks", type=click.IntRange(1, 1 << 20), help="Of a cluster that is not there.")
+@click.option("--local", type=click.IntRange(1), help="Its ranks on each host.  [default: 8]")
+@_rate("--link", "Gbit/s between its hosts.", 25)
+@_rate("--local-link", "Gbit/s of a rank to others on its host.", 100)
+@_rate("--latency", "Microseconds of an empty message to another host.", 25)
+@_rate("--tflops", "TFLOP/s of a rank.", 50)
+@click.option(
+    "--output",
+    metavar="FILE",
+    help="Write the layout as settings of `hvd-ckpt train`, and a picture beside it.",
+)
+def layout(
+    name: str, options: tuple[str, ...], memory: str, device: str, output: str | None, **others: Any
+) -> None:
+    """The command; :data:`HELP` says what it does."""
+    from hvd_ckpt.utils.plain_data import named
+
+    cluster = take_options(others, CLUSTER, "--ranks, their number")
+    try:
+        limit = parse_budget(memory)
+        model_options = named("--model-option", options)
+    except ValueError as error:
+        raise BadArgument(f"--memory: {error}" if "budget" in str(error) else str(error)) from None
+    given = {option: others.pop(option) for option in ("batch", "optimizer", "precision")}
+    if limit.kind != "bytes":
+        raise BadArgument(f"--memory {memory}: give bytes, such as 3GiB")
+    sizes = {key: value for key, value in others.items() if value is not None}
+    with _saying() as say:
+        job = _job(name, sizes, model_options, int(limit.value), cluster, device, say, **given)
+        say("comparing layouts")
+        rows = job.rows()
+    if not job.first:
+        return
+    if not rows:
+        raise BadArgument(
+            f"--batch {job.batch}: it cannot be divided among {job.ranks} ranks; give a multiple"
+        )
+    _print(rows, job)
+    best = rows[0]
+    if not best.fits:
+        raise BadArgument(
+            f"--memory {memory}: no layout fits; the smallest memory that would do is {best.peak} bytes "
+            f"({show_bytes(best.peak)}), with {best.layout}"
+        )
+    settings = _settings(name, model_options, best, job)
+    flags = " ".join(
+        f"--{key.replace('_', '-')} {shlex.quote(str(value))}" for key, value in settings.items()
+    )
+    click.echo(f"Best: {best.layout}\n  horovodrun -np {job.ranks} hvd-ckpt train {flags}")
+    if output is not None:
+        _write(Path(output), settings, rows, job)
+
+
+@contextlib.contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    if launched_rank():
+        yield lambda text: None
+        return
+    with progress_bar(each=True) as progress:
+        task = progress.add_task("layouts", total=None)
+        yield lambda text: progress.update(task, description=text)
+
+
+def _job(
+    name: str,
+    sizes: dict[str, int],
+    options: dict[str, Any],
+    memory: int,
+    cluster: dict[str, Any],
+    device: str,
+    say: Callable[[str], None],
+    batch: int,
+    **others: Any,
+) -> Job:
+    """The job that is meant: a cluster that is not there, or this one, which is measured."""
+    import torch
+
+    from hvd_ckpt.app.cli.plan_models import build
+    from hvd_ckpt.prediction.computation import Sample
+    from hvd_ckpt.prediction.layouts import TFLOPS, Job
+
+    tflops, network = cluster.pop("tflops", TFLOPS), _network(cluster)
+    place = torch.device("meta") if cluster else check_device(device)
+
+    def built(samples: int) -> Any:
+        try:
+            return build(name, {**sizes, "batch": samples}, options, place)
+        except ValueError as error:
+            raise BadArgument(f"--model: {error}") from None
+
+    def sample(samples: int) -> Sample:
+        made = built(samples)
+        return Sample(made.sample, made.kwargs, made.loss)
+
+    job = Job(built(1).model, batch, memory, cluster.get("ranks", 1), network, sample, **others)
+    return job.counted(tflops) if cluster else job.measured(say)
+
+
+def _network(cluster: dict[str, Any]) -> Network:
+    from hvd_ckpt.prediction.network import Network
+
+    units = {
+        "link": ("bandwidth", 1e9 / 8),
+        "local_link": ("local_bandwidth", 1e9 / 8),
+        "latency": ("latency", 1e-6),
+    }
+    given = {field: cluster[flag] * unit for flag, (field, unit) in units.items() if flag in cluster}
+    ranks = cluster.get("ranks", 1)
+    network = Network(local=min(cluster.get("local", Network.local), ranks), **given)
+    if ranks % network.local:
+        raise BadArgument(f"--ranks {ranks}: give a multiple of --local {network.local}")
+    return network
+
+
+def _print(rows: Sequence[LayoutRow], job: Job) -> None:
+    table = Table(box=SIMPLE_HEAD, title=f"{job.ranks} ranks, {job.batch} samples", title_justify="left")
+    for title in ("layout", "MiB of a rank", "s of a step", "samples/s", "recomputing", "limit"):
+        words = title in ("layout", "limit")
+        table.add_column(title, justify="left" if words else "right", no_wrap=title != "layout")
+    fit = [row for row in rows if row.fits]
+    for row in fit[:SHOWN]:
+        table.add_row(
+            Text(str(row.layout)),
+            f"{row.peak / 2**20:.0f}",
+            f"{row.seconds:.4g}",
+            f"{job.batch / row.seconds:.4g}",
+            f"{row.recomputing:.0%}",
+            row.limit,
+        )
+    console = console_for_tables(WIDTH)
+    console.print(table)
+    others = rows[len(fit) :]
+    if len(fit) > SHOWN:
+        console.print(f"{len(fit) - SHOWN} others fit.")
+    for row in others[:SHOWN] if not fit else others[:3]:
+        console.print(f"{row.layout}: {show_bytes(row.peak - job.memory)} too large")
+    for tensor, reason in job.refused.items():
+        console.print(f"{tensor} parts: {reason}")
+
+
+def _settings(name: str, options: dict[str, Any], best: LayoutRow, job: Job) -> dict[str, Any]:
+    """The layout as settings of ``hvd-ckpt train``."""
+    layout = best.layout
+    chosen = {
+        "model": name,
+        "batch": job.batch // layout.replicas,
+        "accumulate": layout.micro_batches,
+        "shard": layout.shard,
+        "offload": layout.offload or "none",
+        "stages": layout.stages,
+        "tensor": layout.tensor,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        "budget": best.budget,
+    }
+    usual = {
+        "accumulate": 1,
+        "shard": "none",
+        "offload": "none",
+        "stages": 1,
+        "tensor": 1,
+        "precision": "fp32",
+    }
+    kept = {key: value for key, value in chosen.items() if value is not None and usual.get(key) != value}
+    return {**kept, **({"model_options": options} if options else {})}
+
+
+def _write(file: Path, settings: dict[str, Any], rows: Sequence[LayoutRow], job: Job) -> None:
+    import yaml
+
+    try:
+        write_text(yaml.safe_dump(settings, sort_keys=False), file)
+    except OSError as error:
+        raise BadArgument(f"--output {file}: {error.strerror}") from None
+    click.echo(f"Settings: {file}")
+    try:
+        _draw(file.with_suffix(".png"), rows, job)
+    except ImportError as error:
+        say_no_pictures(error)
+    else:
+        click.echo(f"Picture: {file.with_suffix('.png')}")
+
+
+def _draw(file: Path, rows: Sequence[LayoutRow], job: Job) -> None:
+    """Memory against seconds: a point for each layout that fits, a ring around the best, a line at the limit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    fit = [row for row in rows if row.fits]
+    for limit, color in COLORS.items():
+        chosen = [row for row in fit if row.limit == limit]
+        axes.scatter(
+            [row.peak / 2**20 for row in chosen], [row.seconds for row in chosen], 14, color, label=limit
+        )
+    best = fit[0]
+    axes.scatter([best.peak / 2**20], [best.seconds], 90, facecolors="none", edgecolors="black")
+    axes.annotate(
+        str(best.layout), (best.peak / 2**20, best.seconds), (0, -14), textcoords="offset points", ha="right"
+    )
+    axes.axvline(job.memory / 2**20, color="gray", linestyle=":")
+    axes.set(xlabel="MiB of a rank", ylabel="seconds of a step", yscale="log")
+    axes.legend(title="limit", frameon=False)
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,193 @@
+"""The network of the running job, measured in seconds: :func:`measure`.
+
+Two numbers of each collective, the seconds of an empty one and those of each byte, are fitted by least squares to three sizes.
+They correct the formulas of :class:`hvd_ckpt.prediction.network.Network`, which then hold for other numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.torch import mpi_ops
+
+from hvd_ckpt.prediction.network import Cost, Network
+from hvd_ckpt.processes import runtime
+from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current
+from hvd_ckpt.processes.launchers import adopt_launcher, whole_in
+from hvd_ckpt.reduction.collectives import wait
+
+SIZES = (1 << 16, 1 << 20, 1 << 23)  # bytes
+ROUNDS = 5
+TOGETHER = 3  # collectives under way at a time, as in a step
+BUSY = 1 << 20  # elements, with which a rank computes to see whether others slow it down
+
+
+@dataclass(frozen=True)
+class MeasuredNetwork(Network):
+    """A network whose formulas are corrected by what was measured on ``ranks`` ranks.
+
+    Attributes:
+        measured: seconds of an empty collective and of each byte, by the formula's name.
+    """
+
+    ranks: int = 1
+    measured: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def _corrected(self, name: str, formula: Callable[[float, int], Cost], nbytes: float, ranks: int) -> Cost:
+        cost, empty = formula(nbytes, ranks), formula(0, ranks).seconds
+        if ranks == 1 or name not in self.measured:
+            return cost
+        base, unit = formula(0, self.ranks).seconds, SIZES[-1]
+        each = (formula(unit, self.ranks).seconds - base) / unit
+        start, rate = self.measured[name]
+        return cost._replace(seconds=start * empty / base + rate / each * (cost.seconds - empty))
+
+    def ring(self, nbytes: float, ranks: int, rounds: int = 1) -> Cost:
+        def formula(size: float, count: int) -> Cost:
+            return Network.ring(self, size, count, rounds)
+
+        return self._corrected("allreduce" if rounds == 2 else "all_gather", formula, nbytes, ranks)
+
+    def scatter(self, nbytes: float, ranks: int) -> Cost:
+        def formula(size: float, count: int) -> Cost:
+            return Network.scatter(self, size, count)
+
+        return self._corrected("scatter", formula, nbytes, ranks)
+
+    def agreement(self, ranks: int) -> Cost:
+        return Cost(0.0)  # is in each measured collective
+
+
+def measure() -> MeasuredNetwork:
+    """The network of this job. Collective.
+
+    Horovod starts twice where it does not run yet: first with a stage for each process, to time messages between processes. Where
+    it runs, messages are taken to be as fast as those of an all-gather.
+    """
+    adopt_launcher()
+    size = (
+        hvd.size()
+        if hvd.is_initialized()
+        else whole_in("HOROVOD_SIZE") or whole_in("OMPI_COMM_WORLD_SIZE") or 1
+    )
+    messages: list[tuple[float, float]] = []
+    if size > 1 and not hvd.is_initialized():
+        runtime.init(stages=size)
+        grid = current()
+        messages = [_message(grid, distance) for distance in (1, grid.local_size % size or 1)]
+        hvd.shutdown()
+    runtime.init()
+    local, fits = hvd.local_size(), [_fitted(start) for start in _STARTS.values()] if size > 1 else []
+    if fits and not messages:
+        start, unit = fits[-1]
+        messages = [(start / (size - 1), unit * size / (size - 1))] * 2
+    own = torch.tensor([messages + fits or [(Network.local_latency, 1 / Network.local_bandwidth)] * 2])
+    everyone = mpi_ops.allgather(own.double(), name="hvd_ckpt.links")
+    near, far, *rest = everyone.median(0).values.tolist()
+    return MeasuredNetwork(
+        local=local,
+        bandwidth=local / far[1],
+        local_bandwidth=1 / near[1],
+        latency=far[0],
+        local_latency=near[0],
+        message=0.0,
+        cycle=0.0,
+        controller=runtime.controller(),
+        ranks=size,
+        measured=dict(zip(_STARTS, map(tuple, rest))),
+    )
+
+
+def crowding() -> float:
+    """How much longer a rank computes while all ranks do, than alone. Collective."""
+    values = torch.ones(BUSY)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for _ in range(20):
+            values.mul_(1.0001)
+            torch.mm(values[: 1 << 16].view(256, 256), values[: 1 << 16].view(256, 256))
+        return time.perf_counter() - start
+
+    alone, together = [], []
+    for number in range(2 * ROUNDS):
+        hvd.barrier()
+        if number % 2:
+            together.append(seconds())
+        elif hvd.rank() == 0:
+            alone.append(seconds())
+    ratio = statistics.median(together) / statistics.median(alone) if alone else 1.0
+    return max(1.0, float(mpi_ops.broadcast(torch.tensor(ratio), 0, name="hvd_ckpt.crowding")))
+
+
+def _message(grid: Grid, distance: int) -> tuple[float, float]:
+    """Seconds of an empty message and of each byte, where each process sends to the one so far ahead and all do at a time."""
+    after, before = ((grid.number + step) % grid.size for step in (distance, -distance))
+    link: Any = grid.link
+
+    def exchange(nbytes: int) -> None:
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        requests = [
+            (request, before) for request in link.receive(torch.empty_like(memory), before, FIRST_TAG)
+        ]
+        requests += [(request, after) for request in link.send(memory, after, FIRST_TAG)]
+        for request, other in requests:
+            link.wait(request, "a message that is timed", other)
+
+    return _line(exchange)
+
+
+def _allreduce(nbytes: int, name: str) -> int:
+    handle: int = mpi_ops.allreduce_async_(torch.zeros(nbytes // 4), op=mpi_ops.Sum, name=name)
+    return handle
+
+
+def _scatter(nbytes: int, name: str) -> int:
+    handle: int = mpi_ops.alltoall_async(torch.zeros(nbytes // 4 // hvd.size() * hvd.size()), name=name)
+    return handle
+
+
+def _all_gather(nbytes: int, name: str) -> int:
+    handle: int = mpi_ops.allgather_async(torch.zeros(nbytes // 4 // hvd.size()), name=name)
+    return handle
+
+
+_STARTS = {"allreduce": _allreduce, "scatter": _scatter, "all_gather": _all_gather}
+
+
+def _fitted(start: Callable[[int, str], int]) -> tuple[float, float]:
+    def together(nbytes: int) -> None:
+        hvd.barrier()
+        names = [f"hvd_ckpt.links.{number}" for number in range(TOGETHER)]
+        for handle, name in [(start(nbytes, name), name) for name in names]:
+            wait(handle, name)
+
+    barrier = _median(lambda: hvd.barrier())
+    base, unit = _line(together)
+    return max(base - barrier, 0.0) / TOGETHER, unit / TOGETHER
+
+
+def _line(run: Callable[[int], None]) -> tuple[float, float]:
+    """Seconds of nothing and of each byte, by least squares of what the sizes take."""
+    taken = [_median(lambda nbytes=nbytes: run(nbytes)) for nbytes in SIZES]  # type: ignore[misc]
+    weights = 1 / np.array(taken)  # relative errors: small messages count as large ones do
+    rows = np.stack((np.ones(len(SIZES)), np.array(SIZES, dtype=float)), axis=1)
+    base, unit = np.linalg.lstsq(rows * weights[:, None], np.array(taken) * weights, rcond=None)[0]
+    return max(float(base), 0.0), max(float(unit), 1e-12)
+
+
+def _median(run: Callable[[], Any]) -> float:
+    run()
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,166 @@
+"""Layouts of a job: which fit, which is fastest, what limits it, and the settings that a command writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from torch.nn import functional
+
+import hvd_ckpt as hc
+from hvd_ckpt.app.cli.layout import layout as command
+from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.prediction.computation import Sample, counted, measured
+from hvd_ckpt.prediction.layouts import Job, LayoutRow
+from hvd_ckpt.prediction.network import Network
+
+SIZES = {"vocabulary": 1024, "length": 128, "width": 256, "heads": 8, "layers": 6}
+MIB = 1 << 20
+DEFAULT = Network()
+
+
+def job(
+    memory: float, ranks: int = 8, batch: int = 64, network: Network = DEFAULT, tflops: float = 1.0
+) -> Job:
+    with torch.device("meta"):
+        model = gpt(**SIZES)
+
+    def sample(samples: int) -> Sample:
+        return Sample((torch.zeros(samples, SIZES["length"], dtype=torch.long, device="meta"),), {}, None)
+
+    return Job(model, batch, int(memory * MIB), ranks, network, sample).counted(tflops)
+
+
+def fitting(rows: list[LayoutRow]) -> list[LayoutRow]:
+    return [row for row in rows if row.fits]
+
+
+def test_rows_that_fit_stay_within_the_memory_and_the_fastest_is_first() -> None:
+    rows = job(400).rows()
+    fit = fitting(rows)
+    assert fit and fit == rows[: len(fit)]
+    assert all(row.peak <= 400 * MIB for row in fit) and all(row.peak > 400 * MIB for row in rows[len(fit) :])
+    assert [row.seconds for row in fit] == sorted(row.seconds for row in fit)
+    assert len({row.layout for row in rows}) == len(rows)
+    for row in rows:
+        layout = row.layout
+        assert layout.replicas * layout.stages * layout.tensor == 8
+        assert layout.samples(64) * layout.micro_batches * layout.replicas == 64
+
+
+def test_less_memory_is_never_faster_and_recomputes_more() -> None:
+    found = [job(memory).rows()[0] for memory in (2000, 400, 150)]
+    assert [row.seconds for row in found] == sorted(row.seconds for row in found)
+    plain = [
+        next(row for row in job(memory).rows() if str(row.layout) == "data parallel")
+        for memory in (2000, 170)
+    ]
+    assert plain[0].fits and plain[1].fits
+    assert plain[0].recomputing == 0 < plain[1].recomputing
+    assert plain[0].budget is None and plain[1].budget is not None
+
+
+def test_where_nothing_fits_the_first_needs_least() -> None:
+    rows = job(5).rows()
+    assert not fitting(rows)
+    assert rows[0].peak == min(row.peak for row in rows) > 5 * MIB
+
+
+def test_slow_links_between_hosts_are_the_limit_and_stages_send_less_over_them() -> None:
+    fast = job(
+        4000, network=Network(local=4, bandwidth=1e12, local_bandwidth=1e12, latency=0, message=0, cycle=0)
+    )
+    slow = job(4000, network=Network(local=4, bandwidth=1e7))
+    assert fast.rows()[0].limit == "computation"
+    one = {str(row.layout): row for row in slow.rows()}
+    assert one["data parallel"].limit == "link"
+    assert slow.rows()[0].layout.stages > 1
+    assert slow.rows()[0].seconds < one["data parallel"].seconds
+
+
+def test_parts_of_layers_stay_within_a_host() -> None:
+    assert {row.layout.tensor for row in job(4000, network=Network(local=2)).rows()} == {1, 2}
+
+
+def test_counted_computation_is_near_the_measured_one() -> None:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "layers": 2, "width": 128}
+    model = gpt(**sizes)
+    with torch.device("meta"):
+        meta = gpt(**sizes)
+    tokens = torch.randint(0, SIZES["vocabulary"], (8, SIZES["length"]))
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
+
+    by_hand = counted(meta, Sample((tokens.to("meta"),), {}, loss), 1, 1e12)
+    real = measured(model, Sample((tokens,), {}, loss), 1, lambda text: None, chunk_head=False)
+    kept, whole = by_hand.passes(1 << 40), real.passes(1 << 40)
+    assert kept is not None and whole is not None
+    assert kept.peak == pytest.approx(whole.peak, rel=0.2)
+    assert by_hand.smallest == pytest.approx(real.smallest, rel=0.2)
+    assert len(by_hand.blocks) == len(real.blocks) == len(kept.forward)
+
+
+OWN = """
+import torch
+
+def make(batch=8):
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
+    return torch.nn.Sequential(*layers), (torch.randn(batch, 64),), lambda output: output.square().mean()
+"""
+
+
+def test_layouts_from_python_for_a_cluster_that_is_not_there() -> None:
+    with torch.device("meta"):
+        model = gpt(**SIZES)
+
+    def make_sample(count: int) -> torch.Tensor:
+        return torch.zeros(count, SIZES["length"], dtype=torch.long, device="meta")
+
+    rows = hc.layouts(model, make_sample, batch=64, memory="400MiB", ranks=8, tflops=1.0)
+    assert [row.layout for row in rows] == [row.layout for row in job(400).rows()]
+    with pytest.raises(ValueError, match="memory must be bytes"):
+        hc.layouts(model, make_sample, batch=64, memory="80%", ranks=8)
+
+
+def test_the_command_writes_settings_of_the_best(tmp_path) -> None:
+    file = tmp_path / "best.yaml"
+    given = ["--model", "gpt-tiny", "--batch", "32", "--memory", "1GiB", "--ranks", "4", "--local", "2"]
+    result = CliRunner().invoke(command, [*given, "--tflops", "1", "--output", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "Best:" in result.output and "horovodrun -np 4 hvd-ckpt train --model gpt-tiny" in result.output
+    settings = yaml.safe_load(file.read_text())
+    assert settings["model"] == "gpt-tiny"
+    replicas = 4 // settings.get("stages", 1) // settings.get("tensor", 1)
+    assert settings["batch"] * replicas == 32
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "12"], "no layout fits; the smallest memory that would do is"),
+        (["--memory", "0.5x"], "give bytes, such as 3GiB"),
+        (["--memory", "a lot"], "--memory"),
+        (["--batch", "3", "--local", "1"], "--batch 3: it cannot be divided among 4 ranks"),
+        (["--ranks", "6", "--local", "4"], "--ranks 6: give a multiple of --local 4"),
+        (["--model", "gpt-tinny"], "did you mean 'gpt-tiny'"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_status_2(arguments, message) -> None:
+    given = {"--model": "gpt-tiny", "--batch": "32", "--memory": "1GiB", "--ranks": "4"}
+    given |= dict(zip(arguments[::2], arguments[1::2]))
+    result = CliRunner().invoke(command, [word for pair in given.items() for word in pair])
+    assert result.exit_code == 2 and message in result.output
+    assert result.output.strip().splitlines()[-1].startswith("Error: ")
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch) -> None:
+    (tmp_path / "own_layouts.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ["--model", "own_layouts:make", "--batch", "16", "--memory", "64MiB", "--ranks", "2"]
+    result = CliRunner().invoke(command, given)
+    assert result.exit_code == 0, result.output
