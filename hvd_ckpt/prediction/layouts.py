@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,9 +218,16 @@ class Job:
                 for count in sorted({stages} | {stages * tensor * share for share in SHARES}):
                     if self.batch % (replicas * count):
                         continue
-                    for shard in STAGES if replicas > 1 else STAGES[:1]:
+                    # A gradient that stages share is whole on each of them.
+                    most = 1 if replicas == 1 else 2 if stages > 1 and self._has_shared else len(STAGES)
+                    for shard in STAGES[:most]:
                         for offload in (None, "optimizer") if shard != "none" else (None,):
                             yield TrainingLayout(self.ranks, shard, offload, stages, tensor, count)
+
+    @functools.cached_property
+    def _has_shared(self) -> bool:
+        users = Counter(parameter for block in self.model.children() for parameter in block.parameters())
+        return max(users.values(), default=0) > 1
 
     def _row(self, layout: TrainingLayout) -> LayoutRow | None:
         if layout.tensor in self.refused:

@@ -26,6 +26,7 @@ from hvd_ckpt.reduction.collectives import wait
 SIZES = (1 << 16, 1 << 20, 1 << 23)  # bytes
 ROUNDS = 5
 TOGETHER = 3  # collectives under way at a time, as in a step
+LEAST = 1e-6  # seconds of a message: clocks tell no less
 BUSY = 1 << 20  # elements, with which a rank computes to see whether others slow it down
 
 
@@ -171,7 +172,7 @@ def _fitted(start: Callable[[int, str], int]) -> tuple[float, float]:
 
     barrier = _median(lambda: hvd.barrier())
     base, unit = _line(together)
-    return max(base - barrier, 0.0) / TOGETHER, unit / TOGETHER
+    return max(base - barrier, LEAST) / TOGETHER, unit / TOGETHER
 
 
 def _line(run: Callable[[int], None]) -> tuple[float, float]:
@@ -180,7 +181,7 @@ def _line(run: Callable[[int], None]) -> tuple[float, float]:
     weights = 1 / np.array(taken)  # relative errors: small messages count as large ones do
     rows = np.stack((np.ones(len(SIZES)), np.array(SIZES, dtype=float)), axis=1)
     base, unit = np.linalg.lstsq(rows * weights[:, None], np.array(taken) * weights, rcond=None)[0]
-    return max(float(base), 0.0), max(float(unit), 1e-12)
+    return max(float(base), LEAST), max(float(unit), LEAST / SIZES[-1])
 
 
 def _median(run: Callable[[], Any]) -> float:

@@ -8,12 +8,14 @@ it reports each block that it allocates or frees to the profiler. The same work 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from hvd_ckpt.utils.torch_private import DeviceType, profiler_enabled
@@ -64,6 +66,17 @@ def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
         yield memory
         marks.mark("end")
     memory.peak_bytes, memory.held_bytes = marks.marks[-1].peak_bytes, marks.marks[-1].bytes
+
+
+def held_bytes() -> int:
+    """Bytes of the memory of all tensors of this process that Python knows."""
+    gc.collect()
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    }
+    return sum(storages.values())
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,15 @@ The exit status is 0 if a layout fits. It is 2 for an invalid argument, and if n
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import shlex
+import shutil
+import statistics
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from hvd_ckpt.prediction.layouts import Job, LayoutRow
     from hvd_ckpt.prediction.network import Network
 
+TRIED_STEPS = 7
 SHOWN = 10  # layouts that fit, and as many that do not
 WIDTH = 120  # of the table where the output is not a terminal
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
@@ -84,17 +92,32 @@ def _rate(flag: str, help: str, default: float) -> Callable[[Any], Any]:
 @_rate("--latency", "Microseconds of an empty message to another host.", 25)
 @_rate("--tflops", "TFLOP/s of a rank.", 50)
 @click.option(
+    "--try",
+    "trials",
+    type=click.IntRange(1),
+    metavar="K",
+    help="Train a few steps with each of the K best, and take the fastest.",
+)
+@click.option(
     "--output",
     metavar="FILE",
     help="Write the layout as settings of `hvd-ckpt train`, and a picture beside it.",
 )
 def layout(
-    name: str, options: tuple[str, ...], memory: str, device: str, output: str | None, **others: Any
+    name: str,
+    options: tuple[str, ...],
+    memory: str,
+    device: str,
+    output: str | None,
+    trials: int | None,
+    **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
     from hvd_ckpt.utils.plain_data import named
 
     cluster = take_options(others, CLUSTER, "--ranks, their number")
+    if cluster and trials:
+        raise BadArgument(f"--try {trials}: it needs the ranks; leave --ranks out")
     try:
         limit = parse_budget(memory)
         model_options = named("--model-option", options)
@@ -108,6 +131,8 @@ def layout(
         job = _job(name, sizes, model_options, int(limit.value), cluster, device, say, **given)
         say("comparing layouts")
         rows = job.rows()
+        best = [row for row in rows if row.fits][: trials or 0]
+        measured = [_tried(_settings(name, sizes, model_options, row, job), say) for row in best]
     if not job.first:
         return
     if not rows:
@@ -116,12 +141,14 @@ def layout(
         )
     _print(rows, job)
     best = rows[0]
+    if measured:
+        best = rows[_print_trials(rows, measured, job.memory)]
     if not best.fits:
         raise BadArgument(
             f"--memory {memory}: no layout fits; the smallest memory that would do is {best.peak} bytes "
             f"({show_bytes(best.peak)}), with {best.layout}"
         )
-    settings = _settings(name, model_options, best, job)
+    settings = _settings(name, sizes, model_options, best, job)
     flags = " ".join(
         f"--{key.replace('_', '-')} {shlex.quote(str(value))}" for key, value in settings.items()
     )
@@ -217,7 +244,9 @@ def _print(rows: Sequence[LayoutRow], job: Job) -> None:
         console.print(f"{tensor} parts: {reason}")
 
 
-def _settings(name: str, options: dict[str, Any], best: LayoutRow, job: Job) -> dict[str, Any]:
+def _settings(
+    name: str, sizes: dict[str, int], options: dict[str, Any], best: LayoutRow, job: Job
+) -> dict[str, Any]:
     """The layout as settings of ``hvd-ckpt train``."""
     layout = best.layout
     chosen = {
@@ -231,6 +260,7 @@ def _settings(name: str, options: dict[str, Any], best: LayoutRow, job: Job) -> 
         "precision": job.precision,
         "optimizer": job.optimizer,
         "budget": best.budget,
+        **{"sequence_length" if size == "length" else size: value for size, value in sizes.items()},
     }
     usual = {
         "accumulate": 1,
@@ -242,6 +272,72 @@ def _settings(name: str, options: dict[str, Any], best: LayoutRow, job: Job) -> 
     }
     kept = {key: value for key, value in chosen.items() if value is not None and usual.get(key) != value}
     return {**kept, **({"model_options": options} if options else {})}
+
+
+def _flags(settings: dict[str, Any]) -> Iterator[str]:
+    for key, value in settings.items():
+        flag = f"--{key.replace('_', '-')}"
+        if key == "model_options":
+            yield from (f"--model-option {name}={option}" for name, option in value.items())
+        else:
+            yield f"{flag} {shlex.quote(str(value))}"
+
+
+def _print_trials(rows: Sequence[LayoutRow], measured: Sequence[tuple[float, int] | str], memory: int) -> int:
+    """Prints what was measured beside what was predicted; returns the number of the fastest that stays within the memory."""
+    table = Table(box=SIMPLE_HEAD, title="tried", title_justify="left")
+    for title in ("layout", "s of a step", "predicted", "MiB of a rank", "estimated"):
+        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=title != "layout")
+    best, least = 0, (True, math.inf)
+    for number, (row, found) in enumerate(zip(rows, measured)):
+        if isinstance(found, str):
+            table.add_row(Text(f"{row.layout}: {found}"))
+            continue
+        seconds, peak = found
+        mib = (f"{value / 2**20:.0f}" for value in (peak, row.peak))
+        table.add_row(Text(str(row.layout)), f"{seconds:.4g}", f"{row.seconds:.4g}", *mib)
+        if (peak > memory, seconds) < least:
+            best, least = number, (peak > memory, seconds)
+    console_for_tables(WIDTH).print(table)
+    return best
+
+
+def _tried(settings: dict[str, Any], say: Callable[[str], None]) -> tuple[float, int] | str:
+    """Seconds of a step of training with these settings, and bytes of its peak, of the rank that needs most; or why it does not
+    run. Starts Horovod anew. Collective."""
+    import horovod.torch as hvd
+
+    from hvd_ckpt.app.training.build import assemble_in_turn
+    from hvd_ckpt.app.training.config import Config
+    from hvd_ckpt.app.training.trainer import Trainer
+    from hvd_ckpt.processes import runtime
+    from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process
+    from hvd_ckpt.utils.memory import held_bytes, recording_peak
+
+    hvd.shutdown()
+    runtime.init(stages=settings.get("stages", 1), tensor=settings.get("tensor", 1))
+
+    def run(steps: int, recording: bool) -> tuple[list[float], int]:
+        folder = of_first_process(tempfile.mkdtemp(prefix="hvd_ckpt-layout-"), "hvd_ckpt.layout.folder")
+        config = Config.make({**settings, "steps": steps, "output": f"{folder}/run"})
+        ends: list[float] = []
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            trainer = Trainer(config, *assemble_in_turn(config))
+            held = held_bytes()
+            with recording_peak(trainer.device) if recording else contextlib.nullcontext() as peak:
+                trainer.run(lambda: ends.append(time.perf_counter()))
+        shutil.rmtree(folder, ignore_errors=True)
+        return ends, 0 if peak is None else held + peak.peak_bytes
+
+    say("trying " + " ".join(_flags(settings)))
+    try:
+        ends, _ = run(TRIED_STEPS, recording=False)
+    except ValueError as error:
+        return str(error)
+    _, peak = run(3, recording=True)  # by itself, since recording slows steps down
+    slowest = statistics.median(end - begin for begin, end in pairwise(ends[1:]))
+    values: list[tuple[float, int]] = of_all_processes((slowest, peak), "hvd_ckpt.layout.tried")
+    return max(value for value, _ in values), max(peak for _, peak in values)
 
 
 def _write(file: Path, settings: dict[str, Any], rows: Sequence[LayoutRow], job: Job) -> None:
