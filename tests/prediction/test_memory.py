@@ -1,4 +1,4 @@
-"""Tests of estimates: bytes by formula, thousands of ranks, bad arguments, and the tables of the command."""
+"""Tests of estimates: bytes by formula, thousands of ranks, bad arguments."""
 
 from __future__ import annotations
 
@@ -6,21 +6,10 @@ import re
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.cli import plan as command
 from hvd_ckpt.app.models.gpt import gpt
-
-OWN = """
-import torch
-
-def make():
-    torch.manual_seed(1)
-    layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU()) for _ in range(3)]
-    return torch.nn.Sequential(*layers), (torch.randn(64, 32),), lambda output: output.square().mean()
-"""
 
 
 def meta_model() -> nn.Module:
@@ -151,45 +140,3 @@ def test_what_is_wrong_is_said_in_a_sentence(arguments, options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         hc.estimate_memory(meta_model(), *arguments, **options)
     assert "\n" not in str(caught.value)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    (tmp_path / "own_model_to_estimate.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hvd_ckpt.planning.kinds._SECONDS_PER_KIND", 0.0)
-    monkeypatch.setattr("hvd_ckpt.app.cli.plan.ROUNDS", 1)
-
-    def run(*options):
-        arguments = ["--model", "own_model_to_estimate:make", "--output", "made", *options]
-        return CliRunner().invoke(command.plan, arguments)
-
-    return run
-
-
-def test_command_shows_all_stages_and_the_parts_of_the_chosen_stage(run):
-    result = run(
-        "--np", "4096", "--shard", "3", "--offload", "optimizer", "--optimizer", "sgd", "--wire", "int8"
-    )
-    assert result.exit_code == 0, result.output
-    rows = re.findall(r"^ *(\d+) ((?: +\*? *[\d.]+ \w+){6}) *$", result.output, re.MULTILINE)
-    assert [int(ranks) for ranks, _ in rows] == [1 << power for power in range(13)]
-    assert rows[-1][1].split("*")[0].count("iB") == 4  # the chosen one is the fifth
-    assert "shard 3 (parameters split), 4096 ranks, optimizer offloaded" in result.output
-    assert re.search(r"^peak, in the \w+ pass +[\d.]+ \w+$", result.output, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--shard", "3"), "--shard 3: give --np"),
-        (("--np", "2", "--shard", "parameter"), "--shard: shard must be one of"),
-        (("--np", "2", "--offload", "optimizer"), "give --shard"),
-        (("--np", "2", "--wire", "int3"), "--wire: unknown wire format"),
-        (("--np", "2", "--optimizer", "adamv"), "--optimizer: no optimizer 'adamv'"),
-    ],
-)
-def test_the_command_refuses_what_is_wrong_before_it_plans(run, options, message):
-    result = run(*options)
-    assert result.exit_code == 2 and message in result.output
-    assert len(result.output.splitlines()) == 1

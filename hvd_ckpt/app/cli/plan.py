@@ -26,7 +26,6 @@ from hvd_ckpt.app.cli.command_line import (
     progress_bar,
     take_options,
 )
-from hvd_ckpt.app.cli.plan_cluster import Cluster, cluster_of
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.parallel.pipeline.schedule import NAMES
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
@@ -96,24 +95,6 @@ below that you give.
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
 @click.option("--load", "file", metavar="FILE", help="Measure the plan in this file instead of making one.")
 @click.option(
-    "--np",
-    "ranks",
-    type=click.IntRange(1, MOST_RANKS),
-    help="Also estimate the memory of each rank of clusters up to this size.",
-)
-@click.option(
-    "--shard",
-    metavar="STAGE",
-    help="Show the parts of this stage of sharding: none, optimizer, gradients, parameters, or 0 to 3.  [default: none]",
-)
-@click.option(
-    "--offload",
-    type=click.Choice(["optimizer", "parameters"]),
-    help="Show the estimate with this state offloaded.",
-)
-@click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
-@click.option("--wire", help="Communication format of shards: fp32, fp16, bf16, int8, int4.  [default: fp32]")
-@click.option(
     "--stages",
     type=click.IntRange(1, MOST_RANKS),
     help="Plan for this many pipeline stages; the budget is then for one stage, and --batch is a micro-batch.",
@@ -157,10 +138,9 @@ def plan(
     except ValueError as error:
         raise BadArgument(str(error)) from None
     place = check_device(device)
-    cluster = cluster_of(others)
-    if request.layout is not None and (file is not None or cluster is not None):
+    if request.layout is not None and file is not None:
         raise BadArgument(
-            f"--stages {request.layout.stages}: leave out --load and --np, which are for a model without stages"
+            f"--stages {request.layout.stages}: leave out --load, which is for a model without stages"
         )
     # A plan file is read first: a model may take minutes to build.
     loaded = _load(file) if file is not None else None
@@ -176,7 +156,7 @@ def plan(
         chosen, baseline, unmet = _planned(job, loaded, request)
     except BudgetError as error:
         raise BadArgument(f"--budget {request.given}: {error}") from None
-    _report(chosen, baseline, folder, job, cluster, request.precision)
+    _report(chosen, baseline, folder)
     if unmet is not None:
         nearest = unmet.smallest
         share = nearest / chosen.baseline.peak_bytes
@@ -377,9 +357,7 @@ def _measured(chosen: Plan, step: Step, say: Callable[[str], None]) -> tuple[Pla
     return chosen, costs.get("before")
 
 
-def _report(
-    chosen: Plan, baseline: Cost | None, folder: Path, job: Job, cluster: Cluster | None, precision: str
-) -> None:
+def _report(chosen: Plan, baseline: Cost | None, folder: Path) -> None:
     """Prints the tables and writes the files."""
     from hvd_ckpt.app.cli import plan_show
 
@@ -387,8 +365,6 @@ def _report(
     plan_show.print_plan(chosen, console, baseline)
     if chosen.pipeline is not None:
         plan_show.print_stages(chosen, console)
-    if cluster is not None:
-        cluster.show(job, chosen, precision, console)
     chosen.save(folder / "plan.json")
     click.echo(f"Plan: {folder / 'plan.json'}")
     try:
