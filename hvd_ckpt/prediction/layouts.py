@@ -283,13 +283,13 @@ class Job:
         pipeline: PipelinePlan | None = None,
     ) -> LayoutRow:
         count = layout.micro_batches
-        blocks = [nn.ModuleList(map(self.model.get_submodule, names)) for names in computation.names]
-        whole = [[each * count * layout.tensor for each in seconds] for seconds in passes[1:3]]
+        forward, backward = ([each * count * layout.tensor for each in seconds] for seconds in passes[1:3])
         sizes = ModelSizes(
             self.model,
-            *(whole if pipeline is None else [[0.0] * len(blocks)] * 2),
+            forward,
+            backward,
             activation=computation.boundary * count,
-            blocks=blocks,
+            blocks=[nn.ModuleList(map(self.model.get_submodule, names)) for names in computation.names],
             cuts=None if pipeline is None else (passes.forward, passes.backward),
         )
         split = Split(layout.ranks, layout.stages, layout.tensor, count)

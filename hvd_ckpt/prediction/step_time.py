@@ -190,9 +190,11 @@ class ModelSizes:
     _named: list[tuple[str, Any]] = field(init=False)
     _block_of: dict[int, int] = field(init=False)
     _users: Counter[int] = field(init=False)
+    _blocks: int = field(init=False)  # their number
 
     def __post_init__(self) -> None:
         blocks = list(self.model.children()) if self.blocks is None else self.blocks
+        self._blocks = len(blocks)
         self._named = list(self.model.named_parameters())
         # A parameter of two blocks has its gradient when the backward pass is through the first one.
         self._block_of = {id(parameter): len(blocks) - 1 for _, parameter in self._named} | {
@@ -392,7 +394,7 @@ class ModelSizes:
         if split.parts > 1:
             for _ in range(count):
                 self._exchanges(step, split)
-        blocks = [(last.end - last.start) / len(self.backward)] * len(self.backward)
+        blocks = [(last.end - last.start) / self._blocks] * self._blocks
         if way in ("gradients", "parameters"):
             self._scattered(step, split, "scatter", blocks)
         else:
@@ -406,7 +408,7 @@ class ModelSizes:
         # Two parts exchange all; more scatter and gather.
         nbytes = self.activation // split.micro_batches
         each, sums = (nbytes, 1) if split.parts == 2 else (nbytes // split.parts, 2)
-        for _ in range(6 * sums * len(self.forward) // split.stages):
+        for _ in range(6 * sums * self._blocks // split.stages):
             step.wait(step.launch("exchange", each))
 
 

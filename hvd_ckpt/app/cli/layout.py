@@ -131,8 +131,8 @@ def layout(
         job = _job(name, sizes, model_options, int(limit.value), cluster, device, say, **given)
         say("comparing layouts")
         rows = job.rows()
-        best = [row for row in rows if row.fits][: trials or 0]
-        measured = [_tried(_settings(name, sizes, model_options, row, job), say) for row in best]
+        tried = [row for row in rows if row.fits][: trials or 0]
+        measured = [_tried(_settings(name, sizes, model_options, row, job), say) for row in tried]
     if not job.first:
         return
     if not rows:
