@@ -11,6 +11,7 @@ models that they compile or that are written for them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -204,7 +205,12 @@ class Job:
         return rows
 
     def _sorted(self) -> list[LayoutRow]:
-        found = [row for layout in self.layouts() if (row := self._row(layout)) is not None]
+        found: list[LayoutRow] = []
+        # Ctrl-C ends the search, and what is known is the answer.
+        with contextlib.suppress(KeyboardInterrupt):
+            for layout in self.layouts():
+                row = self._row(layout)
+                found += [] if row is None else [row]
         return sorted(
             found, key=lambda row: (not row.fits, row.seconds if row.fits else row.peak, len(str(row.layout)))
         )

@@ -322,8 +322,9 @@ def _tried(settings: dict[str, Any], say: Callable[[str], None]) -> tuple[float,
         config = Config.make({**settings, "steps": steps, "output": f"{folder}/run"})
         ends: list[float] = []
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            before = held_bytes()
             trainer = Trainer(config, *assemble_in_turn(config))
-            held = held_bytes()
+            held = held_bytes() - before
             with recording_peak(trainer.device) if recording else contextlib.nullcontext() as peak:
                 trainer.run(lambda: ends.append(time.perf_counter()))
         shutil.rmtree(folder, ignore_errors=True)
