@@ -85,7 +85,7 @@ class Computation:
     @property
     def boundary(self) -> int:
         """Bytes that a block hands to the next one, at most."""
-        return max(block.output for block in self.chain[1:-1])
+        return max((block.output for block in self.chain[1:-2]), default=0)
 
     def passes(self, budget: int) -> Passes | None:
         """The fastest passes within so many bytes of activations; None if there are none."""
