@@ -20,7 +20,7 @@ from horovod.torch import mpi_ops
 from hvd_ckpt.prediction.network import Cost, Network
 from hvd_ckpt.processes import runtime
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current
-from hvd_ckpt.processes.launchers import adopt_launcher, whole_in
+from hvd_ckpt.processes.launchers import adopt_launcher, launched_size
 from hvd_ckpt.reduction.collectives import wait
 
 SIZES = (1 << 16, 1 << 20, 1 << 23)  # bytes
@@ -73,11 +73,7 @@ def measure() -> MeasuredNetwork:
     it runs, messages are taken to be as fast as those of an all-gather.
     """
     adopt_launcher()
-    size = (
-        hvd.size()
-        if hvd.is_initialized()
-        else whole_in("HOROVOD_SIZE") or whole_in("OMPI_COMM_WORLD_SIZE") or 1
-    )
+    size = hvd.size() if hvd.is_initialized() else launched_size()
     messages: list[tuple[float, float]] = []
     if size > 1 and not hvd.is_initialized():
         runtime.init(stages=size)

@@ -117,6 +117,11 @@ def launched_rank() -> int | None:
     return next((number for number in numbers if number is not None), None)
 
 
+def launched_size() -> int:
+    """The number of ranks that a launcher has started with this process; 1 if none has."""
+    return whole_in("HOROVOD_SIZE") or whole_in("OMPI_COMM_WORLD_SIZE") or 1
+
+
 def launcher_chain(rank: int) -> list[int]:
     """Process ids from a rank's up to its launcher's; empty if there is no launcher above it.
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.layout import layout as command
 from hvd_ckpt.app.models.gpt import gpt
+from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.prediction.computation import Sample, counted, measured
 from hvd_ckpt.prediction.layouts import Job, LayoutRow
 from hvd_ckpt.prediction.network import Network
@@ -138,6 +139,19 @@ def test_the_command_writes_settings_of_the_best(tmp_path) -> None:
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_of_settings_goes_in_and_one_that_fits_comes_out(tmp_path) -> None:
+    (tmp_path / "train.yaml").write_text(
+        "model: gpt-tiny\nbatch: 8\nsequence_length: 32\noptimizer: sgd\nlr: 0.1\nshard: parameters\n"
+    )
+    out = tmp_path / "best.yaml"
+    given = [str(tmp_path / "train.yaml"), "--memory", "1GiB", "--ranks", "4", "--output", str(out)]
+    result = CliRunner().invoke(command, given)
+    assert result.exit_code == 0 and "4 ranks, 32 samples" in result.output, result.output
+    settings = yaml.safe_load(out.read_text())
+    assert (settings["lr"], settings["optimizer"], settings["sequence_length"]) == (0.1, "sgd", 32)
+    assert Config.make(settings).model == "gpt-tiny"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -146,13 +160,14 @@ def test_the_command_writes_settings_of_the_best(tmp_path) -> None:
         (["--memory", "a lot"], "--memory"),
         (["--batch", "3", "--local", "1"], "--batch 3: it cannot be divided among 4 ranks"),
         (["--ranks", "6", "--local", "4"], "--ranks 6: give a multiple of --local 4"),
+        (["--batch", ""], "--batch is missing"),
         (["--model", "gpt-tinny"], "did you mean 'gpt-tiny'"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_status_2(arguments, message) -> None:
     given = {"--model": "gpt-tiny", "--batch": "32", "--memory": "1GiB", "--ranks": "4"}
     given |= dict(zip(arguments[::2], arguments[1::2]))
-    result = CliRunner().invoke(command, [word for pair in given.items() for word in pair])
+    result = CliRunner().invoke(command, [word for pair in given.items() for word in pair if pair[1]])
     assert result.exit_code == 2 and message in result.output
     assert result.output.strip().splitlines()[-1].startswith("Error: ")
 

@@ -33,7 +33,7 @@ from hvd_ckpt.app.cli.command_line import (
 )
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.planning.budget import parse_budget
-from hvd_ckpt.processes.launchers import launched_rank
+from hvd_ckpt.processes.launchers import launched_rank, launched_size
 from hvd_ckpt.utils.extras import say_no_pictures
 from hvd_ckpt.utils.plain_data import write_text
 from hvd_ckpt.utils.text import show_bytes
@@ -47,13 +47,27 @@ TRIED_STEPS = 7
 SHOWN = 10  # layouts that fit, and as many that do not
 WIDTH = 120  # of the table where the output is not a terminal
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
+SETTINGS_OF = {"length": "sequence_length"}  # of `hvd-ckpt train`, by the option here
+CHOSEN = (
+    "shard",
+    "offload",
+    "offload_folder",
+    "stages",
+    "tensor",
+    "accumulate",
+    "budget",
+    "plan",
+    "segments",
+)
+"""Settings that are chosen here, whatever a file says."""
 CLUSTER = ("ranks", "local", "link", "local_link", "latency", "tflops")
 
 HELP = f"""Which layout? The fastest way to train a model on these ranks, within their memory.
 
 \b
-    horovodrun -np 8 hvd-ckpt layout --model gpt-small --batch 64 --memory 3GiB
-    hvd-ckpt layout --model gpt-small --batch 512 --memory 24GiB --ranks 64 --local 8 --tflops 50
+    horovodrun -np 8 hvd-ckpt layout --model gpt2-small --batch 64 --memory 3GiB
+    horovodrun -np 8 hvd-ckpt layout train.yaml --memory 3GiB --try 3 --output best.yaml
+    hvd-ckpt layout --model gpt2-small --batch 512 --memory 24GiB --ranks 64 --local 8 --tflops 50
 
 In a job, the links and the computation are measured. For a cluster that is not there, give its --ranks. Global batch and results
 are the same with every layout.
@@ -67,22 +81,21 @@ def _rate(flag: str, help: str, default: float) -> Callable[[Any], Any]:
 
 
 @click.command("layout", cls=OneLineErrors, help=HELP)
-@click.option("--model", "name", required=True, metavar="NAME", help="A name, a folder, or module:function.")
+@click.argument("file", required=False, metavar="[FILE]")
+@click.option("--model", "name", metavar="NAME", help="A name, a folder, or module:function.")
 @click.option("--model-option", "options", multiple=True, metavar="NAME=VALUE", help="Option of the model.")
-@click.option("--batch", required=True, type=click.IntRange(1), help="Samples of a step of all ranks.")
+@click.option("--batch", type=click.IntRange(1), help="Samples of a step of all ranks.")
 @click.option("--memory", required=True, metavar="BYTES", help="Of each rank, such as 3GiB.")
 @click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]")
 @click.option("--vocabulary", type=click.IntRange(2), help="Number of different tokens.")
 @click.option("--pixels", type=click.IntRange(1), help="Side of an image or volume.  [default: by model]")
 @click.option("--channels", type=click.IntRange(1), help="Channels of an image or volume.")
 @click.option("--classes", type=click.IntRange(2), help="Classes of images or voxels.")
-@click.option("--optimizer", default="adamw", show_default=True, help="A class of torch.optim, lower case.")
+@click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    default="fp32",
-    show_default=True,
-    help="bf16 and fp16 run under autocast.",
+    help="bf16 and fp16 run under autocast.  [default: fp32]",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N; of each rank.")
 @click.option("--ranks", type=click.IntRange(1, 1 << 20), help="Of a cluster that is not there.")
@@ -104,7 +117,8 @@ def _rate(flag: str, help: str, default: float) -> Callable[[Any], Any]:
     help="Write the layout as settings of `hvd-ckpt train`, and a picture beside it.",
 )
 def layout(
-    name: str,
+    file: str | None,
+    name: str | None,
     options: tuple[str, ...],
     memory: str,
     device: str,
@@ -123,7 +137,18 @@ def layout(
         model_options = named("--model-option", options)
     except ValueError as error:
         raise BadArgument(f"--memory: {error}" if "budget" in str(error) else str(error)) from None
-    given = {option: others.pop(option) for option in ("batch", "optimizer", "precision")}
+    values = {} if file is None else _values_of(file, cluster)
+    given: dict[str, Any] = {
+        option: others.pop(option) or values.get(option) or default
+        for option, default in (("batch", None), ("optimizer", "adamw"), ("precision", "fp32"))
+    }
+    name = name or values.get("model")
+    model_options = {**values.get("model_options", {}), **model_options}
+    others = {size: value or values.get(SETTINGS_OF.get(size, size)) for size, value in others.items()}
+    for option, value in (("--model", name), ("--batch", given["batch"])):
+        if value is None:
+            raise BadArgument(f"{option} is missing: give it, or a FILE with settings of `hvd-ckpt train`")
+    assert name is not None
     if limit.kind != "bytes":
         raise BadArgument(f"--memory {memory}: give bytes, such as 3GiB")
     sizes = {key: value for key, value in others.items() if value is not None}
@@ -149,12 +174,28 @@ def layout(
             f"({show_bytes(best.peak)}), with {best.layout}"
         )
     settings = _settings(name, sizes, model_options, best, job)
+    others = {key: value for key, value in values.items() if key not in CHOSEN}
+    settings = {**others, **settings}
     flags = " ".join(
         f"--{key.replace('_', '-')} {shlex.quote(str(value))}" for key, value in settings.items()
     )
     click.echo(f"Best: {best.layout}\n  horovodrun -np {job.ranks} hvd-ckpt train {flags}")
     if output is not None:
         _write(Path(output), settings, rows, job)
+
+
+def _values_of(file: str, cluster: dict[str, Any]) -> dict[str, Any]:
+    """Settings of ``hvd-ckpt train`` in a file, with the batch of all ranks."""
+    from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
+
+    try:
+        values = read_yaml(file)
+        config = Config.make(values)
+    except ConfigError as error:
+        raise BadArgument(str(error)) from None
+    ranks = cluster.get("ranks") or launched_size()
+    replicas = ranks // config.stages // config.tensor
+    return {**values, "batch": config.global_batch(replicas)}
 
 
 @contextlib.contextmanager
@@ -260,7 +301,7 @@ def _settings(
         "precision": job.precision,
         "optimizer": job.optimizer,
         "budget": best.budget,
-        **{"sequence_length" if size == "length" else size: value for size, value in sizes.items()},
+        **{SETTINGS_OF.get(size, size): value for size, value in sizes.items()},
     }
     usual = {
         "accumulate": 1,
