@@ -12,6 +12,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.cli.layout import layout as command
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config
+from hvd_ckpt.planning.chain import Run, simulate
 from hvd_ckpt.prediction.computation import Sample, counted, measured
 from hvd_ckpt.prediction.layouts import Job, LayoutRow
 from hvd_ckpt.prediction.network import Network
@@ -97,11 +98,13 @@ def test_counted_computation_is_near_the_measured_one() -> None:
 
     by_hand = counted(meta, Sample((tokens.to("meta"),), {}, loss), 1, 1e12)
     real = measured(model, Sample((tokens,), {}, loss), 1, lambda text: None, chunk_head=False)
-    kept, whole = by_hand.passes(1 << 40), real.passes(1 << 40)
-    assert kept is not None and whole is not None
-    assert kept.peak == pytest.approx(whole.peak, rel=0.2)
-    assert by_hand.smallest == pytest.approx(real.smallest, rel=0.2)
-    assert len(by_hand.blocks) == len(real.blocks) == len(kept.forward)
+    # Without recomputation, whatever is fastest on this machine just now.
+    whole = [
+        simulate(each.chain, [Run(block, 0) for block in range(len(each.chain))]) for each in (by_hand, real)
+    ]
+    assert whole[0][0] == pytest.approx(whole[1][0], rel=0.2)
+    assert by_hand.smallest == pytest.approx(real.smallest, rel=0.3)
+    assert len(by_hand.blocks) == len(real.blocks)
 
 
 OWN = """
