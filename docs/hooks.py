@@ -26,7 +26,24 @@ def on_files(files, config, **_):
 
     helps = "\n".join(command_help(main, click.Context(main, info_name="hvd-ckpt", terminal_width=100)))
     files.append(File.generated(config, "commands.md", content=f"# Commands\n\n{helps}"))
+    files.append(File.generated(config, "combinations.md", content=combinations()))
     return files
+
+
+def combinations():
+    """A page of the rules of what goes with what."""
+    from hvd_ckpt.utils.rules import RULES, in_words
+
+    apart = (rule for rule in RULES if not rule.needs)
+    needed = (rule for rule in RULES if rule.needs)
+    lines = ["# What goes with what", "", "What is not named here can be combined. All other combinations are one error, on every rank."]
+    for title, rules in (("cannot be used with", apart), ("needs", needed)):
+        lines += ["", f"| setting, argument or feature | {title} | reason | way out |", "|---|---|---|---|"]
+        lines += [
+            f"| {in_words(rule.feature)} | {in_words(rule.other)} | {rule.reason} | {rule.way_out} |"
+            for rule in rules
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def command_help(command, context):

@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, Sum, global_process_set
 
 from hvd_ckpt.distributed.options import Options
 from hvd_ckpt.distributed.replicas import Replicas, check_replicas
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import broadcast_from
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import MEBIBYTE
-from hvd_ckpt.reduction.construction import check_not_split, is_elastic
+from hvd_ckpt.reduction.construction import check_not_split
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.process_sets import check_within, hosts_of
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.sharding.construction import ShardOptions, check_stage, shard_optimizer
 from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.formats import FP32
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
 from hvd_ckpt.sharding.replicas import ShardedTreeCommunicator, ShardReplicaReducer
 from hvd_ckpt.sharding.units import check_memory, find_units
@@ -48,7 +44,6 @@ class Extension:
         self._shards = _shard_options(options)
         if options.replicas is not None:
             check_replicas(options.replicas, options.process_set.size(), options.model)
-            _check_replica_options(options, self._shards)
 
     @property
     def methods(self) -> type[ReducedOptimizer]:
@@ -113,38 +108,13 @@ def _shard_options(given: Options) -> ShardOptions | None:
     Raises:
         ValueError, TypeError: for the first argument that is wrong.
     """
-    stage, gradients, parameters = check_stage(given.shard, given.offload, given.wire)
+    stage, gradients, parameters = check_stage(given.shard, given.offload, given.wire, given.features())
     if stage == 0:
-        for name in ("units", "master_weights", "within"):
-            value = getattr(given, name)
-            if value is not None and value is not False:
-                raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
         return None
-    if is_elastic():
-        raise ValueError(
-            "shard cannot be used in an elastic job: a worker that dies takes its shard along; start again from snapshots instead "
-            "(hvd-ckpt train --max-restarts)"
-        )
-    if given.op not in (Average, Sum):
-        raise ValueError("shard works with op=Average and op=Sum only")
-    if stage > 1 and given.compression is not Compression.none:
-        raise ValueError("compression is for gradients that are not split; with this shard, pass wire='fp16'")
-    if stage > 1 and given.groups not in (None, 0):
-        raise ValueError(
-            "groups is for gradients that are not split; leave it out, or set bucket_cap_mb or units"
-        )
-    if stage < 3 and given.units is not None:
-        raise ValueError("units needs shard='parameters'")
-    if given.within is not None and (stage < 3 or given.process_set != global_process_set):
-        raise ValueError(f"within={given.within!r} needs shard='parameters' over all ranks")
     check_elementwise(given.optimizer, given.elementwise)
     model = given.model
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if stage == 3 and model is None:
-        raise ValueError(
-            "shard='parameters' must know the module whose parameters it splits; pass model=model"
-        )
     return ShardOptions(
         stage=stage,
         model=model,
@@ -159,36 +129,3 @@ def _shard_options(given: Options) -> ShardOptions | None:
         op=given.op,
         prescale=given.prescale,
     )
-
-
-def _check_replica_options(options: Options, sharding: ShardOptions | None) -> None:
-    """Raises ValueError for the first argument that cannot be used with replicas."""
-    if current().stages > 1:
-        raise ValueError(
-            f"replicas cannot be used in {current().stages} pipeline stages, whose micro-batches are not those of replicas; leave "
-            f"replicas out, or use init(stages=1)"
-        )
-    if current().tensor > 1:
-        raise ValueError(
-            f"replicas cannot be used with tensor={current().tensor}, which splits layers; leave replicas out, or use "
-            f"init(tensor=1)"
-        )
-    if (options.op, options.gradient_predivide_factor, options.compression) != (
-        Average,
-        1.0,
-        Compression.none,
-    ):
-        raise ValueError("replicas needs op=Average, gradient_predivide_factor=1.0 and Compression.none")
-    if options.process_set != global_process_set:
-        raise ValueError("replicas works on all ranks only, not on a process set")
-    if sharding is not None and sharding.stage > 2:
-        raise ValueError("replicas needs shard='none', 'optimizer' or 'gradients'")
-    if sharding is not None and not sharding.master_weights:
-        raise ValueError(
-            "replicas and shard need master_weights: where a half-precision tensor ends, PyTorch rounds its last elements in "
-            "another way, so steps of shards would depend on the number of ranks"
-        )
-    if sharding is not None and not (sharding.gradients is sharding.parameters is FP32):
-        raise ValueError(
-            "replicas needs wire='fp32': other formats round what ranks send, and one rank sends nothing"
-        )

@@ -11,6 +11,7 @@ import torch
 from horovod.torch.mpi_ops import Average, global_process_set
 
 from hvd_ckpt.distributed.options import Options
+from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.assignment import BucketAssignment
@@ -19,7 +20,6 @@ from hvd_ckpt.reduction.construction import (
     agree_at_construction,
     check_not_split,
     describe_groups,
-    is_elastic,
     name_parameters,
     warn_of_unsynchronized,
 )

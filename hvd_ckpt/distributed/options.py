@@ -18,9 +18,11 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, global_process_set
 
+from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.communicator import Communicator, adasum_unavailable
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import stage_name
 
 OPERATIONS = {
@@ -106,6 +108,25 @@ class Options:
         extended = self.replicas is not None or options["shard"] != "none"
         return described(**options, model=self.model if extended else None)
 
+    def features(self) -> dict[str, Any]:
+        """What the options give to the rules, without the options of shards that :func:`check_stage` reads."""
+        return {
+            "op": None if self.op == Average else OPERATIONS.get(self.op, self.op),
+            "gradient_predivide_factor": None
+            if self.gradient_predivide_factor == 1.0
+            else self.gradient_predivide_factor,
+            "ROCm": mpi_ops.rocm_built(),
+            "compression": self.compression is not Compression.none,
+            "groups": self.groups not in (None, 0),
+            "process_set": self.process_set != global_process_set,
+            "model": self.model is not None,
+            "units": self.units is not None,
+            "offload_folder": self.offload_folder,
+            "master_weights": self.master_weights,
+            "replicas": self.replicas,
+            "within": self.within,
+        }
+
     def check(self) -> None:
         """Raises ValueError or TypeError for the first argument of a plain optimizer that is wrong on this rank."""
         if isinstance(self.optimizer, ReducedOptimizer):
@@ -115,17 +136,11 @@ class Options:
         check_optimizer(self.optimizer)
         if self.backward_passes_per_step <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, not {self.backward_passes_per_step}")
-        if self.gradient_predivide_factor != 1.0 and mpi_ops.rocm_built():
-            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
-        if self.gradient_predivide_factor != 1.0 and self.op != Average:
-            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if self.are_plain:
+            check(self.features())
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {self.bucket_cap_mb}")
         if self.op == Adasum and mpi_ops.size() > 1:
-            if self.process_set != global_process_set:
-                raise ValueError(
-                    "op=Adasum works on all ranks only, not on a process set; use op=Average, or the global process set"
-                )
             reason = adasum_unavailable()
             if reason is not None:
                 raise ValueError(reason)

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 
 from hvd_ckpt.batchnorm.synchronized import SyncBatchNorm
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
+from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.states import Count, Positive, State
 from hvd_ckpt.utils.torch_private import foreach_copy_
 
@@ -291,14 +292,11 @@ def check_replicas(number: object, ranks: int, model: nn.Module | None) -> None:
         raise ValueError(
             f"replicas={number} can be computed on 1, 2, 4, ... up to {number} ranks, not on {ranks}"
         )
-    if model is None:
-        raise ValueError("replicas needs the module whose buffers belong to them; pass model=model")
+    assert model is not None
     for name, module in model.named_modules():
         if isinstance(module, (SyncBatchNorm, TorchSyncBatchNorm)):
-            raise ValueError(
-                f"module '{name}' is a {type(module).__name__}, which averages over ranks; each replica has statistics of its "
-                f"own: use torch.nn.BatchNorm"
-            )
+            where = f"the {type(module).__name__} '{name}'"
+            check({"replicas": number, "batch_norm": "synchronized", "model": True}, {"batch_norm": where})
 
 
 def _seed_generators(seed: int) -> None:

@@ -35,6 +35,7 @@ from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
+from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]
@@ -97,17 +98,13 @@ def estimate_memory(
         raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
     averages = None if local is None else LocalMemory(np, local)
     check_stage(shard, offload, wire)
-    if averages is not None and within is not None:
-        raise ValueError(f"within={within!r}: groups of local SGD are given in local, as its 'within'")
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    check({"within": within, "local": local is not None, "tensor": tensor if tensor != 1 else None,
+           "an optimizer that is made already": made})  # fmt: skip
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
     step = TrainingStep(plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device)
     if tensor > 1:
-        if averages is not None or isinstance(optimizer, torch.optim.Optimizer):
-            wrong = "an optimizer that is made already" if averages is None else "local"
-            raise ValueError(
-                f"tensor={tensor} cannot be used with {wrong}; give optimizer as a class, and leave local out"
-            )
         with parts.alone(tensor):
             first_part = tensor_parallel(copy.deepcopy(model))
             return Estimator(first_part, step).estimate(np, shard, offload, wire, within)
@@ -433,10 +430,9 @@ def _check_model(model: nn.Module, sample: object) -> None:
                 f"parameter '{name}' is split over ranks already: estimate before DistributedOptimizer, or within its "
                 "gathered_parameters()"
             )
-    if sample is not None and next(iter(parameters.values())).is_meta:
-        raise ValueError(
-            "a sample cannot be run on a model on the meta device: leave sample out, or build the model"
-        )
+    check(
+        {"sample": sample is not None, "a model on the meta device": next(iter(parameters.values())).is_meta}
+    )
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:

@@ -22,6 +22,9 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
+from hvd_ckpt.processes.launchers import is_elastic
+from hvd_ckpt.utils.rules import ELASTIC
+
 if TYPE_CHECKING:
     from hvd_ckpt.processes.hosts import Peer
     from hvd_ckpt.processes.links import GlooLink, MpiLink
@@ -213,6 +216,16 @@ def host_name() -> str:
     """This machine's name: as the launcher was given it, where that says which machine it is."""
     launched = os.environ.get("HOROVOD_HOSTNAME", "")
     return launched if launched not in ("", "localhost", "127.0.0.1") else socket.gethostname()
+
+
+def features_of_job() -> dict[str, Any]:
+    """What this job itself gives to the rules (:mod:`hvd_ckpt.utils.rules`)."""
+    grid = current()
+    return {
+        "stages": grid.stages if grid.stages > 1 else None,
+        "tensor": grid.tensor if grid.tensor > 1 else None,
+        ELASTIC: is_elastic(),
+    }
 
 
 def set_current(grid: Grid | None) -> None:

@@ -206,3 +206,8 @@ def _command(pid: int) -> list[str]:
         return (PROC / str(pid) / "cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return [""]
+
+
+def is_elastic() -> bool:
+    """True in a job of Horovod Elastic, where ranks come and go."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"

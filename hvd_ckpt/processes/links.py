@@ -27,9 +27,10 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import FAILURE_TAG, Grid, set_current
 from hvd_ckpt.processes.hosts import Peer
-from hvd_ckpt.processes.launchers import GLOO_ADDRESS, whole_in
+from hvd_ckpt.processes.launchers import GLOO_ADDRESS, is_elastic, whole_in
 from hvd_ckpt.processes.near import Awaited, Listener, NearLink, PeerEnded
 from hvd_ckpt.processes.rendezvous import PORT, own_address, rank_variables
+from hvd_ckpt.utils.rules import ELASTIC, argument, refusal
 
 SCOPE = "hvd_ckpt.processes.links"  # in the launcher's rendezvous server
 ASK_SECONDS = 0.02  # between two questions of a process to it
@@ -188,10 +189,9 @@ def enter(stages: Any, mpi: Callable[[], Any] | None, tensor: Any = 1) -> Grid:
         raise ValueError(f"init(): stages must be a number of pipeline stages from 1, got {stages!r}")
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"init(): tensor must be a number of parts of a layer from 1, got {tensor!r}")
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise RuntimeError(
-            f"init(): {_asked(stages, tensor)} cannot be used in an elastic job; start it with a fixed -np"
-        )
+    given = {"stages": stages if stages > 1 else None, "tensor": tensor if tensor > 1 else None}
+    if reason := refusal({**given, ELASTIC: is_elastic()}, argument):
+        raise RuntimeError(f"init(): {reason}")
     grid = _over_mpi(stages, tensor, mpi()) if mpi is not None else _over_gloo(stages, tensor)
     set_current(grid)
     watchdog.introduce(grid.peers, grid.number)

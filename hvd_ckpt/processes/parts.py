@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hvd_ckpt.processes.grid import FIRST_TAG, Grid, current, pretending
+from hvd_ckpt.utils.rules import check
 
 _alone = False
 _here = threading.local()  # autograd recomputes in threads of its own
@@ -52,10 +53,7 @@ def inside(kind: str) -> Iterator[None]:
     """
     before = getattr(_here, "kind", None)
     if before not in (None, kind):
-        raise ValueError(
-            "checkpoint(partition=True) cannot be used with tensor_parallel(sequence=True), by which each part has 1 / t of the "
-            "inputs already; leave partition out"
-        )
+        check({"checkpoint(partition=True)": True, "tensor_parallel(sequence=True)": True})
     _here.kind = kind
     try:
         yield

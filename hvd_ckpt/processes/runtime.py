@@ -27,6 +27,7 @@ from hvd_ckpt.processes import grid, links, rendezvous, single_copy, uncaught, w
 from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils.extras import explain_import_error
+from hvd_ckpt.utils.rules import check
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -187,11 +188,8 @@ def init(
 
 def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Starts Horovod as one world per pipeline stage and part; returns its keyword arguments."""
-    if args or kwargs.get("comm") is not None:
-        raise ValueError(
-            f"init(): {'stages' if stages != 1 else 'tensor'}={stages if stages != 1 else tensor} makes the communicators of its "
-            f"replicas itself; leave comm out"
-        )
+    given = {"stages": stages if stages != 1 else None, "tensor": tensor if tensor != 1 else None}
+    check({**given, "comm": bool(args) or kwargs.get("comm") is not None})
     own = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
     if "comm" in own.horovod:
         kwargs["comm"] = own.horovod["comm"]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvd_ckpt.utils.frames import is_checkpointing, is_recomputing
+from hvd_ckpt.utils.rules import argument, refusal
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -243,10 +244,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "chunked_cross_entropy cannot be differentiated twice: leave create_graph=True out, or use "
-                "torch.nn.functional.cross_entropy (in a plan: chunk_head=False)"
-            )
+            raise RuntimeError(refusal({"chunked_cross_entropy": True, "create_graph": True}, argument))
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
             for made in gradients:

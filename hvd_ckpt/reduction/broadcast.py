@@ -27,6 +27,8 @@ from hvd_ckpt.reduction.collectives import Collectives, Work
 from hvd_ckpt.reduction.leveling import Live, common_state, level, level_after
 from hvd_ckpt.reduction.wrapping import live_optimizers
 from hvd_ckpt.utils.fingerprint import distinct
+from hvd_ckpt.utils.rules import check
+from hvd_ckpt.utils.text import stage_name
 from hvd_ckpt.utils.torch_private import pytree
 from hvd_ckpt.utils.unmaterialized import is_absent
 
@@ -97,25 +99,14 @@ def join(device: int = -1) -> int:
     gc.collect()  # an optimizer that nobody has any more is no reason to refuse
     for optimizer in live_optimizers():
         members = optimizer.process_set
-        for wrong, reason in (
-            (
-                not optimizer.can_join,
-                "is one of LocalSGD: a rank without data goes on to call its step(), without gradients",
-            ),
-            (
-                optimizer.shard_stage,
-                "is sharded, and each rank holds a part that the others need in every step",
-            ),
-            (optimizer.replicas, "has logical replicas, all of which take part in every step"),
-            (
-                members != global_process_set and members.included() and members.size() > 1,
-                "is one of a process set, which join() knows nothing of",
-            ),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"join() cannot be used while an optimizer {reason}; give every rank as many batches"
-                )
+        check({
+            "join()": True,
+            "model": True,
+            "an optimizer of LocalSGD": not optimizer.can_join,
+            "shard": stage_name(optimizer.shard_stage),
+            "replicas": True if optimizer.replicas else None,
+            "process_set": members != global_process_set and members.included() and members.size() > 1,
+        })  # fmt: skip
         # Gradients of this rank are in the others' sums already, and what arrived after them never would be.
         if optimizer.reducer is not None and optimizer.reducer.has_in_flight:
             raise RuntimeError(
@@ -323,10 +314,9 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
                 f"use broadcast_object for it"
             )
         if is_absent(tensor):
-            raise ValueError(
-                f"broadcast_parameters: parameter '{name}' is split over the ranks, which all began with rank 0's values already; "
-                f"leave this call out, or make it inside optimizer.gathered_parameters()"
-            )
+            split = f"broadcast_parameters of '{name}', which is split"
+            given = {"shard": "parameters", "model": True, "broadcast_parameters": True}
+            check(given, {"broadcast_parameters": split})
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = (
                 "quantized"

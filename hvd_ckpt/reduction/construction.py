@@ -4,7 +4,6 @@ jobs."""
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.processes.devices import check_devices
 from hvd_ckpt.processes.grid import require_initialized
+from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.agreement import (
     Failure,
     ParameterFacts,
@@ -28,6 +28,7 @@ from hvd_ckpt.reduction.agreement import (
 )
 from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
+from hvd_ckpt.utils.rules import ELASTIC, check
 from hvd_ckpt.utils.unmaterialized import is_split
 
 # Preconditions of wrapping an optimizer: right arguments, named parameters, and the same on every rank.
@@ -36,11 +37,6 @@ from hvd_ckpt.utils.unmaterialized import is_split
 
 
 _constructed = itertools.count(1)
-
-
-def is_elastic() -> bool:
-    """True in a job of Horovod Elastic, where ranks come and go."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def name_parameters(
@@ -206,11 +202,7 @@ class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]
     value: ReducedOptimizer
 
     def __init__(self, optimizer: ReducedOptimizer) -> None:
-        if not optimizer.outlasts_ranks:
-            raise ValueError(
-                "TorchState(optimizer=...) got an optimizer of LocalSGD, whose ranks cannot change: give the model alone, and "
-                "make the optimizer anew in the function that hc.elastic.run calls"
-            )
+        check({ELASTIC: True, "an optimizer of LocalSGD in TorchState": not optimizer.outlasts_ranks})
         super().__init__(optimizer)
 
     def restore(self) -> None:

@@ -20,6 +20,7 @@ from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.formats import sum_dtype
 from hvd_ckpt.sharding.state import Sources, ranges_of
 from hvd_ckpt.sharding.surface import stepped_parameters
+from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.torch_private import foreach_copy_
 
 
@@ -66,8 +67,7 @@ class AveragedWeights:
                 f"optimizer must be the result of DistributedOptimizer, not a bare {type(optimizer).__name__}; for a model that is "
                 "not distributed use torch.optim.swa_utils.AveragedModel"
             )
-        if avg_fn is not None and multi_avg_fn is not None:
-            raise ValueError("avg_fn and multi_avg_fn are given; give one of them")
+        check({"avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn})
         self.n_averaged = 0
         # called before averages or weights change: a snapshot may be copying them
         self.before_change: Callable[[], None] = lambda: None

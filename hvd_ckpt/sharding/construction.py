@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from horovod.torch.mpi_ops import rank
 
-from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.grid import features_of_job
 from hvd_ckpt.reduction.broadcast import broadcast_tensors
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.process_sets import (
@@ -22,7 +23,7 @@ from hvd_ckpt.reduction.process_sets import (
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.flat import FlatParameters
-from hvd_ckpt.sharding.formats import FP32, INT4, INT8, WireFormat, wire_formats
+from hvd_ckpt.sharding.formats import FP32, WireFormat, wire_formats
 from hvd_ckpt.sharding.host_memory import OffloadError
 from hvd_ckpt.sharding.layout import Layout, is_packed
 from hvd_ckpt.sharding.offload import Offload, raised_everywhere
@@ -33,7 +34,8 @@ from hvd_ckpt.sharding.sharding import Masters, Sharding
 from hvd_ckpt.sharding.surface import Surface, on_pieces
 from hvd_ckpt.sharding.units import UnitModules
 from hvd_ckpt.sharding.unshard import Gathering
-from hvd_ckpt.utils.text import stage_of
+from hvd_ckpt.utils.rules import check
+from hvd_ckpt.utils.text import stage_name, stage_of
 
 OFFLOADS = ("optimizer", "parameters")
 
@@ -102,39 +104,31 @@ class ShardOptions:
 
 
 def check_stage(
-    shard: object, offload: str | None, wire: str | Mapping[str, str]
+    shard: object,
+    offload: str | None,
+    wire: str | Mapping[str, str],
+    further: Mapping[str, Any] = MappingProxyType({"model": True}),
 ) -> tuple[int, WireFormat, WireFormat]:
     """The stage, and the communication formats of gradients and parameters.
 
+    Args:
+        further: what else the caller gives to the rules.
+
     Raises:
-        ValueError: an argument is unknown, or needs a higher stage.
+        ValueError: an argument is unknown, or does not go with another one.
     """
     stage = stage_of(shard)
     gradients, parameters = wire_formats(wire)
     if offload not in (None, *OFFLOADS):
         raise ValueError(f"offload must be None, 'optimizer' or 'parameters', not {offload!r}")
-    if stage == 0:
-        for name, value in (
-            ("offload", offload),
-            ("wire", None if gradients is parameters is FP32 else wire),
-        ):
-            if value is not None:
-                raise ValueError(f"{name}={value!r} needs shard='optimizer' or more")
-    tensor = current().tensor
-    if tensor > 1 and not {INT8, INT4}.isdisjoint((gradients, parameters)):
-        raise ValueError(
-            f"wire={wire!r} cannot be used with tensor={tensor}: a block has one scale, so parts would round what all have "
-            f"alike differently; give 'bf16' or 'fp16'"
-        )
-    if stage < 3 and offload == "parameters":
-        raise ValueError(
-            "offload='parameters' needs shard='parameters': whole parameters stay where they are"
-        )
-    if stage == 1 and gradients is not FP32:
-        raise ValueError(
-            f"wire={wire!r}: gradients that are not split travel in Horovod's formats; pass compression=Compression.fp16, or "
-            f"shard='gradients'"
-        )
+    check({
+        **features_of_job(),
+        **further,
+        "shard": stage_name(stage),
+        "offload": offload,
+        "wire": None if gradients is parameters is FP32 else wire,
+        "wire of gradients": None if gradients is FP32 else wire,
+    })  # fmt: skip
     return stage, gradients, parameters
 
 

@@ -81,7 +81,7 @@ def test_the_vocabulary_is_given_or_that_of_a_tokenizer_beside_the_ids(folder: P
         )
 
     assert "give vocabulary" in failure(tokens="ids.bin")
-    assert "prompt To: nothing tells" in failure(tokens="ids.bin", vocabulary=5, prompt="To")
+    assert "nothing tells" in failure(tokens="ids.bin", vocabulary=5, prompt="To")
     assert size("gpt-tiny", vocabulary=50257) == 50257
     assert size("bert-tiny", vocabulary=7) == 8  # and the mask
     write_tokenizer(folder / "tokenizer.json")
@@ -118,7 +118,7 @@ def test_files_that_are_not_token_ids(folder: Path) -> None:
         "rows.npy": "int32 of shape (3, 9)", "none.npy": "is empty", "missing.bin": "No such file", "folder": ".bin or .npy",
     }.items():  # fmt: skip
         assert said in failure(tokens=name, vocabulary=300)
-    assert "give one of them" in failure(tokens="odd.bin", text="text.txt")
+    assert "leave one of them out" in failure(tokens="odd.bin", text="text.txt")
     assert "give tokens as well" in failure(vocabulary=300)
     assert "give tokens as well" in failure(token_type="uint32")
     assert "'uint32'" in failure(tokens="odd.bin", vocabulary=300, token_type="uint31")

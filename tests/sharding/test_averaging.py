@@ -169,7 +169,7 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
     with pytest.raises(TypeError, match="DistributedOptimizer"):
         hc.AveragedWeights(bare)
     optimizer = wrapped(model, 3)
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="leave one of them out"):
         hc.AveragedWeights(optimizer, get_ema_avg_fn(0.9), EMA)
     average = hc.AveragedWeights(optimizer)
     with optimizer.gathered_parameters(), pytest.raises(RuntimeError, match="enter that inside it"):

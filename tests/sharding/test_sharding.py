@@ -477,21 +477,21 @@ def test_unshardable_configurations_are_refused_in_one_sentence(monkeypatch: pyt
                 **options,
             )
 
-    refused("pass model=model", shard=3, named=list(model.named_parameters()))
+    refused("give model=model", shard=3, named=list(model.named_parameters()))
     refused("LBFGS", lambda p: torch.optim.LBFGS(p), shard=1)
     refused("elementwise=True", type("Own", (torch.optim.SGD,), {}), shard=1)
     refused("shard must be one of", shard="zero")
     refused("shard must be one of", shard=4)
     refused("shard must be one of", shard="4")
-    refused("op=Average and op=Sum", shard=1, op=hc.Max)
-    refused("needs shard='optimizer' or more", offload="optimizer")
-    refused("needs shard='optimizer' or more", wire="int8")
+    refused("use Average or Sum", shard=1, op=hc.Max)
+    refused("needs shard", offload="optimizer")
+    refused("needs shard", wire="int8")
     refused("wire", shard=2, wire="fp7")
     refused("give 'int8' for parameters", shard=3, wire={"parameters": "int4"})
     refused("offload must be None, 'optimizer' or 'parameters'", shard=2, offload="weights")
-    refused("needs shard='parameters'", shard=2, offload="parameters")
-    refused("pass wire='fp16'", shard=2, compression=hc.Compression.fp16)
-    refused("compression=Compression.fp16", shard=1, wire={"gradients": "fp16"})
+    refused("needs shard parameters", shard=2, offload="parameters")
+    refused("use wire instead", shard=2, compression=hc.Compression.fp16)
+    refused("use compression", shard=1, wire={"gradients": "fp16"})
     if hc.size() > 1:
         refused("shard differs between ranks", shard=1 + hc.rank() % 2)
         refused(

@@ -199,7 +199,7 @@ def test_the_job_gets_the_settings_and_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--np", "2", "--launcher", "sh"], "--np 2 and --launcher 'sh': give one of them"),
+        (["--np", "2", "--launcher", "sh"], "np 2 cannot be used with launcher sh"),
         (["--launcher", "no-such-launcher -np 2"], "there is no command 'no-such-launcher' here"),
         (["--launcher", "sh 'x"], "--launcher 'sh 'x': no closing quotation"),
         (["--np", "2", "--resume", "nowhere"], "cannot read the configuration 'nowhere/config.yaml'"),

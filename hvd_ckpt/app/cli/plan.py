@@ -29,6 +29,7 @@ from hvd_ckpt.app.cli.command_line import (
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.parallel.pipeline.schedule import NAMES
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
+from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.extras import explain_import_error, say_no_pictures
 from hvd_ckpt.utils.text import show_bytes
 
@@ -138,10 +139,9 @@ def plan(
     except ValueError as error:
         raise BadArgument(str(error)) from None
     place = check_device(device)
-    if request.layout is not None and file is not None:
-        raise BadArgument(
-            f"--stages {request.layout.stages}: leave out --load, which is for a model without stages"
-        )
+    stages = None if request.layout is None else request.layout.stages
+    if reason := rules.refusal({"stages": stages, "load": file}, rules.setting):
+        raise BadArgument(f"--{reason}")
     # A plan file is read first: a model may take minutes to build.
     loaded = _load(file) if file is not None else None
     job = _job(

@@ -21,8 +21,9 @@ from hvd_ckpt.app.models.catalog import overview
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
 from hvd_ckpt.app.training.field_types import Options
 from hvd_ckpt.app.training.supervise import Commands, asked_by, supervise
-from hvd_ckpt.processes.launchers import RANK_VARIABLES, launched_rank
+from hvd_ckpt.processes.launchers import RANK_VARIABLES, is_elastic, launched_rank
 from hvd_ckpt.processes.probe import find_launcher, launcher_environment
+from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.folders import new_folder
 from hvd_ckpt.utils.plain_data import named, parsed
 from hvd_ckpt.utils.text import SECONDS, talking
@@ -101,8 +102,8 @@ def _launcher(np: int | None, launcher: str | None) -> list[str]:
             f"--max-restarts, --np, --launcher: {inside} is set, so a launcher has started this process already; start the "
             "launcher from here instead: hvd-ckpt train --max-restarts 3 --launcher 'horovodrun -np 2' ..."
         )
-    if np is not None and launcher is not None:
-        raise ConfigError(f"--np {np} and --launcher '{launcher}': give one of them")
+    if reason := rules.refusal({"np": np, "launcher": launcher}, rules.setting):
+        raise ConfigError(reason)
     if np is not None:
         horovodrun = find_launcher()
         if horovodrun is None:
@@ -212,18 +213,11 @@ def run(config: Config) -> None:
     from hvd_ckpt.app.training.summary import DryRun
     from hvd_ckpt.processes import runtime, watchdog
     from hvd_ckpt.processes.grid import current
-    from hvd_ckpt.reduction.construction import is_elastic
 
     folder = config.output or (config.resume and _folder_of_run(config.resume))
     with exit_handler(Path(folder) if folder else None):
         # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
         watchdog.end_with_parent()
-        for name, lost in (("tensor", "parts"), ("stages", "stages")):
-            if getattr(config, name) > 1 and is_elastic():
-                raise ConfigError(
-                    f"{name} {getattr(config, name)}: ranks of an elastic job come and go, and their {lost} would be lost, "
-                    "leave it out"
-                )
         # Each group of ranks is a process set, which Horovod must be told before it starts.
         if config.within is not None:
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -31,6 +31,8 @@ from hvd_ckpt.app.integrations.lightning_optimizer import hand_on
 from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader, local_replicas, take_own_batches
 from hvd_ckpt.snapshots.random_state import set_random_state
+from hvd_ckpt.utils.rules import check
+from hvd_ckpt.utils.text import stage_name
 
 STATE = "hvd_ckpt"  # key of a checkpoint
 TRIAL = ".lr_find_"  # checkpoints that Lightning's tuner saves before it trains on trial
@@ -198,18 +200,15 @@ class HorovodStrategy(ParallelStrategy):
 
     def _check(self, trainer: Trainer) -> None:
         """Raises ValueError for a setting that cannot be used with another one."""
-        if not self.lightning_module.automatic_optimization:
-            for name, value in (("budget", self._budget), ("replicas", self._replicas)):
-                if value is not None:
-                    raise ValueError(
-                        f"HorovodStrategy({name}={value!r}) needs automatic optimization, and automatic_optimization is False"
-                    )
+        number = trainer.accumulate_grad_batches
+        check({
+            "budget": self._budget,
+            "replicas": self._replicas,
+            "manual optimization": not self.lightning_module.automatic_optimization,
+            "accumulate_grad_batches": None if number == 1 else number,
+            "model": True,
+        })  # fmt: skip
         if self._replicas is not None:
-            if trainer.accumulate_grad_batches != 1:
-                raise ValueError(
-                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) cannot be used with "
-                    f"HorovodStrategy(replicas={self._replicas}): give more replicas instead"
-                )
             trainer.accumulate_grad_batches = local_replicas(self._replicas, hc.size())
 
     def _plan(self, trainer: Trainer, whole: TrainingStep) -> None:
@@ -240,11 +239,7 @@ class HorovodStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         bare_optimizers, shard = self.optimizers, self._options["shard"]
-        if len(bare_optimizers) > 1 and shard in ("gradients", "parameters", 2, 3):
-            raise ValueError(
-                f"HorovodStrategy(shard={shard!r}) needs one optimizer, and configure_optimizers gives {len(bare_optimizers)}; use "
-                f"shard='optimizer'"
-            )
+        check({"shard": stage_name(shard), "several optimizers": len(bare_optimizers) > 1, "model": True})
         named = list(self.model.named_parameters())
         self.optimizers = [
             hc.DistributedOptimizer(bare, named, model=self.model, **self._options)
@@ -440,10 +435,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def check_group(group: Any) -> None:
     """Raises ValueError for a group of ranks that is not all of them."""
-    if group is not None:
-        raise ValueError(
-            f"group={group!r} (sync_dist_group): HorovodStrategy reduces over all ranks; leave it out"
-        )
+    check({"HorovodStrategy": True, "sync_dist_group": group})
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

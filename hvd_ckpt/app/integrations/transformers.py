@@ -25,6 +25,8 @@ from transformers.trainer_callback import CallbackHandler
 import hvd_ckpt as hc
 from hvd_ckpt.reduction.agreement import agree_on_options, described, of_all_processes, of_first_process
 from hvd_ckpt.utils.own_state import load_own_state, own_state
+from hvd_ckpt.utils.rules import TRAINER, check
+from hvd_ckpt.utils.text import stage_name
 
 
 def _backend(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -343,29 +345,18 @@ class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore
 
 def _check(args: Any, budget: Any, shard: Any, options: dict[str, Any]) -> None:
     """Raises ValueError for a setting that cannot be used with Horovod, or with another one."""
-    whole = shard in ("parameters", 3)
-    wrong = {
-        "auto_find_batch_size=True": args.auto_find_batch_size
-        and "ranks would choose batches of different sizes; give per_device_train_batch_size, or budget=",
-        "fp16=True": args.fp16
-        and "Accelerate's scaler does not ask other ranks of an overflow; give bf16=True",
-        "gradient_checkpointing=True": args.gradient_checkpointing
-        and budget is not None
-        and f"budget={budget!r} chooses what is recomputed; leave one of them out",
-        "load_best_model_at_end=True": args.load_best_model_at_end
-        and whole
-        and f"shard={shard!r} has no whole model to load it into; load it after train()",
-        f"train_sampling_strategy={args.train_sampling_strategy!r}": args.train_sampling_strategy != "random"
-        and "samples are in the order of a DistributedSampler; leave it out",
-        "enable_jit_checkpoint=True": getattr(args, "enable_jit_checkpoint", False)
-        and "ranks would save at different steps after a signal; set save_steps",
-        "deepspeed": args.deepspeed and "use shard=",
-        "fsdp": args.fsdp and "use shard=",
-    }
-    if "replicas" in options:
-        raise ValueError(
-            "Trainer(replicas=): the Trainer's loop has no replicas; use HorovodStrategy of Lightning, or hc.Trainer"
-        )
-    for setting, reason in wrong.items():
-        if reason:
-            raise ValueError(f"TrainingArguments({setting}) cannot be used here: {reason}")
+    names = (
+        "auto_find_batch_size", "fp16", "gradient_checkpointing", "load_best_model_at_end", "enable_jit_checkpoint", "deepspeed",
+        "fsdp",
+    )  # fmt: skip
+    given = {name: getattr(args, name, None) or None for name in names}
+    strategy = args.train_sampling_strategy
+    check({
+        **given,
+        "train_sampling_strategy": None if strategy == "random" else strategy,
+        TRAINER: True,
+        "replicas": options.get("replicas"),
+        "budget": budget,
+        "shard": stage_name(shard),
+        "model": True,
+    })  # fmt: skip

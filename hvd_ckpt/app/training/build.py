@@ -23,6 +23,7 @@ from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.host_memory import init_on_disk
+from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.named import is_named
 
@@ -128,10 +129,8 @@ def _open_text(
     config: Config, entry: catalog.Entry | OwnModel
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     tokenizer = find_tokenizer(config, entry.folder)
-    if config.prompt is not None and config.tokens is not None and tokenizer is None:
-        raise ValueError(
-            f"prompt {config.prompt}: nothing tells which tokens it has, give the tokenizer of the token ids as well"
-        )
+    unknown = config.tokens is not None and tokenizer is None
+    rules.check({"prompt": config.prompt, "tokens without a tokenizer": unknown}, write=rules.setting)
     tokens = (
         Tokens(config.text, tokenizer, documents=config.documents)
         if config.tokens is None

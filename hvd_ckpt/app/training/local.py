@@ -10,7 +10,6 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.parallel.local_sgd.construction import LocalSGD
 from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.parallel.local_sgd.options import Nesterov
-from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.snapshots.reader import Snapshot
 
 # Settings that a period begins and ends with.
@@ -24,11 +23,6 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
         ConfigError: the settings are not for an elastic job, or the ranks do not have such groups; raised on every rank.
     """
     assert config.local_steps is not None
-    if is_elastic() and (config.fragments > 1 or config.delay):
-        raise ConfigError(
-            f"fragments {config.fragments} and delay {config.delay}: an elastic job commits where an average has left all ranks "
-            "with the same weights, leave them out"
-        )
     momentum = 0.9 if config.outer_momentum is None else config.outer_momentum
     try:
         return LocalSGD(

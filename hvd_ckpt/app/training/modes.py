@@ -34,8 +34,8 @@ from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
 from hvd_ckpt.planning.plan import Plan
+from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction import Compression
-from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.leveling import agree_on_naming
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.snapshots.reader import Snapshot
@@ -408,17 +408,9 @@ def mode_of(config: Config) -> type[Plain]:
 
 
 def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
-    """The options of a sharded optimizer; none without sharding.
-
-    Raises:
-        ConfigError: the job is elastic.
-    """
+    """The options of a sharded optimizer; none without sharding."""
     if not config.is_sharded:
         return {}
-    if is_elastic():
-        raise ConfigError(
-            f"shard {config.shard}: ranks of an elastic job come and go, and their shards would be lost, leave it out"
-        )
     options = {name: getattr(config, name) for name in ("shard", "offload", "offload_folder", "wire")}
     options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1
     return {**options, "model": model, "within": config.within} if config.splits_parameters else options

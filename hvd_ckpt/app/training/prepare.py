@@ -48,8 +48,8 @@ from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
-from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.content import tensors_of

@@ -13,14 +13,15 @@ from horovod.torch.mpi_ops import global_process_set
 from hvd_ckpt.distributed.options import check_optimizer, model_of
 from hvd_ckpt.parallel.local_sgd.schedule import Schedule
 from hvd_ckpt.parallel.local_sgd.weights import Outer
-from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.grid import features_of_job
+from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.agreement import described
-from hvd_ckpt.reduction.construction import is_elastic
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.process_sets import check_within
 from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
-from hvd_ckpt.sharding.formats import INT4, WireFormat, wire_format
+from hvd_ckpt.sharding.formats import WireFormat, wire_format
+from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import stage_name, stage_of
 
 
@@ -120,20 +121,16 @@ class LocalOptions:
                 "optimizer is a DistributedOptimizer already; give LocalSGD the bare torch.optim optimizer, and within= the ranks "
                 "whose gradients are to be reduced in every step"
             )
-        if current().tensor > 1:
-            raise ValueError(
-                f"LocalSGD cannot be used with tensor={current().tensor}, which splits layers; use DistributedOptimizer, or "
-                f"init(tensor=1)"
-            )
-        if is_elastic() and not self.elastic:
-            raise ValueError(
-                "LocalSGD in an elastic job: each rank has weights of its own between averages; commit when "
-                "optimizer.settled, make the optimizer anew after each change of ranks, and give elastic=True"
-            )
-        if is_elastic() and self.within is not None:
-            raise ValueError(f"within={self.within!r}: ranks of an elastic job come and go, leave it out")
-        if self.within is not None and self.process_set != global_process_set:
-            raise ValueError("within works on all ranks only, not on a process set")
+        given = {
+            **features_of_job(),
+            "LocalSGD in an elastic job": is_elastic(),
+            "elastic": self.elastic,
+            "local_steps": self.every,
+            "within": self.within,
+            "process_set": self.process_set != global_process_set,
+            "wire": None if self.wire == "fp32" else self.wire,
+        }
+        check(given, {"local_steps": "LocalSGD"})
         if self.outer is not None:
             scalar = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
             made = self.outer([scalar]) if callable(self.outer) else None
@@ -146,10 +143,6 @@ class LocalOptions:
         if self.moments not in ("local", "average"):
             raise ValueError(
                 f"moments must be 'local' (each rank keeps its own) or 'average' (in each average), not {self.moments!r}"
-            )
-        if self.format is INT4:
-            raise ValueError(
-                "wire='int4' is for sharded gradients: give 'int8' or a wider format for averages"
             )
         check_stage(self.shard, self.offload, "fp32")
         check_within(self.within)

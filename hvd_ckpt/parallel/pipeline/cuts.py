@@ -9,6 +9,7 @@ from torch import nn
 
 from hvd_ckpt.planning.plan import PipelinePlan, Plan, PlanError
 from hvd_ckpt.utils.cuts import cut_of, mark
+from hvd_ckpt.utils.rules import check
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,10 @@ def cuts_of(plan: Plan, stages: int, options: PipelineOptions) -> PipelinePlan:
             f"The plan was made for {plan.pipeline.stages} stages, and this job has {stages}: make one with "
             f"hc.plan(..., layout=hc.StageLayout({stages}))."
         )
-    given = [
-        name
-        for name, value in vars(options).items()
-        if value is not None and name not in ("plan", "checkpoint")
-    ]
-    if given or options.checkpoint not in (None, "auto"):
-        raise ValueError(
-            f"Pipeline: the plan gives {', '.join(given or ['checkpoint'])} already: leave it out"
-        )
+    given = {name: value for name, value in vars(options).items() if name != "plan"}
+    check(
+        {"a plan of stages": True, **given, **{f"{name} of Pipeline": value for name, value in given.items()}}
+    )
     return plan.pipeline
 
 

@@ -53,6 +53,7 @@ from hvd_ckpt.processes import grid as grids
 from hvd_ckpt.processes.links import StageFailed
 from hvd_ckpt.recompute.sequential import CheckpointSequential
 from hvd_ckpt.reduction.agreement import agree_on_options, described, errors_on_all
+from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import CHECKPOINTS
 
 STEP_TAG, LOSS_TAG, TIED_TAG = range(grids.FIRST_TAG, grids.FIRST_TAG + 3)
@@ -167,8 +168,8 @@ class Pipeline(nn.Module):
             options = options_of(planned)
         balance, chunks, costs = options.balance, options.chunks, options.costs
         schedule, checkpoint = options.schedule or "1f1b", options.checkpoint or "except_last"
-        if chunks is None:
-            raise ValueError("Pipeline needs chunks, the number of micro-batches, or a plan")
+        check({"Pipeline": True, "chunks": chunks})
+        assert chunks is not None
         check_options(chunks, checkpoint, (*CHECKPOINTS, "auto"))
         self._plan = planned
         virtual = virtual_stages_of(schedule, options.virtual_stages)

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from hvd_ckpt.parallel.tensor.functions import POSITIONS, SCORES, SHARE
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.utils.rules import check
 
 _SATURATION = 1.7580993408473766  # minus the limit of SELU, in PyTorch's digits
 _HEADS = 1  # the dimension of heads in scores of attention, (batch, heads, queries, keys)
@@ -121,10 +122,7 @@ def _attention(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, **options
         )
-    if options.get("enable_gqa"):
-        raise ValueError(
-            "dropout of attention with enable_gqa=True cannot be split over parts; repeat keys and values instead"
-        )
+    check({"tensor": True, "dropout of attention with enable_gqa": options.get("enable_gqa")})
     scale = options.get("scale")
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key.transpose(-2, -1) * root)

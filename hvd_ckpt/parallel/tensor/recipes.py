@@ -31,6 +31,7 @@ from hvd_ckpt.parallel.tensor.verification import verification_of
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.cuts import Cut
+from hvd_ckpt.utils.rules import check
 
 Model = TypeVar("Model", bound=nn.Module)
 Recipe = Mapping[str, str]
@@ -306,10 +307,9 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
         _check_divides(where, "heads", heads, parts)
         return {parameter: Cut(dim, heads) for parameter, dim in _XLNET_CUTS.items()}
     if kind in ("vocabulary", "column") and isinstance(module, nn.Embedding):
-        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            raise ValueError(
-                f"{where} uses max_norm, sparse or scale_grad_by_freq, which cannot be split; leave them out"
-            )
+        wrong = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+        check({"tensor": parts, "max_norm, sparse or scale_grad_by_freq": wrong},
+              {"max_norm, sparse or scale_grad_by_freq": f"{where} of max_norm, sparse or scale_grad_by_freq"})  # fmt: skip
         if kind == "vocabulary":
             return {"weight": Cut(0, module.num_embeddings)}
         _check_divides(where, "outputs", module.embedding_dim, parts)

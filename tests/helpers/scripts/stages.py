@@ -309,6 +309,9 @@ def planned() -> None:
     if hc.stages() == 2:
         assert [part.recompute for part in plan.pipeline.parts] == [True, False]
     check("transformer", reference, {"plan": plan})
+    for given in ({"chunks": 4}, {"schedule": "gpipe"}, {"virtual_stages": 2}, {"costs": [1.0]}):
+        with pytest.raises(ValueError, match="cannot be used with a plan of stages"):
+            hc.Pipeline(make_model(), plan=plan, **given)  # type: ignore[arg-type]
 
 
 def frees_other_stages() -> None:
