@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_used_is_one_line(made: Result, folder: Path, run)
         ("gpt-tiny", "--model-option layers=two", "layers must be a whole number, got 'two'"),
         ("gpt-tiny", "--model-option heads=3", "gpt-tiny: width must be a multiple of heads"),
         ("", "--chunks 4", "--chunks 4: give --stages"),
-        ("", "--stages 2 --load plan.json", "--stages 2: leave out --load"),
+        ("", "--stages 2 --load plan.json", "--stages 2 cannot be used with load"),
         ("", "--stages 7", "6 blocks cannot be cut into 7 parts"),
         ("", "--stages 2 --schedule 2f2b", "2f2b"),
         ("vnet", "--pixels 24 --model-option width=1", "multiples of 16, got 24 x 24 x 24"),
