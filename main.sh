@@ -3,7 +3,7 @@
 #
 #   bash main.sh                   the main job: hvd-ckpt compare --quick
 #   bash main.sh setup             set up only, with what the tests need
-#   bash main.sh test [ARGS]       the same, then the tests (ARGS go to pytest)
+#   bash main.sh test [ARGS]       the same, then the tests (ARGS go to pytest; --quick: some of every room, in three minutes)
 #   bash main.sh docs              build the documentation into site/ (needs no PyTorch and no Horovod)
 #   bash main.sh gpu [ARGS]        set up, then check everything that runs on a GPU, and write a report
 #   bash main.sh gpu --offline FOLDER   the same without a network; fill FOLDER elsewhere with hvd-ckpt doctor --fill FOLDER

@@ -139,8 +139,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def quick_planner(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """Three rounds of timing for each kind of block: bytes and results are what is looked at."""
+    """Three rounds of timing for each kind of block, and a short search: bytes and results are what is looked at."""
     monkeypatch.setattr("hvd_ckpt.planning.kinds._SECONDS_PER_KIND", 0.0)
+    monkeypatch.setattr("hvd_ckpt.planning.candidates._LOOKS", 20_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

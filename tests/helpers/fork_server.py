@@ -16,8 +16,11 @@ ADDRESS = "HVD_CKPT_TESTS_FORK_SERVER"
 
 
 @contextlib.contextmanager
-def fork_server(environment: Mapping[str, str] = os.environ) -> Iterator[dict[str, str]]:
-    """Starts it with that environment; yields the variables of processes that are to be its forks."""
+def fork_server(
+    environment: Mapping[str, str] = os.environ, *, ours: bool = True
+) -> Iterator[dict[str, str]]:
+    """Starts it with that environment; yields the variables of processes that are to be its forks. Unless ``ours``, these import
+    this library themselves."""
     path = tempfile.mktemp(prefix="hvd_ckpt_tests_")  # short, as addresses of sockets are
     folders = [str(FORKING), *filter(None, [environment.get("PYTHONPATH")])]
     variables = {ADDRESS: path, "PYTHONPATH": os.pathsep.join(folders)}
@@ -25,7 +28,7 @@ def fork_server(environment: Mapping[str, str] = os.environ) -> Iterator[dict[st
         listener.bind(path)
         listener.listen(64)
         server = subprocess.Popen(
-            [sys.executable, str(FORKING / "server.py"), str(listener.fileno())],
+            [sys.executable, str(FORKING / "server.py"), str(listener.fileno()), *(["ours"] if ours else [])],
             env={**environment, "PYTHONPATH": variables["PYTHONPATH"], "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],

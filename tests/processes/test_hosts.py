@@ -123,7 +123,7 @@ def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one
     assert not (run / "snapshots" / f"step-{STEPS:08}").exists(), (
         "trained to the end before the host was cut off"
     )
-    wait_for(lambda: not ranks(hosts), "the end of the ranks on b", 240)
+    wait_for(lambda: not ranks(hosts), "the end of the ranks on b", 240, pause=0.3)
     assert job.returncode != 0
     assert re.search(NAMED[launcher], errors), output + errors
 
@@ -140,8 +140,8 @@ def ranks(hosts: Hosts) -> list[str]:
     return [" ".join(words[:4]) for words in lines if Path(" ".join(words[1:2])).name == "hvd-ckpt"]
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float, pause: float = 0.02) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {seconds:g} seconds"
-        time.sleep(0.02)
+        time.sleep(pause)

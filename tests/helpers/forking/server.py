@@ -195,7 +195,8 @@ def _set_threads() -> None:
 if __name__ == "__main__":
     sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
     for module in PRELOADED:
-        importlib.import_module(module)
+        if "ours" in sys.argv or not module.startswith("hvd_ckpt"):
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # forks neither look at what was imported nor copy it
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -18,7 +18,7 @@ import sys
 SERVER = "HVD_CKPT_TESTS_FORK_SERVER"  # the path of its socket, set by fork_server.py
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 PROGRAMS = ("/hvd-ckpt", "/scripts/horovodrun.py", "/tests/run.py")
-PACKAGES = ("hvd_ckpt", "benchmarks")
+PACKAGES = ("hvd_ckpt", "benchmarks", "pytest")
 
 
 def can_be_forked(words: list[str]) -> bool:
