@@ -65,7 +65,7 @@ class Run:
         return (self.ranks, self.controller) != (2, "gloo")
 
     def command(self, results: Path, arguments: Sequence[str]) -> list[str]:
-        worker = [sys.executable, __file__, "--worker", str(results), *arguments]
+        worker = [sys.executable, str(ROOT / "tests" / "run.py"), "--worker", str(results), *arguments]
         if not self.controller:
             return [*worker, "-m", SELECTIONS[self.kind]]
         launcher = HOROVODRUN if self.forked else [str(Path(sys.executable).parent / "horovodrun")]

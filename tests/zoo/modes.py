@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
+import hvd_ckpt.planning.candidates
 import hvd_ckpt.planning.head
 import hvd_ckpt.planning.kinds
 import hvd_ckpt.planning.planner
@@ -251,6 +252,7 @@ def quick_planner() -> Iterator[None]:
     """Few measurements of time, plans as small as they get, and heads in chunks though the logits are few."""
     places = (
         (hvd_ckpt.planning.kinds, "_SECONDS_PER_KIND", 0.0),
+        (hvd_ckpt.planning.candidates, "_LOOKS", 20_000),
         (hvd_ckpt.planning.planner, "MIN_SLOWDOWN", 1e9),
         (hvd_ckpt.planning.planner, "_TIMED", 1),
         (hvd_ckpt.planning.head, "_LEAST_BYTES", 0),
