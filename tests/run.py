@@ -82,15 +82,15 @@ LONG = (
     "tests/parallel",
 )  # a run of their own, so that no lane has much more to do than the others
 RUNS = (
-    Run("whole commands of benchmarks and parallel models", "launch", paths=LONG),
     Run("one process", "process"),
-    *_over("gloo", 4),
-    Run("other whole commands", "launch", paths=("tests", *(f"--ignore={path}" for path in LONG))),
+    *_over("gloo", 2),
+    Run("whole commands", "launch", paths=("tests", *(f"--ignore={path}" for path in LONG))),
     *_over("mpi", 4),
-    *_over("gloo", 2, 3),
+    Run("whole commands of benchmarks and parallel models", "launch", paths=LONG),
+    *_over("gloo", 3),
     Run("several hosts", "hosts"),
+    *_over("gloo", 4, 1),
     *_over("mpi", 2),
-    *_over("gloo", 1),
 )
 
 
