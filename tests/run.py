@@ -3,7 +3,7 @@
 conftest.py says which kinds of tests there are. Those of one process and those of whole commands run under plain pytest; those
 of ranks run under horovodrun, with 1, 2, 3 and 4 ranks over Gloo and 2 and 4 over MPI where it works. Each rank leaves a JUnit
 file. A test failed if it failed on any rank, and a run that crashed, hung or collected nothing counts as one failure. The last
-line sums all runs. Three lanes run beside each other, and each takes the next run when it has ended one; the output of the first
+line sums all runs. Four lanes run beside each other, and each takes the next run when it has ended one; the output of the first
 passes through, and that of the others follows it.
 
 Arguments go to pytest. Those that name files or folders choose the tests:
@@ -76,7 +76,7 @@ def _over(controller: str, *sizes: int) -> tuple[Run, ...]:
     return tuple(Run(f"{size} ranks over {controller}", "ranks", size, controller) for size in sizes)
 
 
-LANES = 3
+LANES = 4  # ranks wait for each other, so more of them than cores
 LONG = (
     "tests/bench",
     "tests/parallel",

@@ -136,7 +136,7 @@ def test_importing_starts_no_threads() -> None:
         "import os, torch, horovod.torch\n"
         "before = len(os.listdir('/proc/self/task'))\n"
         "import hvd_ckpt.app.cli, hvd_ckpt.utils.fingerprint, hvd_ckpt.distributed.optimizer\n"
-        "import hvd_ckpt.planning.planner, hvd_ckpt.pipeline\n"
+        "import hvd_ckpt.planning.planner, hvd_ckpt.parallel.pipeline\n"
         "assert len(os.listdir('/proc/self/task')) == before\n"
     )
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "2"}, check=True)
