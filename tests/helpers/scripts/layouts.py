@@ -1,4 +1,4 @@
-"""Layouts of a job on its own ranks: ``hc.layouts`` after ``hc.init()``, then the command's measurement, which starts Horovod anew."""
+"""Layouts of a job on its own ranks: ``hc.layouts`` after a measurement of links, which starts Horovod."""
 
 from __future__ import annotations
 
