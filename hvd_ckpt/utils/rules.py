@@ -220,7 +220,7 @@ RULES: tuple[Rule, ...] = (
     *needs("patience", "eval_every", "it counts evaluations", "give eval_every as well"),
     *apart("patience", (("validation_split=0.0", "it counts evaluations", "give a validation_split above 0"),)),
     *apart("prompt", (
-        ("module:function", "a model of one's own need not continue a text", "leave prompt out"),
+        ("module:function", "it is for models of the catalogue", "leave prompt out"),
         ("tokens without a tokenizer", "nothing tells which tokens it has", "give the tokenizer of the token ids as well"),
     )),
     *apart("resume", (("output", "a resumed run writes to its own folder"),)),
