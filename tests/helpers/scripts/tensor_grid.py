@@ -53,7 +53,7 @@ if case == "grid":
     model = torch.nn.Linear(2, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
-        ValueError, match="replicas cannot be used (with tensor=2|in 2 pipeline stages|with tensor=4)"
+        ValueError, match="replicas=.* cannot be used with (tensor|stages)="
     ):
         hc.DistributedOptimizer(optimizer, model.named_parameters(), replicas=4, model=model)
     for wire in ("int8", "int4", {"parameters": "int8"}):
