@@ -52,16 +52,14 @@ if case == "grid":
         hc.init(tensor=tensor + 1)
     model = torch.nn.Linear(2, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        ValueError, match="replicas=.* cannot be used with (tensor|stages)="
-    ):
+    with pytest.raises(ValueError, match="replicas=.* cannot be used with (tensor|stages)="):
         hc.DistributedOptimizer(optimizer, model.named_parameters(), replicas=4, model=model)
     for wire in ("int8", "int4", {"parameters": "int8"}):
-        with pytest.raises(ValueError, match=f"wire=.* cannot be used with tensor={tensor}"):
+        with pytest.raises(ValueError, match=f"tensor={tensor} cannot be used with wire="):
             hc.DistributedOptimizer(
                 optimizer, model.named_parameters(), shard="gradients", wire=wire, model=model
             )
-    with pytest.raises(ValueError, match=f"LocalSGD cannot be used with tensor={tensor}"):
+    with pytest.raises(ValueError, match="LocalSGD cannot be used with (tensor|stages)="):
         hc.LocalSGD(optimizer, model.named_parameters(), model=model)
     print("equal", flush=True)
 else:
