@@ -398,7 +398,7 @@ def test_autocast_and_a_warning_under_another_one(make, budget):
 
 
 def test_the_surrounding_autocast_is_that_of_the_plan():
-    model, args, _ = sequential()
+    model, args = nn.Sequential(*[Residual(16) for _ in range(4)]), (torch.randn(256, 16),)
     plain = hc.plan(model, *args, loss=loss_of, budget="0.6x")
     mixed = hc.plan(model, *args, loss=loss_of, budget="0.6x", autocast=torch.bfloat16)
     for around in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
@@ -411,7 +411,7 @@ def test_the_surrounding_autocast_is_that_of_the_plan():
     with torch.autocast("cpu", torch.bfloat16):
         with torch.autocast("cpu", enabled=False):
             assert hc.plan(model, *args, loss=loss_of, budget="0.6x").autocast is None
-        _, plan = hc.largest_batch(model, lambda batch: torch.randn(batch, 32), 400_000, loss=loss_of, most=8)
+        _, plan = hc.largest_batch(model, lambda batch: torch.randn(batch, 16), 400_000, loss=loss_of, most=8)
         assert plan.autocast == "bfloat16"
     assert plain.autocast is None
 
