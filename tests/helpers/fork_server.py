@@ -33,9 +33,11 @@ def fork_server(
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
         )
-        with server:  # which ends when its standard input does
+    try:
+        with server:  # which ends when its standard input does; without it processes start as usual
             yield variables
-    os.unlink(path)
+    finally:
+        os.unlink(path)
 
 
 def is_running() -> bool:

@@ -82,26 +82,28 @@ def kill(rank: int) -> None:
 def fork(connection: socket.socket) -> int | None:
     """The process id of a rank, or of its parent; None if the client is to run it itself."""
     head, files, _, _ = socket.recv_fds(connection, 4, 3)
-    size = struct.unpack("i", head)[0]
+    size = struct.unpack("i", head)[0] if len(head) == 4 else 0
     text = b""
-    while len(text) < size:
-        text += connection.recv(size - len(text))
-    request = json.loads(text)
-    peer = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    elsewhere = _namespaces(peer)
+    while len(text) < size and (piece := connection.recv(size - len(text))):
+        text += piece
     rank = 0
-    if request["prefix"] == sys.prefix and not (elsewhere and os.geteuid()):
-        rank = os.fork()
-        if rank == 0:
-            os.setsid()
-            _end_with_parent()
-            if elsewhere:
-                _enter(elsewhere)
-            connection.sendall(struct.pack("i", os.getpid()))
-            connection.close()
-            _run(request, files)
-    else:
-        with contextlib.suppress(OSError):  # a client that has gone already: serve() sees it, too
+    if size and len(text) == size:
+        request = json.loads(text)
+        peer = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        elsewhere = _namespaces(peer)
+        if request["prefix"] == sys.prefix and not (elsewhere and os.geteuid()):
+            rank = os.fork()
+            if rank == 0:
+                os.setsid()
+                _end_with_parent()
+                if elsewhere:
+                    _enter(elsewhere)
+                with contextlib.suppress(OSError):  # the server sees it, too
+                    connection.sendall(struct.pack("i", os.getpid()))
+                connection.close()
+                _run(request, files)
+    if not rank:
+        with contextlib.suppress(OSError):  # a client that has gone already
             connection.sendall(struct.pack("i", 0))
         connection.close()
     for file in files:

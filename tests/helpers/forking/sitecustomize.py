@@ -39,7 +39,10 @@ def run_in_fork(address: str, words: list[str]) -> None:
     import struct
 
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
+    try:
+        connection.connect(address)
+    except OSError:
+        return  # there is no server any more
     request = json.dumps(
         {
             "words": words[1:],
