@@ -62,8 +62,8 @@ class Row:
     ) -> None:
         """Adds what the ranks of a job found: the ``average`` of its steps is a round, or without one each step is.
 
-        Bytes that communication threads free are not counted, so of several counts the least is nearest. Figures whose names end in
-        ``count`` add up, as do ``remarks``, lines for the report.
+        What communication threads free counts until its address is allocated again, so of several counts the least is nearest.
+        Figures whose names end in ``count`` add up, as do ``remarks``, lines for the report.
         """
         self.failure = next((rank["failure"] for rank in ranks if rank.get("failure")), self.failure)
         steps = slowest(rank.get("seconds", ()) for rank in ranks)

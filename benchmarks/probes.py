@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from hvd_ckpt.app.compare.runner.report import Column, in_mib
 from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.utils.measure import now
-from hvd_ckpt.utils.memory import Marks, recording_marks
+from hvd_ckpt.utils.memory import MARK, Mark, Marks
 
 if TYPE_CHECKING:
     from benchmarks.worker import Training
@@ -60,6 +60,33 @@ class Probe:
         return {}
 
 
+class SeenMarks(Marks):
+    """Marks that also see what threads free of which the profiler does not know: an address that is allocated again was free."""
+
+    def _read(self, profiler: profile) -> None:
+        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+        found: list[tuple[int, Any]] = []  # when, and what was allocated or freed; None at a mark
+        pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+        while pending:
+            event: Any = pending.pop()
+            pending += event.children
+            if event.name.startswith(MARK):
+                found.append((event.start_time_ns, None))
+            elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+                found.append((event.start_time_ns, event.extra_fields))
+        names, live, allocated, peak = iter(self._names), dict[int, int](), 0, 0
+        for _, change in sorted(found, key=lambda entry: entry[0]):
+            if change is None:
+                self.marks.append(Mark(next(names), allocated, peak))
+                peak = allocated
+                continue
+            allocated -= live.pop(change.ptr, 0)
+            if change.alloc_size > 0:
+                live[change.ptr] = change.alloc_size
+                allocated += change.alloc_size
+            peak = max(peak, allocated)
+
+
 class Memory(Probe):
     """Bytes of PyTorch's allocator since before the model was built, and the tensors that are held for training."""
 
@@ -76,8 +103,8 @@ class Memory(Probe):
 
     def start(self, device: torch.device) -> None:
         gc.collect()
-        self._stack = ExitStack()
-        self._memory: Marks = self._stack.enter_context(recording_marks(device))
+        self._stack, self._memory = ExitStack(), SeenMarks(device)
+        self._stack.enter_context(self._memory.recording())
 
     def settled(self, training: Training) -> None:
         gc.collect()
@@ -96,13 +123,11 @@ class Memory(Probe):
 
     def note(self, training: Training) -> None:
         before, after = self._memory.marks[-2:]
-        # A step ends with what it began with. What is more is blocks that communication threads have freed, which nobody counts.
-        freed = (SETTLE + 1) * (after.bytes - before.bytes)
         parts = (tensor for part in training.parts for tensor in part)
         whole = [*training.model.parameters(), *training.model.buffers(), *parts]
-        self.figures["peak_bytes"] = after.peak_bytes - freed
+        self.figures["peak_bytes"] = after.peak_bytes
         self.figures["step_bytes"] = after.peak_bytes - before.bytes
-        self.figures["beyond_bytes"] = after.bytes - freed - sum(tensor.nbytes for tensor in whole)
+        self.figures["beyond_bytes"] = after.bytes - sum(tensor.nbytes for tensor in whole)
 
 
 class Sent(Probe):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvd_ckpt.app.compare.runner.engine import Workload
 from hvd_ckpt.app.models.catalog import DenseNetShape
 from hvd_ckpt.app.models.densenet import DenseNet, densenet
 from hvd_ckpt.app.models.gpt import gpt
@@ -33,7 +32,7 @@ Sample = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class RandomBatch(Workload):
+class RandomBatch:
     """A model and one random batch.
 
     Attributes:

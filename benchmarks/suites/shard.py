@@ -78,6 +78,6 @@ shard = Suite(
         "Stages 0 and 1 reduce the sum of all micro-batches once; stages 2 and 3 reduce-scatter after each, so that no rank holds "
         "whole gradients. of best peer: time relative to the engine of the same stage and recomputation whose median is least.",
         "parameters, gradients, state: tensors held in memory when the gradients are ready; peak: the most that the "
-        "allocator has given out in a step. Blocks that Gloo's threads free for FSDP2 are estimated.",
+        "allocator has given out in a step. What Gloo's threads free for FSDP2 counts until its address is allocated again.",
     ),
 )

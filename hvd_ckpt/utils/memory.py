@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hvd_ckpt.utils.torch_private import DeviceType, profiler_enabled
 
-_MARK = "hvd_ckpt.mark."
+MARK = "hvd_ckpt.mark."  # before the number of a mark, in the names of the profiler's events
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Marks:
             return
         # The profiler's event has the number of the mark, since names may be repeated.
         self._names.append(name)
-        with torch.profiler.record_function(f"{_MARK}{len(self._names) - 1}"):
+        with torch.profiler.record_function(f"{MARK}{len(self._names) - 1}"):
             pass
 
     @contextlib.contextmanager
@@ -148,7 +148,7 @@ class Marks:
                 peak = max(peak, allocated)
                 self.timeline.append(((event.start_ns() - start) / 1e9, allocated))
             else:
-                name = self._names[int(event.name().removeprefix(_MARK))]
+                name = self._names[int(event.name().removeprefix(MARK))]
                 self.marks.append(Mark(name, allocated, peak))
                 peak = allocated
 
@@ -205,7 +205,7 @@ def _events(profiler: profile) -> list[Any]:
         event
         for event in results.events()
         if (event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
-        or event.name().startswith(_MARK)
+        or event.name().startswith(MARK)
     ]
     events.sort(key=lambda event: event.start_ns())
     return events

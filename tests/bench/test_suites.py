@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import statistics
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.case import Case, Row
-from benchmarks.probes import storage_bytes
+from benchmarks.probes import SeenMarks, storage_bytes
 from benchmarks.suites.pipeline import of_ideal, pipeline
 from benchmarks.suites.shard import STAGES, of_best_peer, shard
 from hvd_ckpt.app.compare.runner.stats import Quartiles
@@ -89,3 +90,17 @@ def test_each_storage_counts_once_and_mapped_files_do_not(tmp_path: Path) -> Non
     seen: set[int] = set()
     assert storage_bytes([tensor, tensor[:10], mapped], seen) == 4000
     assert storage_bytes([tensor.view(10, 100)], seen) == 0
+
+
+def test_memory_that_unseen_threads_free_is_free_when_it_is_allocated_again() -> None:
+    block, marks = 1 << 22, SeenMarks(torch.device("cpu"))
+    with marks.recording():
+        for _ in range(30):
+            tensors = [torch.empty(block, dtype=torch.uint8)]
+            thread = threading.Thread(target=tensors.clear)
+            thread.start()
+            thread.join()
+        kept = torch.empty(block, dtype=torch.uint8)
+        marks.mark("freed")
+    # Some addresses have their turn.
+    assert kept.nbytes <= marks.marks[0].bytes <= marks.marks[0].peak_bytes < 15 * block

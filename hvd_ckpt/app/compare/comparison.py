@@ -148,7 +148,7 @@ class Comparison:
         """The cells that an engine trains; notes those that it refuses by design."""
         kind, cells = find_engine(engine), list[Cell]()
         for cell in self.cells:
-            refused: str | None = kind().refuses(CATALOG[cell.workload])  # type: ignore[arg-type]
+            refused = kind().refuses(CATALOG[cell.workload])
             if refused:
                 self._remarks.append(f"{engine}, {cell.workload} {cell.variant} is left out: {refused}")
             else:

@@ -6,7 +6,7 @@ in :mod:`.scenarios`.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn import functional
 
 from hvd_ckpt.app.compare.cells import Chain, Recompute, Settings
-from hvd_ckpt.app.compare.runner import engine
 from hvd_ckpt.app.datasets.images import Digits
 from hvd_ckpt.app.datasets.text import MaskedText
 from hvd_ckpt.app.datasets.tokens import Tokens
@@ -49,7 +48,7 @@ class Step:
     backward: Callable[[torch.Tensor], object]
 
 
-class Workload(engine.Workload):
+class Workload(ABC):
     """A model learning something; a class with a ``name`` is in the :data:`CATALOG`.
 
     Attributes:
@@ -60,6 +59,11 @@ class Workload(engine.Workload):
         parts: batches of a rank in a step.
         passes: most backward passes in a step, for engines that need the number.
         small: a step takes milliseconds.
+        static: the same graph in every step, so that each gradient takes part in exactly one reduction.
+        scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
+        uneven: ranks have unequal numbers of steps.
+        alike: all ranks use the same layers in the same order.
+        half: some parameters have half precision.
         precisions: those that mean something for it; None for all.
         tolerance: how far weights may be off, as a share of what training changes.
     """
@@ -72,6 +76,11 @@ class Workload(engine.Workload):
     parts: ClassVar[int] = 1
     passes: ClassVar[int] = 1
     small: ClassVar[bool] = False
+    static: ClassVar[bool] = True
+    scales_loss: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
+    half: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...] | None] = None
     tolerance: ClassVar[float] = 1e-3  # a lost or doubled gradient is off by a tenth or more
 
@@ -92,6 +101,10 @@ class Workload(engine.Workload):
     def batch(self, rank: int, size: int, step: int, part: int = 0) -> Batch:
         """A batch of one rank in one step: a pure function of its arguments and the seed."""
 
+    @abstractmethod
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a batch."""
+
     def batches(self, rank: int, size: int, step: int) -> list[Batch]:
         """All batches of one rank in one step."""
         return [self.batch(rank, size, step, part) for part in range(self.parts)]
@@ -110,7 +123,7 @@ class Workload(engine.Workload):
         with step.autocast():
             return self.loss(step.model(*batch.inputs, **batch.shared, **how), batch.targets)
 
-    def before_step(self, model: nn.Module, number: int) -> None:  # most change nothing
+    def before_step(self, model: nn.Module, number: int) -> None:  # noqa: B027  # most change nothing
         """Changes the (unwrapped) model before a step."""
 
     def steps_of(self, rank: int, size: int, steps: int) -> int:

@@ -19,28 +19,6 @@ from hvd_ckpt.app.compare.runner.jobs import join_torch, launched_rank_and_size
 Functions = Sequence[Callable[..., Any]]
 
 
-class Workload(ABC):
-    """A model that is trained, and its loss.
-
-    Attributes:
-        static: the same graph in every step, so that each gradient takes part in exactly one reduction.
-        scales_loss: the loss is scaled, and a step skipped on overflow, in any precision.
-        uneven: ranks have unequal numbers of steps.
-        alike: all ranks use the same layers in the same order.
-        half: some parameters have half precision.
-    """
-
-    static: ClassVar[bool] = True
-    scales_loss: ClassVar[bool] = False
-    uneven: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    half: ClassVar[bool] = False
-
-    @abstractmethod
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean loss of a batch."""
-
-
 class Held(NamedTuple):
     """The tensors that are held for training, by kind."""
 
@@ -93,8 +71,8 @@ class Engine(ABC):
         """Why it cannot run here, in a clause; None where it can."""
         return None
 
-    def refuses(self, workload: Workload) -> str | None:
-        """Why it cannot train this by design, in a clause; None where it can."""
+    def refuses(self, workload: Any) -> str | None:
+        """Why it cannot train this workload by design, in a clause; None where it can."""
         return None
 
     def start(self, folder: Path) -> None:

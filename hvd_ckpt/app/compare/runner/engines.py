@@ -31,8 +31,6 @@ from hvd_ckpt.utils.named import import_named
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hvd_ckpt.app.compare.runner.engine import Workload
-
 
 class OneProcess(Engine):
     """No other ranks, and nothing to reduce: the engine of the reference."""
@@ -145,7 +143,7 @@ class LogicalReplicas(HvdCkpt):
         optimizer.synchronize()
         return mean
 
-    def refuses(self, workload: Workload) -> str | None:
+    def refuses(self, workload: Any) -> str | None:
         return "replicas draw random numbers of their own; python -m benchmarks replicas compares them"
 
 
@@ -159,7 +157,7 @@ class Local(HvdCkpt):
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
         return model, hc.LocalSGD(optimizer, list(model.named_parameters()), **self.options)
 
-    def refuses(self, workload: Workload) -> str | None:
+    def refuses(self, workload: Any) -> str | None:
         if workload.uneven or workload.scales_loss:
             return "ranks must take equally many steps, and an overflow skips a step of its rank only"
         if workload.half:
@@ -197,7 +195,7 @@ class Sharded(HvdCkpt):
             held if self.options["shard"] > 1 else held._replace(gradients=gradients_of(model.parameters()))
         )
 
-    def refuses(self, workload: Workload) -> str | None:
+    def refuses(self, workload: Any) -> str | None:
         if workload.uneven:
             return "sharded ranks need each other in every step"
         if self.options["shard"] == 3 and not workload.alike:
