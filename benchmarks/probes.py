@@ -1,8 +1,9 @@
 """Probes: what is measured of a case beside the seconds of its steps. Each is a small object in the rank, and columns of the table.
 
 A probe is told of the examined step of a training, the third one: ``start`` comes before the model is built, ``settled`` before the
-step, ``ready`` when its gradients are there, ``stop`` after it or an error, ``note`` then. Of a training that was timed it is told
-when that has ended: ``finish`` may take further steps, and returns figures.
+step, ``ready`` when its gradients are there, ``stop`` after it or an error, ``note`` then, which may take further steps. Of a training
+that was timed it is told when that has ended: ``finish`` returns figures. What uses a profiler does so in ``note`` and before, since
+processes that were profiled are not timed.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ class Memory(Probe):
 class Sent(Probe):
     """Bytes that a rank sends in a step, and its calls of collectives."""
 
+    examines: ClassVar[bool] = True
     columns: ClassVar[Mapping[str, Column]] = {
         "sent": Column("sent MiB", lambda row: row.over("sent"), in_mib(".2f"), key="sent"),
         "calls": Column("messages", lambda row: row.over("calls"), ".1f", key="calls"),
@@ -143,7 +145,7 @@ class Sent(Probe):
         "all others (n - 1) / n. messages: calls of collectives."
     )
 
-    def finish(self, training: Training) -> dict[str, Any]:
+    def note(self, training: Training) -> None:
         engine, steps = training.engine, training.engine.options.get("every", 1)
 
         def work() -> None:
@@ -159,7 +161,7 @@ class Sent(Probe):
             # An allreduce of all gradients, which nobody counts.
             if engine.reduces_by or engine.options.get("shard") == 1:
                 sent += steps * 2 * (engine.size - 1) / engine.size * training.model_bytes
-        return {"sent": sent / steps, "calls": calls / steps or None}
+        self.figures = {"sent": sent / steps, "calls": calls / steps or None}
 
 
 class Passes(Probe):
@@ -221,7 +223,7 @@ class Hash(Probe):
 PROBES: Mapping[str, type[Probe]] = {
     name: probe for probe in (Hash, Loss, Memory, Passes, Sent) for name in probe.columns
 }
-"""The probe of each column. Losses and hashes come before what takes further steps."""
+"""The probe of each column. What takes further steps comes last."""
 
 
 def probes_of(columns: Iterable[object]) -> Iterator[type[Probe]]:

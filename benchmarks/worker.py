@@ -240,7 +240,7 @@ class Bench:
             self.found[number] |= probe().finish(training)
 
     def alone(self) -> None:
-        """All cases, one after the other; an error ends the job."""
+        """All cases, one after the other, which are examined when all are timed; an error ends the job."""
         for number in range(len(self.job.cases)):
             self.start(number)
             with frozen():
@@ -248,6 +248,7 @@ class Bench:
                     self.time(number)
             self.finish(number)
             gc.collect()
+        for number in range(len(self.job.cases)):
             self.examine(number)
             gc.collect()
 
