@@ -1,9 +1,9 @@
 """Probes: what is measured of a case beside the seconds of its steps. Each is a small object in the rank, and columns of the table.
 
 A probe is told of the examined step of a training, the third one: ``start`` comes before the model is built, ``settled`` before the
-step, ``ready`` when its gradients are there, ``stop`` after it or an error, ``note`` then, which may take further steps. Of a training
-that was timed it is told when that has ended: ``finish`` returns figures. What uses a profiler does so in ``note`` and before, since
-processes that were profiled are not timed.
+step, ``ready`` when its gradients are there, ``stop`` after it or an error, ``note`` then, which may take further steps. Of a
+training that was timed it is told when that has ended: ``finish`` returns figures, without a profiler, since others are timed
+after it.
 """
 
 from __future__ import annotations
