@@ -23,7 +23,8 @@ reduce = Suite(
     rounds=5,
     steps=15,
     warm_up=3,
-    quick={"np": "2", "rounds": 3},
+    quick={"np": "2", "controller": "gloo", "rounds": 1, "steps": 2},
+    quick_sizes={"densenet-narrow": {"layers": 4}, "transformer": {"width": 64, "layers": 2}},
     notes=(
         "gradients MiB: bytes that are held after a step beyond parameters and buffers: gradients and the engine's buckets.",
         "Every rank of every engine has the same number of threads, and is started by horovodrun in the same way; stock Horovod "
