@@ -96,6 +96,11 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert "no samples" in message(ValueError, lambda: DistributedSampler(0))
 
 
+def test_a_position_counts_the_batch_that_the_loop_has() -> None:
+    sampler = DistributedSampler(10, 2, num_replicas=2, rank=1, epochs=1)
+    assert [sampler.state_dict()["position"] for _ in sampler] == [4, 8]
+
+
 # ------------------------------------------------------------------------------------------- tokens
 
 

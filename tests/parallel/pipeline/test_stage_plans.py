@@ -296,3 +296,10 @@ def test_cuts_by_measured_time_and_bytes() -> None:
     assert all(one.grad is None for one in model.parameters())
     with pytest.raises(ValueError, match="8 blocks"):
         hc.balance_by_size(9, model, torch.randn(1, 16))
+
+
+def test_a_tied_parameter_counts_in_its_first_block() -> None:
+    blocks = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    blocks[3].weight = blocks[0].weight
+    pipeline = hc.Pipeline(nn.Sequential(*blocks), chunks=1, schedule="interleaved", virtual_stages=2)
+    assert pipeline.balance == [1, 3]
