@@ -116,6 +116,9 @@ def test_schedules_set_every_group_and_name_invalid_values():
     Schedule("linear", 1.0, 4).apply(optimizer, 2)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[1]["lr"] is held and held == 0.5
+    optimizer.param_groups[0]["lr_scale"] = 0.5
+    Schedule("linear", 1.0, 4).apply(optimizer, 2)
+    assert optimizer.param_groups[0]["lr"] == 0.25
     for arguments, message in ((("cosin", 1.0, 10), "'cosin'"), (("linear", 1.0, 10, 11), "warmup 11")):
         with pytest.raises(ValueError, match=message):
             Schedule(*arguments)
