@@ -57,13 +57,17 @@ class Participant:
 
 
 class RankManifest(Strict):
-    """The files of a rank, or the reason for its failure in one line; only rank 0's has ``aliases`` of weights."""
+    """The files of a rank, or the reason for its failure in one line; only rank 0's has ``aliases`` of weights.
+
+    ``needed``: the bytes that it needs, if the reason is that there is no room on the disk.
+    """
 
     host: str
     files: dict[str, FileEntry] = Field(default_factory=dict)
     aliases: dict[str, str] = Field(default_factory=dict)
     shards: RankShards | None = None
     fault: str = ""
+    needed: int | None = None
 
 
 def await_folder(temporary: Path) -> None:

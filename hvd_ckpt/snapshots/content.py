@@ -277,6 +277,14 @@ class Content:
     shards: RankShards | None = None
     copying: AsyncCopy | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        sizes: list[int] = []
+        for state in (*self.states.values(), self.weights):
+            map_tensors(state, "state", lambda tensor, _: sizes.append(tensor.nbytes) or tensor)  # type: ignore[func-returns-value]
+        return sum(sizes)
+
 
 def staged_content(
     rank: int,

@@ -215,12 +215,17 @@ def put_in_place(temporary: Path, place: Path, warn: Warn) -> None:
         remove([replaced], warn)
 
 
+def is_short(error: Exception) -> bool:
+    """Whether there is no room for a file on the disk, which removing others may give."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def reason_of(error: Exception) -> str:
     """An error in one line, with the way out."""
     if isinstance(error, Wrong):
         return str(error)
     if isinstance(error, OSError) and error.errno:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        full = is_short(error) or error.errno == errno.EFBIG
         way_out = "make room" if full else "name a folder that can be written to"
         return f"{os.strerror(error.errno)}{f' ({error.filename})' if error.filename else ''}: {way_out}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

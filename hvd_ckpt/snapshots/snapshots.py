@@ -324,9 +324,21 @@ class Snapshots:
         if self._writer is None:
             return
         self._writer.wait()
-        fault = of_first_process(self._writer.failed, "hvd_ckpt.snapshots.written")
+        fault = self._fault()
         if fault is not None:
             raise SnapshotError(f"The last snapshot, of step {self._step}, could not be written: {fault}")
+
+    def _fault(self) -> str | None:
+        """Why the last snapshot was not written, also when it was tried again after room was made for it. Collective."""
+        assert self._writer is not None
+        for again in (True, False):
+            name = "hvd_ckpt.snapshots.written"
+            fault, has_room = of_first_process((self._writer.failed, self._writer.made_room), name)
+            if fault is None or not has_room or not again:
+                break
+            self._writer.again()
+            self._writer.wait()
+        return fault
 
     def close(self) -> None:
         """Waits for the last snapshot, and restores the former signal handlers.
@@ -407,6 +419,8 @@ class Snapshots:
                     f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."
                 ) from None
         self._writer.begin(step, **contents, changing=changing)
+        if self._blocking:
+            self._fault()  # later, the tensors would be other ones
 
     @property
     def _kinds(self) -> dict[str, str | None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import queue
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -30,6 +31,8 @@ from hvd_ckpt.snapshots.folder import (
     SnapshotError,
     Warn,
     discard,
+    is_short,
+    list_snapshots,
     make_folder,
     name_of,
     reason_of,
@@ -84,6 +87,7 @@ class SnapshotWriter:
     Attributes:
         written: on rank 0, the newest snapshot that this writer has put in place.
         failed: the reason why the last snapshot was not written, until one is.
+        made_room: whether older snapshots were removed then, since the disk was short, so that :meth:`again` may write it.
     """
 
     def __init__(
@@ -103,8 +107,10 @@ class SnapshotWriter:
         # Filled by the writer's thread and emptied by the caller's. Both ends of a deque are safe without a lock.
         self._warnings: deque[str] = deque()
         self._on_written = on_written
+        self.made_room = False
         self._begun = 0
         self._job: _Job | None = None
+        self._last: _Job | None = None  # with its content, which may be written again
         self._bug: Exception | None = None
         self._staging = Staging()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -166,6 +172,7 @@ class SnapshotWriter:
             self._settle()
             if job.fault:  # the snapshot before is done, and old ones are pruned: perhaps there is room now
                 self._make_folder(job)
+            self._last = None
             if not job.fault:
                 staging = None if self._blocking else self._staging
                 try:
@@ -174,19 +181,25 @@ class SnapshotWriter:
                     )
                 except _TROUBLE as error:
                     job.fault = reason_of(error)
-            if self._blocking:
-                self._run(job)
-            else:
-                self._start()
-                self._jobs.put(job)
+            self._launch(job)
         except BaseException:
             job.held.close()
             if self._own.leads:
                 discard(job.temporary)
             raise
-        self._job = job
         if self._blocking:
             self.check()
+
+    def again(self) -> None:
+        """Writes the last snapshot once more, as it was. To be called on all ranks, after :meth:`wait`."""
+        assert self._last is not None
+        self._begun += 1
+        temporary = self._folder / self._own.temporary_name(self._last.step, self._begun)
+        job = _Job(self._last.step, temporary, self._last.content)
+        job.held.enter_context(under_way(job.temporary))
+        if self._own.leads:
+            self._make_folder(job)
+        self._launch(job)
 
     def before_update(self) -> None:
         """Waits until the optimizer may change the weights and its state. Call it before each of its steps."""
@@ -235,6 +248,14 @@ class SnapshotWriter:
 
     # -------------------------------------------------------------------------------- the caller's thread
 
+    def _launch(self, job: _Job) -> None:
+        self._job = job
+        if self._blocking:
+            self._run(job)
+        else:
+            self._start()
+            self._jobs.put(job)
+
     def _settle(self) -> None:
         """Waits for the snapshot under way, and hands over its warnings."""
         if self._job is not None:
@@ -279,7 +300,7 @@ class SnapshotWriter:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._run(job)
-            del job  # or its files would stay known until the next one comes
+            del job
 
     def _run(self, job: _Job) -> None:
         try:
@@ -289,13 +310,13 @@ class SnapshotWriter:
             job.bug, fault = error, reason_of(error)
             if self._own.leads:
                 discard(job.temporary)
-        job.content = None
+        self._last = job
         job.held.close()
         self.failed, self._bug = fault, job.bug
         if fault is not None and self._own.leads and job.bug is None:
             self._warnings.append(
                 f"The snapshot of step {job.step} was not written to '{self._folder}': {fault}. "
-                f"Training continues, and older snapshots stay."
+                f"Training continues, and {'the newest snapshot stays' if self.made_room else 'older snapshots stay'}."
             )
         # Last: the caller's thread reads `failed`, the bug and the warnings once this is set.
         job.done.set()
@@ -314,7 +335,8 @@ class SnapshotWriter:
         except Exception as error:
             if not isinstance(error, _TROUBLE):
                 job.bug = error
-            return RankManifest(host=host_name(), fault=reason_of(error))
+            needed = job.content.nbytes if job.content is not None and is_short(error) else None
+            return RankManifest(host=host_name(), fault=reason_of(error), needed=needed)
 
     def _copy(self, job: _Job) -> None:
         try:
@@ -340,10 +362,26 @@ class SnapshotWriter:
             discard(job.temporary)
             return f"rank 0: {mine.fault}" if mine.fault else reason_of(error)
         fault = complete(job.temporary, job.step, ranks, self._warnings.append)
+        self.made_room = False
         if fault is None:
             self.written = self._folder / name_of(job.step)
             self._tidy(self.written)
+        elif any(manifest.needed is not None for manifest in ranks):
+            assert job.content is not None
+            fault += self._make_room([manifest.needed or job.content.nbytes for manifest in ranks])
         return fault
+
+    def _make_room(self, needed: list[int]) -> str:
+        """Removes all snapshots but the newest good one; returns how much room was missing, to follow on "make room"."""
+        free = shutil.disk_usage(self._folder).free
+        before = list_snapshots(self._folder)
+        try:
+            prune(self._folder, 1, self._warnings.append)
+        except _TROUBLE as error:
+            self._warnings.append(f"Old snapshots in '{self._folder}' were not removed: {reason_of(error)}.")
+        self.made_room = len(list_snapshots(self._folder)) < len(before)
+        missing = sum(needed) - free
+        return f" for {missing:,} bytes more" if missing > 0 else ""
 
     def _tidy(self, written: Path) -> None:
         try:

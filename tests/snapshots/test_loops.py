@@ -23,6 +23,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import hvd_ckpt as hc
+from hvd_ckpt.snapshots import content
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.reader import read_rank
@@ -358,3 +359,26 @@ def test_failed_saves_warn_and_raise_at_close(folder: Path) -> None:
         snapshots.close()
     assert [text.count("odd is a builtins.set") for text in told] == [1] * (hc.rank() == 0)
     assert [path.name for path in (folder / "run" / "snapshots").iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_the_last_snapshot_is_tried_again_when_older_ones_have_made_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    save, place = content.save_state, folder / "run" / "snapshots"
+
+    def full(path: Path, state: Any) -> Any:
+        if len(list(place.glob("step-*"))) > 2:
+            raise OSError(28, os.strerror(28), str(path))
+        return save(path, state)
+
+    monkeypatch.setattr(content, "save_state", full)
+    loop, told = Loop(), list[str]()
+    with loop.snapshots(folder / "run", keep=9, warn=told.append, blocking=blocking) as snapshots:
+        for step in range(1, 5):
+            snapshots.save(step)
+    hc.barrier()
+    assert sorted(path.name for path in place.iterdir()) == ["step-00000003", "step-00000004"]
+    assert len(told) == (hc.rank() == 0)
+    with Loop().snapshots(folder / "run") as snapshots:
+        assert snapshots.resume() == 4
