@@ -331,6 +331,7 @@ class Snapshots:
     def _fault(self) -> str | None:
         """Why the last snapshot was not written, also when it was tried again after room was made for it. Collective."""
         assert self._writer is not None
+        fault: str | None = None
         for again in (True, False):
             name = "hvd_ckpt.snapshots.written"
             fault, has_room = of_first_process((self._writer.failed, self._writer.made_room), name)
