@@ -22,12 +22,12 @@ import hvd_ckpt as hc
 @click.option("--steps", default=300)
 @click.option("--batch", default=8)
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
-def main(width, heads, layers, length, interval, **settings):
+def main(text, width, heads, layers, length, interval, **settings):
     hc.init()
     sizes = {"width": width, "heads": heads, "layers": layers}
     config = hc.Config(
         "gpt-lite", model_options=sizes, sequence_length=length, schedule="cosine", lr=1e-3, clip=1.0,
-        eval_batches=20, **settings,
+        eval_batches=20, data=text and f"text:{text}", **settings,
     )  # fmt: skip
     parts = hc.assemble(config)
     measure(parts, config.batch, interval)

@@ -30,7 +30,9 @@ import hvd_ckpt as hc
 def main(depth, efficient, segments, micro_batches, images, pixels, batch, steps):
     hc.init()
     options = {"efficient": efficient}
-    config = hc.Config(f"densenet-{depth}", model_options=options, images=images, pixels=pixels)
+    config = hc.Config(
+        f"densenet-{depth}", model_options=options, data=images and f"images:{images}", pixels=pixels
+    )
     model, _, data, _ = hc.assemble(config)
     device = hc.local_device()
     model = model if efficient else hc.CheckpointSequential(model, segments)

@@ -21,9 +21,12 @@ import hvd_ckpt as hc
 @click.option("--steps", default=50)
 @click.option("--batch", default=16, help="Images of each rank in a step.")
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
-def main(depth, **settings):
+def main(depth, images, **settings):
+    data = images and f"images:{images}"
     hc.init()
-    config = hc.Config(f"resnet-{depth}", optimizer="sgd", lr=0.02, validation_split=0.1, **settings)
+    config = hc.Config(
+        f"resnet-{depth}", optimizer="sgd", lr=0.02, validation_split=0.1, data=data, **settings
+    )
     parts = hc.assemble(config)
     batch = parts.train.batch(range(config.batch), [0] * config.batch)
     best = round(math.sqrt(len(parts.model)))

@@ -20,11 +20,11 @@ import hvd_ckpt as hc
 @click.option("--steps", default=30)
 @click.option("--batch", default=4, help="Volumes of each rank in a step.")
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
-def main(width, **settings):
+def main(width, volumes, **settings):
     hc.init()
     config = hc.Config(
         "vnet", model_options={"width": width}, lr=1e-3, weight_decay=1e-4, validation_split=0.1,
-        eval_batches=4, **settings,
+        eval_batches=4, data=volumes and f"volumes:{volumes}", **settings,
     )  # fmt: skip
     trainer = hc.Trainer(config, *hc.assemble(config))
     if hc.rank() == 0:

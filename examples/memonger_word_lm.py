@@ -34,7 +34,7 @@ def main(text, words, width, length, **settings):
     hc.init()
     with tempfile.TemporaryDirectory() as folder:
         config = hc.Config(
-            "lstm-small", model_options={"width": width, "dropout": 0.2, "tied": True}, text=text,
+            "lstm-small", model_options={"width": width, "dropout": 0.2, "tied": True}, data=text and f"text:{text}",
             tokenizer=word_tokenizer(text, words, Path(folder)), sequence_length=length, lr=2e-3,
             weight_decay=0, clip=5.0, eval_batches=20, **settings,
         )  # fmt: skip

@@ -5,7 +5,7 @@
         --metric iou=own_models:iou
     horovodrun -np 2 hvd-ckpt train --model own_models:vit --data own_models:digits --loss torch.nn.functional:cross_entropy
 
-Both models are chains (``nn.Sequential``), so ``--stages 2`` cuts them into pipeline stages. The skip connections of the U-Net have
+Both models are chains (``nn.Sequential``), so ``--pipeline 2`` cuts them into stages. The skip connections of the U-Net have
 names and go directly to the stage that needs them. A model with such connections cannot be planned, so ``--budget 0.5x`` works
 for the vision transformer only.
 """

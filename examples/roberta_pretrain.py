@@ -21,11 +21,11 @@ import hvd_ckpt as hc
     "--budget", help="Peak of a micro-batch's step: 0.4x, 2GiB, min; without it each layer is recomputed."
 )
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
-def main(folder, length, **settings):
+def main(text, folder, length, **settings):
     hc.init()
     config = hc.Config(
         folder, sequence_length=length, accumulate=2, warmup=1, clip=1.0, validation_split=0.02,
-        eval_batches=20, **settings,
+        eval_batches=20, data=text and f"text:{text}", **settings,
     )  # fmt: skip
     parts = hc.assemble(config)
     parts.model.checkpoint_interval = 0 if config.budget else 1

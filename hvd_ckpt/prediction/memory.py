@@ -99,8 +99,13 @@ def estimate_memory(
     averages = None if local is None else LocalMemory(np, local)
     check_stage(shard, offload, wire)
     made = isinstance(optimizer, torch.optim.Optimizer)
-    check({"within": within, "local": local is not None, "tensor": tensor if tensor != 1 else None,
-           "an optimizer that is made already": made})  # fmt: skip
+    check({
+        "within": within,
+        "local": local is not None,
+        "local of estimate_memory": local is not None,
+        "tensor": tensor if tensor != 1 else None,
+        "an optimizer that is made already": made,
+    })  # fmt: skip
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
     step = TrainingStep(plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device)

@@ -1,7 +1,7 @@
 """The rules of what goes with what: one table for constructors, plans, ``hvd-ckpt train``, integrations and documentation.
 
 A feature is the name of a setting or an argument that is given, ``shard``, or of one with certain values,
-``shard=gradients|parameters`` (patterns of :mod:`fnmatch`). ``local_steps + shard`` is given where both are. A caller gives its
+``shard=gradients|parameters`` (patterns of :mod:`fnmatch`). ``local + shard`` is given where both are. A caller gives its
 settings to :func:`check`; what is not among them breaks no rule.
 """
 
@@ -84,17 +84,16 @@ RULES: tuple[Rule, ...] = (
     *apart("within", (
         ("process_set", "its groups are of all ranks"),
         ("stages", "its groups are of all ranks"),
-        ("local", "groups of local SGD are given in local, as its 'within'"),
+        ("local of estimate_memory", "groups of local SGD are given in local, as its 'within'"),
     )),
     *needs("units", "shard=parameters", "only parameters that are split are gathered", "leave units out"),
     *needs("master_weights=True", "shard", "the copies are kept in shards", "leave master_weights out"),
-    *needs("within", "shard=parameters or local_steps", "groups have a copy of the split parameters, or reduce between averages",
+    *needs("within", "shard=parameters or local", "groups have a copy of the split parameters, or reduce between averages",
            "give one of them as well"),
     *needs("offload", "shard", "what is offloaded is a shard", "give shard optimizer, gradients or parameters as well"),
     *needs("offload=parameters", "shard=parameters", "whole parameters stay where they are", "give shard parameters as well"),
-    *needs("offload_folder", "offload", "nothing is offloaded", "give offload as well"),
-    *needs("wire", "shard or local_steps", "it is the format of shards and averages", "give one of them as well"),
-    *needs("wire of gradients", "shard=gradients|parameters or local_steps",
+    *needs("wire", "shard or local", "it is the format of shards and averages", "give one of them as well"),
+    *needs("wire of gradients", "shard=gradients|parameters or local",
            "gradients that are not split travel in Horovod's formats", "use compression, or shard gradients or parameters as well"),
     *needs("accumulate_locally", "shard=gradients|parameters", "whole gradients are added up on each rank anyway",
            "give shard gradients or parameters as well"),
@@ -118,25 +117,21 @@ RULES: tuple[Rule, ...] = (
     )),
     *needs("replicas", "model", "each replica has buffers of its own", "give model=model"),
     # ---------------------------------------------------------------- local SGD
-    *apart("local_steps", (
+    *apart("local", (
         ("stages", "each rank steps on a whole model"),
         ("tensor", "each rank steps on a whole model", "use DistributedOptimizer, or tensor=1"),
         ("replicas", "ranks that step on their own have different weights"),
         ("wire=int4", "it is for sharded gradients", "use int8 or a wider format for averages"),
         ("accumulate_locally", "gradients are reduced within groups in each step"),
         ("ema", "ranks have weights of their own between averages"),
-        ("check_weights", "ranks have weights of their own between averages"),
+        ("every of verify", "ranks have weights of their own between averages"),
         ("compression", "gradients stay on their rank", "use wire instead"),
         ("bucket_cap_mb", "averages have other buckets"),
         (OF_RANKS, "each step would wait for all ranks", "use local or deferred"),
         (APEX, "Apex replaces the parameters", "use precision fp16 or bf16"),
     )),
-    *needs("local_steps + shard", "within", "it splits over the ranks of a group", "give within as well"),
-    *needs("outer_lr", "local_steps", "it is of local SGD", "give local_steps as well"),
-    *needs("outer_momentum", "local_steps", "it is of local SGD", "give local_steps as well"),
+    *needs("local + shard", "within", "it splits over the ranks of a group", "give within as well"),
     *needs("outer_momentum", "outer_lr", "it is the outer optimizer's", "give outer_lr as well"),
-    *needs("fragments", "local_steps", "it is of local SGD", "give local_steps as well"),
-    *needs("delay", "local_steps", "it is of local SGD", "give local_steps as well"),
     *needs("LocalSGD in an elastic job", "elastic", "each rank has weights of its own between averages",
            "commit when optimizer.settled, make the optimizer anew after each change of ranks, and give elastic=True"),
     *apart(ELASTIC, (
@@ -161,10 +156,10 @@ RULES: tuple[Rule, ...] = (
         "virtual_stages of Pipeline", "costs",
     )),
     *needs("checkpoint=auto", "stages", "it is of pipeline stages", "give stages as well"),
-    *needs("pipeline_schedule", "stages", "it is of pipeline stages", "give stages as well"),
+    *needs("schedule of pipeline", "stages", "it is of pipeline stages", "give stages as well"),
     *needs("virtual_stages", "stages", "it is of pipeline stages", "give stages as well"),
     *needs("balance", "stages", "it is of pipeline stages", "give stages as well"),
-    *needs("virtual_stages", "pipeline_schedule=interleaved", "other schedules have one part on each stage", "give that as well"),
+    *needs("virtual_stages", "schedule of pipeline=interleaved", "others have one part on each stage", "give that as well"),
     *needs("Pipeline", "chunks or plan", "it divides a batch into micro-batches", "give their number"),
     # ---------------------------------------------------------------- tensor parts
     *apart("tensor", (
@@ -174,7 +169,6 @@ RULES: tuple[Rule, ...] = (
         ("prompt", "only whole models generate text"),
         (APEX, "Apex wants whole gradients", "use precision fp16 or bf16"),
         ("comm", "it makes the communicators of its replicas itself"),
-        ("local", "each rank steps on a whole model"),
         ("an optimizer that is made already", "it has the parameters of the whole model", "give its class"),
         ("dropout of attention with enable_gqa", "its heads cannot be split", "repeat keys and values instead"),
         ("max_norm, sparse or scale_grad_by_freq", "an embedding with them cannot be split", "leave them out"),
@@ -202,8 +196,6 @@ RULES: tuple[Rule, ...] = (
         ("gradient_checkpointing", "the budget chooses what is recomputed"),
     )),
     *apart("plan", (("segments", "each sets what is recomputed"),)),
-    *needs("plan_cache", "budget", "it keeps plans for a budget", "give budget as well"),
-    *needs("reentrant", "segments", "it is a variant of recomputing segments", "give segments as well"),
     *needs("offload of activations", "a GPU", "host memory holds them", "move the model to a GPU first, or leave offload out"),
     *apart("chunked_cross_entropy", (
         ("create_graph", "it cannot be differentiated twice", "leave create_graph out, or use torch.nn.functional.cross_entropy "
@@ -212,10 +204,6 @@ RULES: tuple[Rule, ...] = (
     *apart("a model on the meta device", (("sample", "it cannot be run", "leave sample out, or build the model"),)),
     # ---------------------------------------------------------------- settings of a run
     *apart("steps", (("epochs", "both set the length of the run"),)),
-    *apart("tokens", (("text", "each is what to train on"),)),
-    *needs("documents", "text", "they are lines of a text", "give text as well"),
-    *needs("vocabulary", "tokens", "it is of token ids", "give tokens as well"),
-    *needs("token_type", "tokens", "it is of token ids", "give tokens as well"),
     *apart("ema", ((APEX, "Apex replaces the parameters", "use precision fp16 or bf16"),)),
     *needs("patience", "eval_every", "it counts evaluations", "give eval_every as well"),
     *apart("patience", (("validation_split=0.0", "it counts evaluations", "give a validation_split above 0"),)),

@@ -124,7 +124,7 @@ def test_a_causal_model_continues_a_text_and_others_are_refused(tmp_path: Path) 
 
 
 def test_token_ids_without_a_tokenizer_leave_as_weights_alone(tmp_path: Path) -> None:
-    run_of(tmp_path, "gpt2-tiny", tokens=str(tmp_path / "ids.bin"), vocabulary=260)
+    run_of(tmp_path, "gpt2-tiny", data=f"tokens:{tmp_path / 'ids.bin'},vocabulary=260")
     result = command(tmp_path, "generate", "--prompt", "To")
     assert result.exit_code == 2 and "without a tokenizer: put its tokenizer.json" in result.output
     output = tmp_path / "model"

@@ -301,7 +301,7 @@ def test_a_plan_fits_the_model_that_is_trained(run, quick_planner: None, tmp_pat
     text.write_text("all work and no play " * 20)
     small = {"width": 32, "layers": 2}
     trained = assemble(
-        Config(model="gpt-tiny", model_options=small, text=str(text), sequence_length=16, batch=2)
+        Config(model="gpt-tiny", model_options=small, data=f"text:{text}", sequence_length=16, batch=2)
     )
     plan = load_plan(tmp_path / "plan" / "plan.json", trained.model, "fp32")
     assert [block.name for block in plan.blocks] == ["embedding", "layer0", "layer1", "head"]
@@ -316,7 +316,7 @@ def test_a_plan_fits_the_model_that_is_trained(run, quick_planner: None, tmp_pat
 @pytest.mark.parametrize("name", ["xlnet-tiny", "vnet"])
 def test_default_sizes_are_those_of_training(name: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("all work and no play " * 100)
-    options, text = ({"width": 2}, {}) if name == "vnet" else ({}, {"text": str(tmp_path / "text.txt")})
+    options, text = ({"width": 2}, {}) if name == "vnet" else ({}, {"data": f"text:{tmp_path / 'text.txt'}"})
     trained, planned = assemble(Config(model=name, model_options=options, **text)), build(name, {}, options)
     shapes = [
         {key: value.shape for key, value in model.state_dict().items()}

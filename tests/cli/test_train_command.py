@@ -72,8 +72,8 @@ def results(text: Path) -> dict[str, Result]:
             arguments=(
                 "train",
                 *SMALL,
-                "--text",
-                str(text),
+                "--data",
+                f"text:{text}",
                 "--batch",
                 "2",
                 "--output",
@@ -110,7 +110,7 @@ def test_two_ranks_train_as_a_file_and_flags_say_and_go_on(text: Path, tmp_path:
     settings = {
         "model": "gpt-tiny",
         "model-options": {"width": 32, "layers": 2, "heads": 2},
-        "text": str(text),
+        "data": f"text:{text}",
         "sequence-length": 16,
         "steps": 99,
         "batch": 4,
@@ -160,7 +160,7 @@ def test_a_dry_run_says_what_the_run_is_about_to_do_and_leaves_nothing(
     assert result.returncode == 0, result.stderr
     told = dict(re.findall(r"(?m)^(model|data|step|steps|memory|ranks|folder) +(.*)", result.stderr))
     assert re.fullmatch(r"gpt-tiny: [\d,]+ parameters, .*; fp32", told["model"])
-    assert told["data"].startswith(f"{text}: ")
+    assert told["data"].startswith(f"text:{text}: ")
     assert "2 samples" in told["step"] and "64 tokens" in told["step"]
     assert "0.5x" in told["memory"] and told["ranks"].startswith("1")
     assert told["folder"] == str(folder) and not folder.exists()
@@ -186,7 +186,18 @@ def test_a_run_logs_its_first_step_its_perplexity_and_the_peak_its_budget_is_abo
 def test_ctrl_c_prints_what_happened(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen(
-        [*COMMAND, *SMALL, "--text", str(text), "--batch", "2", "--steps", "1000000", "--output", str(run)],
+        [
+            *COMMAND,
+            *SMALL,
+            "--data",
+            f"text:{text}",
+            "--batch",
+            "2",
+            "--steps",
+            "1000000",
+            "--output",
+            str(run),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -71,19 +71,23 @@ def test_files_stay_on_the_disk(folder: Path) -> None:
 def test_the_vocabulary_is_given_or_that_of_a_tokenizer_beside_the_ids(folder: Path) -> None:
     ids = numpy.array([1, 2, 3, 4] * 20, dtype=numpy.uint16)
     ids.tofile(folder / "ids.bin")
-    settings: dict[str, Any] = {"tokens": "ids.bin", "sequence_length": 8, "model_options": {"layers": 1}}
+    settings: dict[str, Any] = {
+        "data": "tokens:ids.bin",
+        "sequence_length": 8,
+        "model_options": {"layers": 1},
+    }
 
     def size(model: str, **others: Any) -> int:
-        made = hc.assemble(hc.Config(model, **settings, **others)).model
+        made = hc.assemble(hc.Config(model, **{**settings, **others})).model
         assert isinstance(made, Chain)
         return max(
             len(one) for name, one in made.state_dict().items() if "tokens.weight" in name or "word_" in name
         )
 
-    assert "give vocabulary" in failure(tokens="ids.bin")
-    assert "nothing tells" in failure(tokens="ids.bin", vocabulary=5, prompt="To")
-    assert size("gpt-tiny", vocabulary=50257) == 50257
-    assert size("bert-tiny", vocabulary=7) == 8  # and the mask
+    assert "give vocabulary" in failure(data="tokens:ids.bin")
+    assert "nothing tells" in failure(data="tokens:ids.bin,vocabulary=5", prompt="To")
+    assert size("gpt-tiny", data="tokens:ids.bin,vocabulary=50257") == 50257
+    assert size("bert-tiny", data="tokens:ids.bin,vocabulary=7") == 8  # and the mask
     write_tokenizer(folder / "tokenizer.json")
     assert size("gpt-tiny") == 5
     data = MaskedText(Shards("ids.bin", "tokenizer.json"), 8)
@@ -93,17 +97,17 @@ def test_the_vocabulary_is_given_or_that_of_a_tokenizer_beside_the_ids(folder: P
 def test_an_id_beyond_the_vocabulary_is_found_before_training(folder: Path) -> None:
     IDS.astype("<u2").tofile(folder / "ids.bin")
     at = int((IDS >= 299).argmax())
-    said = failure(tokens="ids.bin", vocabulary=299)
+    said = failure(data="tokens:ids.bin,vocabulary=299")
     assert f"'ids.bin' has the token id 299 at position {at}, and the vocabulary has 299" in said
-    assert failure(tokens="ids.bin", vocabulary=299) == said  # checked again
+    assert failure(data="tokens:ids.bin,vocabulary=299") == said  # checked again
     Shards("ids.bin", vocabulary=300)
     assert len(list(folder.glob("cache/**/*.checked"))) == 1
     changed = IDS.astype("<u2")
     changed[-1] = 300
     changed.tofile(folder / "ids.bin")
-    assert "token id 300 at position 999" in failure(tokens="ids.bin", vocabulary=300)
+    assert "token id 300 at position 999" in failure(data="tokens:ids.bin,vocabulary=300")
     numpy.save(folder / "ids.npy", numpy.array([5, -1] * 50))
-    assert "token id -1 at position 1" in failure(tokens="ids.npy", vocabulary=300)
+    assert "token id -1 at position 1" in failure(data="tokens:ids.npy,vocabulary=300")
 
 
 def test_files_that_are_not_token_ids(folder: Path) -> None:
@@ -117,12 +121,9 @@ def test_files_that_are_not_token_ids(folder: Path) -> None:
         "odd.bin": "multiple of 2", "text.npy": "cannot use the token ids in 'text.npy'", "float.npy": "float64 of shape (9,)",
         "rows.npy": "int32 of shape (3, 9)", "none.npy": "is empty", "missing.bin": "No such file", "folder": ".bin or .npy",
     }.items():  # fmt: skip
-        assert said in failure(tokens=name, vocabulary=300)
-    assert "leave one of them out" in failure(tokens="odd.bin", text="text.txt")
-    assert "give tokens as well" in failure(vocabulary=300)
-    assert "give tokens as well" in failure(token_type="uint32")
-    assert "'uint32'" in failure(tokens="odd.bin", vocabulary=300, token_type="uint31")
-    assert "leave it out" in failure(model="resnet-20", sequence_length=None, tokens="odd.bin")
+        assert said in failure(data=f"tokens:{name},vocabulary=300")
+    assert "'uint32'" in failure(data="tokens:odd.bin,vocabulary=300,type=uint31")
+    assert "leave it out" in failure(model="resnet-20", sequence_length=None, data="tokens:odd.bin")
 
 
 @pytest.mark.parametrize(
@@ -136,11 +137,11 @@ def test_bin_files_of_another_type_are_refused_until_it_is_given(
     ids = numpy.random.default_rng(1).integers(0, above, 2000)
     ids.astype(kind).tofile(folder / "ids.bin")
     for _ in range(2):
-        assert "token_type" in failure(tokens="ids.bin", vocabulary=vocabulary)
+        assert "type=" in failure(data=f"tokens:ids.bin,vocabulary={vocabulary}")
     if kind[0] == "<" and above == vocabulary:
         given = {"u4": "uint32", "i4": "int32", "i8": "int64"}[kind[1:]]
         config = hc.Config(
-            "gpt-tiny", tokens="ids.bin", vocabulary=vocabulary, token_type=given,
+            "gpt-tiny", data=f"tokens:ids.bin,vocabulary={vocabulary},type={given}",
             sequence_length=8, validation_split=0,
         )  # fmt: skip
         train = hc.assemble(config).train
@@ -153,14 +154,14 @@ def test_a_type_that_is_given_is_taken(folder: Path) -> None:
     ids = IDS.astype("<u2")
     ids[1::2] = 0
     ids.tofile(folder / "ids.bin")
-    assert "token_type" in failure(tokens="ids.bin", vocabulary=300)
+    assert "type=" in failure(data="tokens:ids.bin,vocabulary=300")
     array = Shards("ids.bin", vocabulary=300, token_type="uint16").array
     assert numpy.asarray(array[:1000]).tolist() == ids.tolist()
     IDS[:999].astype("<u2").tofile(folder / "ids.bin")
-    assert "multiple of 4" in failure(tokens="ids.bin", vocabulary=300, token_type="uint32")
+    assert "multiple of 4" in failure(data="tokens:ids.bin,vocabulary=300,type=uint32")
     large = IDS + 70_000
     large.astype("<u2").tofile(folder / "large.bin")
-    assert "uint32" in failure(tokens="large.bin", vocabulary=100_000)
+    assert "uint32" in failure(data="tokens:large.bin,vocabulary=100000")
     assert len(Shards("large.bin", vocabulary=100_000, token_type="uint16")) == 1000
 
 
@@ -173,9 +174,9 @@ def test_files_of_llm_c_state_their_type(magic: int, kind: str, folder: Path) ->
     for vocabulary in (300, 128256):
         array = Shards("ids.bin", vocabulary=vocabulary).array
         assert numpy.asarray(array[:2000]).tolist() == IDS.tolist()
-    assert "not int64" in failure(tokens="ids.bin", vocabulary=300, token_type="int64")
+    assert "not int64" in failure(data="tokens:ids.bin,vocabulary=300,type=int64")
     (folder / "cut.bin").write_bytes(content[:-40])
-    assert "1000 ids" in failure(tokens="cut.bin", vocabulary=300)
+    assert "1000 ids" in failure(data="tokens:cut.bin,vocabulary=300")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_files_of_megatron_state_their_type_beside_them(code: int, kind: str, fo
     ids.astype(kind).tofile(folder / "ids.bin")
     (folder / "ids.idx").write_bytes(b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([code, 0, 0]))
     if kind == "float32":
-        assert "number 7" in failure(tokens="ids.bin", vocabulary=300)
+        assert "number 7" in failure(data="tokens:ids.bin,vocabulary=300")
     else:
         array = Shards("ids.bin", vocabulary=300).array
         assert numpy.asarray(array[:1000]).tolist() == ids.tolist()
@@ -216,9 +217,7 @@ def test_documents_are_packed_and_nothing_is_predicted_across_their_ends(
         for token in [*([words[word] for word in text.split()] if tokenized else text.encode()), ends]
     ]
     settings: dict[str, Any] = {"tokenizer": "tokenizer.json"} if tokenized else {}
-    config = hc.Config(
-        "gpt-tiny", text="texts", documents=form, sequence_length=16, validation_split=0, **settings
-    )
+    config = hc.Config("gpt-tiny", data=f"{form}:texts", sequence_length=16, validation_split=0, **settings)
     train = hc.assemble(config).train
     assert len(train) == (len(expected) - 1) // 16
     batch = train.batch(range(len(train)), [0] * len(train))
@@ -239,10 +238,8 @@ def test_documents_that_cannot_be_read(folder: Path) -> None:
         ("number.jsonl", b'{"text": 3}', "jsonl", "line 1 of 'number.jsonl'"),
         ("latin.txt", b"one\n\xe9", "lines", "'latin.txt' is not UTF-8"),
         ("blank.txt", b"\n \n", "lines", "gives no tokens"),
-        ("one.txt", b"one", "words", "'words'"),
     ):
         (folder / name).write_bytes(content)
-        assert said in failure(text=name, documents=form)
-    assert "give text as well" in failure(documents="lines")
+        assert said in failure(data=f"{form}:{name}")
     (folder / "half.jsonl").write_text('{"text": "a\\ud800b"}\n' * 9)
-    assert hc.assemble(hc.Config("gpt-tiny", text="half.jsonl", documents="jsonl", sequence_length=8)).train
+    assert hc.assemble(hc.Config("gpt-tiny", data="jsonl:half.jsonl", sequence_length=8)).train

@@ -139,8 +139,8 @@ class KillTest:
         """Of ``hvd-ckpt train`` for the first launch of a run."""
         replicas = {} if self.replicas is None else {"replicas": self.replicas}
         in_parts = {} if self.tensor == 1 else {**IN_PARTS, "tensor": self.tensor}
-        settings = {**SETTINGS, **replicas, **in_parts, "steps": self.steps, "stages": self.stages}
-        return flags({**settings, "commit-every": 5, "text": self.text, "output": run})
+        settings = {**SETTINGS, **replicas, **in_parts, "steps": self.steps, "pipeline": self.stages}
+        return flags({**settings, "commit-every": 5, "data": f"text:{self.text}", "output": run})
 
 
 @dataclass

@@ -100,7 +100,7 @@ def soak(minutes: float, controller: str, folder: Path) -> Soaked:
     write_text(folder / "text.txt")
     run, log = folder / "run", folder / "log.txt"
     soaked = Soaked()
-    arguments = flags({**SETTINGS, "text": folder / "text.txt", "output": run})
+    arguments = flags({**SETTINGS, "data": f"text:{folder / 'text.txt'}", "output": run})
     with TrainJob(RANKS, controller, arguments, log) as job:
         _wait(lambda: job.ended or newest_step(run) > 0, START_LIMIT)
         if newest_step(run) == 0:

@@ -137,7 +137,7 @@ def test_the_command_writes_settings_of_the_best(tmp_path) -> None:
     assert "Best:" in result.output and "horovodrun -np 4 hvd-ckpt train --model gpt-tiny" in result.output
     settings = yaml.safe_load(file.read_text())
     assert settings["model"] == "gpt-tiny"
-    replicas = 4 // settings.get("stages", 1) // settings.get("tensor", 1)
+    replicas = 4 // settings.get("pipeline", 1) // settings.get("tensor", 1)
     assert settings["batch"] * replicas == 32
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 

@@ -72,7 +72,7 @@ def weights_of_one_host(hosts: Hosts, text: Path, tmp_path_factory: pytest.TempP
 
 
 def command(launcher: str, where: str, text: Path, run: Path, *more: str) -> list[str]:
-    train = ["hvd-ckpt", "train", *SETTINGS, "--text", str(text), "--output", str(run), *more]
+    train = ["hvd-ckpt", "train", *SETTINGS, "--data", f"text:{text}", "--output", str(run), *more]
     return [*LAUNCHERS[launcher].split(), "-H", where, *train]
 
 
@@ -89,7 +89,7 @@ def final_weights(run: Path) -> str:
     ).hexdigest()
 
 
-@pytest.mark.parametrize("flags", ["--local-steps 8 --outer-lr 0.7", "--shard 3"])
+@pytest.mark.parametrize("flags", ["--local 8,outer_lr=0.7", "--shard 3"])
 def test_groups_of_hosts_are_those_of_ranks(flags, hosts, text, tmp_path) -> None:
     """Gradients are reduced, or parameters gathered again, within each host, here over MPI: as within groups of ranks over Gloo."""
     if not (answer := probe("mpi")).works:

@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": "gpt-tiny", "model_options": {**GPT, "tied": True}, **SMALL_TEXT, "precision": "bf16", "accumulate": 2, "ema": 0.9,
     },
     "gpt-fp16": {
-        "model": "gpt-tiny", "model_options": GPT, **SMALL_TEXT, "segments": 2, "reentrant": True, "precision": "fp16",
+        "model": "gpt-tiny", "model_options": GPT, **SMALL_TEXT, "segments": "2,reentrant=true", "precision": "fp16",
         "overflows": True,
     },
     "bert-plan": {
@@ -59,7 +59,7 @@ def config_of(job: Job, case: Case) -> Config:
     short = settings.pop("short", False)
     settings.pop("overflows", None)
     if "pixels" not in settings:
-        settings["text"] = str(job.folder / "text.txt")
+        settings["data"] = f"text:{job.folder / 'text.txt'}"
     folder = str(job.folder / case.workload)
     half = half_of(case)
     return Config(

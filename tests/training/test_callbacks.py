@@ -63,7 +63,7 @@ class Failing:
         Path("ended.txt").write_text(str(outcome))
 """
 SIZES = "--model gpt-tiny --model-option layers=1 --model-option width=16 --sequence-length 16"
-SMALL = f"{SIZES} --batch 2 --text text.txt --log-every 1"
+SMALL = f"{SIZES} --batch 2 --data text:text.txt --log-every 1"
 SHORT = f"{SMALL} --steps 4 --snapshot-every 2 --eval-every 2 --eval-batches 1"
 
 

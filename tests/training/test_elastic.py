@@ -116,7 +116,9 @@ class Job:
 def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_bytes(bytes(range(32, 127)) * 40)
-    job = Job(hosts, tmp_path, ["hvd-ckpt", "train", *SETTINGS, "--text", str(text), "--output", str(run)])
+    job = Job(
+        hosts, tmp_path, ["hvd-ckpt", "train", *SETTINGS, "--data", f"text:{text}", "--output", str(run)]
+    )
     job.wait_for(lambda: len(steps_of(run)) > 2 * COMMIT_EVERY)
     job.wait_for(lambda: snapshot_of(run, len(steps_of(run)) // COMMIT_EVERY * COMMIT_EVERY).exists())
     job.kill("b")

@@ -26,7 +26,7 @@ def test_an_error_on_one_rank_ends_all(place: str, controller: str, tmp_path: Pa
     text.write_bytes(bytes(range(32, 127)) * 20)
     scratch.mkdir()
     settings = "--model gpt-tiny --model-option layers=1 --sequence-length 16 --steps 999999 --batch 2"
-    settings += f" --snapshot-every 2 --text {text} --output {tmp_path / 'run'}"
+    settings += f" --snapshot-every 2 --data text:{text} --output {tmp_path / 'run'}"
     environment = {
         MARK: str(tmp_path),
         "TMPDIR": str(scratch),

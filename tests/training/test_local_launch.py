@@ -1,4 +1,4 @@
-"""``hvd-ckpt train --local-steps`` and a rank that is killed within a period: with ``--max-restarts``, and in an elastic job."""
+"""``hvd-ckpt train --local`` and a rank that is killed within a period: with ``--max-restarts``, and in an elastic job."""
 
 from __future__ import annotations
 
@@ -50,11 +50,7 @@ SETTINGS = [
     "--data=mine:samples",
     "--loss=mine:loss",
     "--batch=4",
-    "--local-steps=5",
-    "--outer-lr=0.7",
-    "--outer-momentum=0.9",
-    "--fragments=2",
-    "--delay=3",
+    "--local=5,outer_lr=0.7,outer_momentum=0.9,fragments=2,delay=3",
     "--wire=int8",
     "--snapshot-every=3",
     f"--steps={STEPS}",
@@ -102,10 +98,9 @@ def test_an_elastic_job_goes_on_from_the_last_average(
     script = tmp_path / "discover.sh"
     script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # two hosts to Horovod
     script.chmod(0o755)
-    settings = [
-        one for one in SETTINGS if "fragments" not in one and "delay" not in one and "every" not in one
-    ]
+    settings = [one for one in SETTINGS if "local" not in one and "every" not in one]
     settings += [
+        "--local=5,outer_lr=0.7,outer_momentum=0.9",
         "--schedule=constant",
         "--snapshot-every=5",
         "--keep-snapshots=9",

@@ -1,4 +1,4 @@
-"""``hvd-ckpt train --local-steps``: resumed runs, evaluation, short last batches, stopping, and what does not fit."""
+"""``hvd-ckpt train --local``: resumed runs, evaluation, short last batches, stopping, and what does not fit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ from hvd_ckpt.snapshots.reader import Snapshot
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
 STREAMING = {
-    "local_steps": 4,
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-    "fragments": 2,
-    "delay": 3,
+    "local": "4,outer_lr=0.7,outer_momentum=0.9,fragments=2,delay=3",
     "wire": "int8",
 }
 STEPS = 10
@@ -114,8 +110,8 @@ def assert_same_end(trainer: Trainer, other: Trainer) -> None:
     "settings",
     [
         {**STREAMING, "clip": 0.5, "schedule": "cosine"},
-        {"local_steps": 5, "precision": "fp16", "delay": 2},
-        {"local_steps": 5, "within": [[0, 1]], "outer_lr": 0.5, "batch_norm": "deferred", "accumulate": 2},
+        {"local": "5,delay=2", "precision": "fp16"},
+        {"local": "5,outer_lr=0.5", "within": [[0, 1]], "batch_norm": "deferred", "accumulate": 2},
         {**STREAMING, "within": [[0, 1]], "shard": "gradients", "clip": 0.5},
         {
             **STREAMING,
@@ -153,7 +149,7 @@ def test_ranks_differ_between_averages_and_an_evaluation_uses_their_mean(folder:
         for each, value in load_file(folder / "mean.safetensors").items():
             torch.testing.assert_close(value, means[each])
     trainer.model.load_state_dict(means)
-    trainer.config = trainer.config.model_copy(update={"local_steps": None})
+    trainer.config = trainer.config.model_copy(update={"local": None})
     assert trainer.evaluate() == pytest.approx(outcome.evaluation, rel=1e-5)
 
 
@@ -163,7 +159,7 @@ def test_an_average_after_every_step_is_training_together_also_in_a_short_last_b
 ) -> None:
     """Of one sample, of which a rank has none, and of three: ranks count by their terms."""
     weights = []
-    for local in ({}, {"local_steps": 1}):
+    for local in ({}, {"local": 1}):
         settings = {
             "optimizer": "sgd",
             "lr": 0.05,
@@ -180,7 +176,7 @@ def test_an_average_after_every_step_is_training_together_also_in_a_short_last_b
 
 
 def test_logs_have_the_divergence_before_each_average(folder: Path) -> None:
-    trainer, outcome = train(folder / "run", local_steps=4, steps=9)
+    trainer, outcome = train(folder / "run", local=4, steps=9)
     if hc.rank() == 0:
         found = [one["divergence"] for one in read(outcome.folder / "log.jsonl") if one["kind"] == "train"]
         assert found[:3] == [0.0] * 3 and len(set(found[3:7])) == 1 and found[7] == found[8] > 0
@@ -190,19 +186,19 @@ def test_logs_have_the_divergence_before_each_average(folder: Path) -> None:
 def test_another_number_of_ranks_and_other_periods_begin_at_the_end_of_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"local_steps": 2, "outer_lr": 0.7, "steps": 4, "snapshot_every": 1, "keep_snapshots": 4}
+    settings = {"local": "2,outer_lr=0.7", "steps": 4, "snapshot_every": 1, "keep_snapshots": 4}
     train(folder / "run", **settings)
     within = copy(folder / "run", folder / "within", 3)
     changes: dict[str, Any]
     for changes, said in (
-        ({"local_steps": 3}, "local_steps 3: the snapshot of step 3 .* give 2"),
-        ({"local_steps": None, "outer_lr": None}, "local_steps None"),
+        ({"local": 3}, "local 3: the snapshot of step 3 .* give 2,outer_lr=0.7"),
+        ({"local": None}, "local None"),
         ({"wire": "int8"}, "wire int8"),
     ):
         with pytest.raises(ConfigError, match=said):
             train(folder, **{**settings, **changes}, resume=within)
     path = copy(folder / "run", folder / "other", 2)
-    again, _ = train(folder, **{**settings, "local_steps": 3, "wire": "int8"}, resume=path)
+    again, _ = train(folder, **{**settings, "local": "3,outer_lr=0.7", "wire": "int8"}, resume=path)
     assert again.optimizer.averaging.step == 2
 
     def of_three(point: resuming.ResumePoint) -> Snapshot | None:
@@ -235,14 +231,14 @@ def test_a_signal_to_one_rank_stops_all_at_the_next_entry_of_the_log(folder: Pat
 
 
 def test_a_loss_that_is_nan_skips_a_step_of_its_rank_or_ends_all(folder: Path, capsys: Any) -> None:
-    trainer, _ = train(folder / "run", poisoned=3, local_steps=4, log_every=5, on_nan="skip")
+    trainer, _ = train(folder / "run", poisoned=3, local=4, log_every=5, on_nan="skip")
     assert all(bool(value.isfinite().all()) for value in trainer.model.state_dict().values())
     assert trainer.optimizer.skipped_steps == hc.rank()
     assert trainer.optimizer.averaging._worked == STEPS - hc.rank()
     said = "step 3: the loss is nan on rank 1"
     assert said in capsys.readouterr().err.replace("\n", " ") or hc.rank() == 1
     with pytest.raises(NonFiniteLoss, match=said):
-        train(folder / "stop", poisoned=3, local_steps=4, log_every=5)
+        train(folder / "stop", poisoned=3, local=4, log_every=5)
     hc.barrier()
 
 
@@ -250,11 +246,11 @@ def test_unsupported_settings_are_one_line_on_all_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for settings, said in (
-        ({"local_steps": 4, "within": [[0, 1, 2]]}, r"local_steps 4: within=\[\[0, 1, 2\]\]"),
-        ({"local_steps": 400, "fragments": 300}, "fragments=300"),
+        ({"local": 4, "within": [[0, 1, 2]]}, r"local 4: within=\[\[0, 1, 2\]\]"),
+        ({"local": "400,fragments=300"}, "fragments=300"),
     ):
         with pytest.raises(ConfigError, match=said):
             train(folder / said[:12], **settings)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    with pytest.raises(ConfigError, match="delay 2: an elastic job"):
-        train(folder / "elastic", local_steps=4, delay=2)
+    with pytest.raises(ConfigError, match="delay 2: it commits where"):
+        train(folder / "elastic", local="4,delay=2")

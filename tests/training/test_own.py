@@ -111,7 +111,7 @@ def test_other_forms(module: Any) -> None:
     assert seen == set(range(20))
     assert made(model="own_module:planned").model[-1].out_features == 3
     assert made(loss="own_module:Doubled").objective.weight(split.train.batch([0], [0])) == 2
-    on_text = made(data=None, loss=None, text="own_module.py", metrics={"right": "own_module:right"})
+    on_text = made(data="text:own_module.py", loss=None, metrics={"right": "own_module:right"})
     assert on_text.objective.unit == "tokens"
 
 
@@ -135,7 +135,7 @@ def test_other_forms(module: Any) -> None:
         ({"data": "own_module:three"}, "own_module:three returned a tuple of 3"),
         ({"data": "own_module:records"}, "a sample is a dict with the keys x, y"),
         ({"data": "own_module:Stream", "steps": 3}, "one stream, which cannot be split"),
-        ({"text": "book.txt"}, "trained on own_module:data, leave it out"),
+        ({"sequence_length": 8}, "trained on own_module:data, leave it out"),
     ],
 )
 def test_errors_are_one_line(module: Any, settings: dict[str, Any], said: str) -> None:

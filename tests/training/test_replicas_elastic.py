@@ -52,7 +52,7 @@ def test_a_rank_that_is_lost_and_comes_back_changes_nothing(tmp_path: Path) -> N
     script.chmod(0o755)
     path = f"{Path(PROGRAM).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    command = [PROGRAM, "train", *SETTINGS, f"--text={text}"]
+    command = [PROGRAM, "train", *SETTINGS, f"--data=text:{text}"]
     launcher = ["horovodrun", "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
     launcher += ["--gloo-timeout-seconds", "120"]  # in which a new rank must start on a busy machine
     launcher += ["--host-discovery-script", str(script), "--blacklist-cooldown-range", "1", "2"]

@@ -47,12 +47,12 @@ def test_a_rank_that_is_killed_changes_nothing(stages: int, replicas: int | None
     """One on another host, where hosts can be made. Two stages, and replicas on two ranks, end as one rank does."""
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(32, 127)) * 40)
-    settings = [*SETTINGS, f"--text={text}", f"--accumulate={stages}"]
+    settings = [*SETTINGS, f"--data=text:{text}", f"--accumulate={stages}"]
     settings += [] if replicas is None else [f"--replicas={replicas}"]
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     launcher = ["horovodrun", "-np", str(2 // stages if replicas is None else 1), "--gloo"]
     ranks_alone = [*launcher, PROGRAM, "train", *settings, f"--output={undisturbed}"]
-    supervised = [PROGRAM, "train", "--max-restarts=2", *settings, f"--stages={stages}", f"--output={run}"]
+    supervised = [PROGRAM, "train", "--max-restarts=2", *settings, f"--pipeline={stages}", f"--output={run}"]
     with _started_here(ranks_alone) as (reference, _), _supervised(supervised) as (job, ranks):
         killed = _ranks_at_the_first_snapshot(run, ranks)
         os.kill(killed[-1], signal.SIGKILL)

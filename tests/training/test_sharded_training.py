@@ -39,7 +39,7 @@ def trainer_of(folder: Path, **changes: Any) -> Trainer:
     values = {
         "model": "gpt-tiny",
         "model_options": SMALL,
-        "text": str(folder / "text.txt"),
+        "data": f"text:{folder / 'text.txt'}",
         "sequence_length": 16,
     }
     values.update(batch=4, accumulate=2, lr=1e-2, ema=0.8, schedule="constant", eval_batches=1, segments=3)
@@ -105,9 +105,9 @@ def test_evaluations_show_what_the_model_makes_of_a_text(shared: Path, folder: P
     assert samples == others and samples[0] != samples[1]
     assert [one[:3] for one in samples] == ["ABC", "ABC"] and min(map(len, samples)) > 20
     assert_same_state(reader.read(last(runs[0])).weights, reader.read(last(plain)).weights)
-    without = {"model_options": {}, "text": None, "sequence_length": None, "segments": None, "prompt": "AB"}
+    without = {"model_options": {}, "data": None, "sequence_length": None, "segments": None, "prompt": "AB"}
     for changes, message in (
-        ({"model": "bert-tiny", "text": str(shared / "text.txt")}, "bert-tiny: it fills in tokens"),
+        ({"model": "bert-tiny", "data": f"text:{shared / 'text.txt'}"}, "bert-tiny: it fills in tokens"),
         ({"model": "resnet-20"}, "prompt AB: the model resnet-20 is trained on images"),
         ({"model": "own:make"}, "it is for models of the catalogue"),
     ):
@@ -121,8 +121,8 @@ def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
 ) -> None:
     """The first rank reads the shards of the weights for all."""
     values: dict[str, Any] = {"shard": stage, "wire": "int8", "clip": 0.5}
-    values["offload"] = "parameters" if stage == 3 else "optimizer"
-    values.update(offload_folder=str(folder), check_weights=1, accumulate_locally=False)
+    values["offload"] = f"{'parameters' if stage == 3 else 'optimizer'},folder={folder}"
+    values.update(verify="every=1", accumulate_locally=False)
     whole = train(shared, **values, output=str(folder / "run"), steps=4, snapshot_every=2)
     weights = reader.read(last(whole)).weights
     with opened_files(monkeypatch) as counts:

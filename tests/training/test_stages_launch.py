@@ -1,4 +1,4 @@
-"""``hvd-ckpt train --stages``: the bits of a run without stages, resumed in any number of them, and errors that end all stages."""
+"""``hvd-ckpt train --pipeline``: the bits of a run without, resumed in any number of stages, and errors that end all stages."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ ADAM = ["--optimizer=adamw", "--lr=0.01"]
 SGD = ["--optimizer=sgd", "--lr=0.1", "--weight-decay=0"]  # rounding stays rounding
 MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the pipeline
     "bert-tiny": ([*TOKENS, *SGD], ["--checkpoint=never"]),
-    "roberta-tiny": ([*TOKENS, *SGD], ["--pipeline-schedule=gpipe"]),
+    "roberta-tiny": ([*TOKENS, *SGD], ["--pipeline=2,schedule=gpipe"]),
     "xlnet-tiny": ([*TOKENS, *SGD], ["--checkpoint=except_last"]),
-    "gpt2-tiny": ([*TOKENS, *SGD], ["--pipeline-schedule=interleaved"]),
+    "gpt2-tiny": ([*TOKENS, *SGD], ["--pipeline=2,schedule=interleaved"]),
     "gpt-tiny": (
         [*TOKENS, *ADAM, "--model-option=tied=false", "--model-option=dropout=0.1", "--ema=0.8",
          f"--snapshot-every={STOPPED}", "--log-every=3", "--eval-every=2", "--clip=0.5", "--prompt=ABC"],
         ["--budget=min"],
     ),
     "lstm-small": (["--sequence-length=8", "--model-option=width=16", *ADAM], []),
-    "densenet-22": (["--pixels=8", "--model-option=dropout=0.1", "--precision=bf16", *ADAM], ["--pipeline-schedule=interleaved"]),
+    "densenet-22": (["--pixels=8", "--model-option=dropout=0.1", "--precision=bf16", *ADAM], ["--pipeline=2,schedule=interleaved"]),
     "resnet-20": (
         ["--pixels=8", "--batch-norm=deferred", "--precision=fp16", "--clip=1", f"--snapshot-every={STOPPED}", *ADAM],
-        ["--balance=[5,6]", "--checkpoint=auto"],
+        ["--pipeline=2,balance=[5,6]", "--checkpoint=auto"],
     ),
     "own_models:unet": (
         ["--data=own_models:shapes", "--loss=own_models:pixel_loss", "--metric=iou=own_models:iou",
          "--model-option=width=4", *ADAM],
         [],
     ),
-    "vnet": (["--pixels=16", "--model-option=width=2", *ADAM], ["--pipeline-schedule=gpipe"]),
+    "vnet": (["--pixels=16", "--model-option=width=2", *ADAM], ["--pipeline=2,schedule=gpipe"]),
 }  # fmt: skip
 RESUMED = ("gpt-tiny", "resnet-20")
 Run = dict[str, Any]
@@ -64,7 +64,7 @@ Run = dict[str, Any]
 
 def run_of(folder: Path, job: str, name: str, *own: str) -> Run:
     """A run of a job that trains the model of this name."""
-    text = [f"--text={folder / 'text.txt'}"] if "--sequence-length" in "".join(MODELS[name][0]) else []
+    text = [f"--data=text:{folder / 'text.txt'}"] if "--sequence-length" in "".join(MODELS[name][0]) else []
     common = [f"--steps={STEPS}", "--batch=6", "--accumulate=3", "--eval-batches=1", "--keep-snapshots=9"]
     output = f"--output={folder / job / name}"
     return {"arguments": [f"--model={name}", *text, *common, *MODELS[name][0], *own, output]}
@@ -143,11 +143,11 @@ def averages(folder: Path, run: Path) -> dict[str, torch.Tensor]:
 def test_every_model_trains_in_two_stages_with_the_bits_of_one(tmp_path: Path) -> None:
     """With the same log; and a run goes on in another number of stages as if it had always been there."""
     whole = [run_of(tmp_path, "whole", name) for name in MODELS]
-    staged = [run_of(tmp_path, "staged", name, "--stages=2", *own) for name, (_, own) in MODELS.items()]
+    staged = [run_of(tmp_path, "staged", name, "--pipeline=2", *own) for name, (_, own) in MODELS.items()]
     for name in RESUMED:
-        whole.append(resumed(tmp_path, "whole", "staged", name, "--stages=1", "--checkpoint=always"))
-        staged.append(resumed(tmp_path, "staged", "whole", name, "--stages=2"))
-    many = ["--stages=2", "--pipeline-schedule=interleaved", "--virtual-stages=99"]
+        whole.append(resumed(tmp_path, "whole", "staged", name, "--pipeline=1", "--checkpoint=always"))
+        staged.append(resumed(tmp_path, "staged", "whole", name, "--pipeline=2"))
+    many = ["--pipeline=2,schedule=interleaved,virtual_stages=99"]
     staged.append({**run_of(tmp_path, "staged", "vnet", *many), "refused": "blocks"})
     run_jobs(tmp_path, {"whole": (1, 1, whole), "staged": (2, 2, staged)})
     for name in MODELS:
@@ -174,12 +174,12 @@ def test_replicas_of_stages_resume_at_any_sharding(tmp_path: Path) -> None:
     whole = [
         run_of(tmp_path, "whole", name, *saves),
         resumed(
-            tmp_path, "whole", "staged", "none", "--stages=1", "--shard=2", *exact, name="from none", step=3
+            tmp_path, "whole", "staged", "none", "--pipeline=1", "--shard=2", *exact, name="from none", step=3
         ),
-        resumed(tmp_path, "whole", "staged", "parameters", "--stages=1", name="from parameters", step=3),
+        resumed(tmp_path, "whole", "staged", "parameters", "--pipeline=1", name="from parameters", step=3),
     ]
     staged = [
-        resumed(tmp_path, "staged", "whole", name, "--stages=2", *own, name=to)
+        resumed(tmp_path, "staged", "whole", name, "--pipeline=2", *own, name=to)
         for to, own in (
             ("none", ()),
             ("optimizer", ("--shard=1",)),
@@ -197,7 +197,7 @@ def test_replicas_of_stages_resume_at_any_sharding(tmp_path: Path) -> None:
 def test_an_error_on_one_stage_ends_all_with_one_traceback(tmp_path: Path) -> None:
     """Over Gloo, and on the last stage: pipeline/test_stages_launch.py."""
     controller = "mpi" if probe("mpi").works else "gloo"
-    runs = [{**run_of(tmp_path, "failing", "lstm-small", "--stages=2"), "raise_on": 0}]
+    runs = [{**run_of(tmp_path, "failing", "lstm-small", "--pipeline=2"), "raise_on": 0}]
     file = write_inputs(tmp_path, "failing", runs)
     status, output = run_ranks(2, SCRIPT, "2", str(file), controller=controller)
     assert status not in (0, 2), output

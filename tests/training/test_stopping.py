@@ -139,9 +139,7 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_without_a_snapshot_the_run_
 
 
 @twice
-@pytest.mark.parametrize(
-    "options", [{"verify_weights": False, "check_weights": 2}, {}], ids=["all", "in steps"]
-)
+@pytest.mark.parametrize("options", [{"verify": "weights=false,every=2"}, {}], ids=["all", "in steps"])
 def test_weights_that_have_drifted_end_all_ranks_and_are_named(
     folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def settings(name, text, **changes):
     if name in ("resnet-20", "vnet"):
         values["pixels"] = 8 if name == "resnet-20" else 16
     else:
-        values.update(text=text, sequence_length=16)
+        values.update(data=f"text:{text}", sequence_length=16)
     return {**values, **changes}
 
 
@@ -98,7 +98,7 @@ def test_recomputed_and_planned_runs_end_in_the_bits_of_one_that_keeps_everythin
     assert outcome.evaluation == recomputed.evaluation
     trainers = [kept, segments]
     if name == "gpt-tiny":
-        cached = {**values, "budget": "min", "plan_cache": str(folder / "plans")}
+        cached = {**values, "budget": f"min,cache={folder / 'plans'}"}
         planned, within = train(folder / "plan", **cached)
         trainers.append(planned)
         assert_same(weights, final_weights(within))
@@ -109,7 +109,7 @@ def test_recomputed_and_planned_runs_end_in_the_bits_of_one_that_keeps_everythin
             assert loaded.plan == planned.plan
             if run == "again":
                 assert_same(weights, final_weights(again))
-        reentrant = final_weights(train(folder / "reentrant", **values, segments=3, reentrant=True)[1])
+        reentrant = final_weights(train(folder / "reentrant", **values, segments="3,reentrant=true")[1])
         for one, weight in weights.items():
             torch.testing.assert_close(weight, reentrant[one], rtol=1e-3, atol=1e-5)
     for trainer in trainers:
@@ -159,7 +159,7 @@ def test_token_ids_train_as_the_text_they_are_from_and_resume_in_the_same_bits(t
     hc.barrier()
     values = settings("gpt-tiny", text, steps=4, snapshot_every=2, keep_snapshots=5)
     whole = final_weights(train(folder / "text", **values)[1])
-    values.update(text=None, tokens=str(folder / "ids"), vocabulary=260)
+    values.update(data=f"tokens:{folder / 'ids'},vocabulary=260")
     assert_same(whole, final_weights(train(folder / "ids" / "whole", **values)[1]))
     resumed = str(folder / "ids" / "whole" / STEP_2)
     assert_same(whole, final_weights(train(folder, **values, resume=resumed)[1]))
@@ -183,7 +183,7 @@ def test_batch_norms_over_all_ranks_agree_also_in_a_short_last_batch(text, folde
         numpy.savez(arrays, images=images, labels=numpy.arange(count) % 3)
     hc.barrier()
     values = settings(
-        "resnet-20", text, images=str(arrays), steps=None, epochs=1, validation_split=0, seed=2**62
+        "resnet-20", text, data=f"images:{arrays}", steps=None, epochs=1, validation_split=0, seed=2**62
     )
     for kind in ("synchronized", "deferred-ranks"):
         trainer, outcome = train(folder / kind, **values, accumulate=4, batch_norm=kind)
@@ -357,7 +357,7 @@ def test_the_log_says_where_the_time_goes_and_traces_name_segments_and_buckets(t
     assert sum(bool(re.search(r"wait for .*bucket", name)) for name in names) == len(buckets)
 
 
-NO_TEXT = {"text": None, "sequence_length": None, "model_options": {}}
+NO_TEXT = {"data": None, "sequence_length": None, "model_options": {}}
 
 
 @pytest.mark.parametrize(
@@ -366,15 +366,17 @@ NO_TEXT = {"text": None, "sequence_length": None, "model_options": {}}
         ({"model": "brt-tiny"}, "no model 'brt-tiny': did you mean 'bert-tiny'?"),
         ({"model_options": {"layer": 2}}, "no option of gpt-tiny 'layer': did you mean 'layers'?"),
         ({"model_options": {"layers": 0}}, "model gpt-tiny: layers must be at least 1, got 0"),
-        ({"text": "/no/such/file"}, "/no/such/file"),
-        ({"images": "folder"}, "images folder: the model gpt-tiny is trained on text, leave it out"),
+        ({"data": "text:/no/such/file"}, "/no/such/file"),
+        (
+            {"data": "images:folder"},
+            "data images:folder: the model gpt-tiny is trained on text, leave it out",
+        ),
         ({"optimizer": "adamv"}, "did you mean 'adam"),
         ({"batch_norm": "deferred"}, "batch_norm deferred: this Chain has no batch norm"),
         ({"segments": 100}, "segments 100: this model has"),
         ({"plan": "/no/plan.json"}, "plan: cannot read '/no/plan.json'"),
         ({"budget": "1KiB"}, "budget 1KiB: No plan stays within"),
-        ({"budget": "min", "plan_cache": "/dev/null/x"}, "the plan cache '/dev/null/x' cannot be written"),
-        ({"plan_cache": "plans"}, "plan_cache plans: it keeps plans for a budget"),
+        ({"budget": "min,cache=/dev/null/x"}, "the plan cache '/dev/null/x' cannot be written"),
         ({"precision": "apex-O1"}, "precision 'apex-O1' cannot be used"),
         ({"device": "tpu"}, "device 'tpu'"),
         ({**NO_TEXT, "model": "vnet", "pixels": 20}, "the model vnet cannot take micro-batches of shape"),

@@ -67,9 +67,7 @@ def results(folder: Path) -> dict[str, Result]:
         return Case(CALL.format(absent=absent, requires=declared(), commands=commands))
 
     def train(model: str) -> Case:
-        options = (
-            f"train --model {model} --text text.txt --steps 1 --batch 2 --sequence-length 16 --output {model}"
-        )
+        options = f"train --model {model} --data text:text.txt --steps 1 --batch 2 --sequence-length 16 --output {model}"
         return Case(TRAIN.format(folder=str(folder), absent=OPTIONAL), arguments=tuple(options.split()))
 
     (folder / "text.txt").write_text("the cat sat on the mat\n" * 400)

@@ -51,8 +51,7 @@ SETTINGS_OF = {"length": "sequence_length"}  # of `hvd-ckpt train`, by the optio
 CHOSEN = (
     "shard",
     "offload",
-    "offload_folder",
-    "stages",
+    "pipeline",
     "tensor",
     "accumulate",
     "budget",
@@ -194,7 +193,7 @@ def _values_of(file: str, cluster: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         raise BadArgument(str(error)) from None
     ranks = cluster.get("ranks") or launched_size()
-    replicas = ranks // config.stages // config.tensor
+    replicas = ranks // config.pipeline.stages // config.tensor
     return {**values, "batch": config.global_batch(replicas)}
 
 
@@ -296,7 +295,7 @@ def _settings(
         "accumulate": layout.micro_batches,
         "shard": layout.shard,
         "offload": layout.offload or "none",
-        "stages": layout.stages,
+        "pipeline": layout.stages,
         "tensor": layout.tensor,
         "precision": job.precision,
         "optimizer": job.optimizer,
@@ -307,7 +306,7 @@ def _settings(
         "accumulate": 1,
         "shard": "none",
         "offload": "none",
-        "stages": 1,
+        "pipeline": 1,
         "tensor": 1,
         "precision": "fp32",
     }
@@ -356,7 +355,7 @@ def _tried(settings: dict[str, Any], say: Callable[[str], None]) -> tuple[float,
     from hvd_ckpt.utils.memory import held_bytes, recording_peak
 
     hvd.shutdown()
-    runtime.init(stages=settings.get("stages", 1), tensor=settings.get("tensor", 1))
+    runtime.init(stages=settings.get("pipeline", 1), tensor=settings.get("tensor", 1))
 
     def run(steps: int, recording: bool) -> tuple[list[float], int]:
         folder = of_first_process(tempfile.mkdtemp(prefix="hvd_ckpt-layout-"), "hvd_ckpt.layout.folder")

@@ -11,15 +11,15 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic.fields import FieldInfo
 
 from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.app.models.catalog import overview
-from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
-from hvd_ckpt.app.training.field_types import Options
+from hvd_ckpt.app.training.config import GROUPS, RENAMED, Config, ConfigError, read_yaml
+from hvd_ckpt.app.training.field_types import Options, is_text
 from hvd_ckpt.app.training.supervise import Commands, asked_by, supervise
 from hvd_ckpt.processes.launchers import RANK_VARIABLES, is_elastic, launched_rank
 from hvd_ckpt.processes.probe import find_launcher, launcher_environment
@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 
 # One setting of these replaces the others.
-ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments", "reentrant"})
-OF_STAGES = {
-    "pipeline_schedule",
-    "virtual_stages",
-    "balance",
-    "checkpoint",
-}  # which another number of stages replaces
+ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments"})
 
 
 def _flag(name: str, field: FieldInfo) -> click.Option:
@@ -53,13 +47,9 @@ def _flag(name: str, field: FieldInfo) -> click.Option:
     # A mapping is given by one flag for each of its entries, so the flag is the singular: --model-option layers=2.
     if field.annotation == Options:
         return click.Option([f"--{flag[:-1]}", name], multiple=True, metavar="NAME=VALUE", help=help)
-    if field.default is not None and not field.is_required():
+    if field.default is not None and not field.is_required() and str(field.default):
         help += f"  [default: {field.default}]"
     return click.Option([f"--{flag}", name], default=None, metavar="VALUE", help=help)
-
-
-def _is_text(annotation: Any) -> bool:
-    return annotation is str or any(_is_text(argument) for argument in get_args(annotation))
 
 
 def _train(
@@ -75,7 +65,7 @@ def _train(
         if max_restarts is None and np is None and launcher is None:
             run(config)
             return
-        stages = config.stages
+        stages = config.pipeline.stages
         if np is not None and np % (stages * config.tensor) and config.tensor > 1:
             raise ConfigError(
                 f"--np {np}: stages x tensor, {stages} x {config.tensor}, does not divide it, give a multiple"
@@ -170,15 +160,12 @@ def _config(file: str | None, flags: dict[str, Any]) -> Config:
                 # Options of a flag are added to those of the file one by one; other settings replace.
                 if options := named(flag.removesuffix("s"), value):
                     values[name] = {**(values.get(name) or {}), **options}
-            elif isinstance(value, str) and not _is_text(Config.model_fields[name].annotation):
+            elif isinstance(value, str) and not is_text(Config.model_fields[name].annotation):
                 values[name] = parsed(value)
             elif value is not None:
                 values[name] = value
         except ValueError as error:
             raise ConfigError(f"{flag}: {error}") from None
-    if flags["offload"] == "none" and flags["offload_folder"] is None:
-        # The folder of the resumed run has nothing to hold any more.
-        values.pop("offload_folder", None)
     return Config.make(values)
 
 
@@ -190,8 +177,8 @@ def _settings_of_run(resume: str, given: set[str]) -> dict[str, Any]:
     for alternatives in ALTERNATIVES:
         if given & alternatives:
             replaced |= alternatives
-    if "stages" in given:
-        replaced |= OF_STAGES
+    if "pipeline" in given:
+        replaced.add("checkpoint")
     return {name: value for name, value in values.items() if name not in replaced}
 
 
@@ -222,7 +209,9 @@ def run(config: Config) -> None:
         if config.within is not None:
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
-            runtime.init(stall_timeout=config.stall_timeout, stages=config.stages, tensor=config.tensor)
+            runtime.init(
+                stall_timeout=config.stall_timeout, stages=config.pipeline.stages, tensor=config.tensor
+            )
         except ValueError as error:  # of the environment, or Horovod's own
             raise ConfigError(str(error)) from None
         try:
@@ -255,7 +244,27 @@ def _prepared(config: Config) -> Trainer:
         return Trainer(config, *assembly)
 
 
-train = OneLineErrors(
+class _Train(OneLineErrors):
+    """The command, whose help has the groups of settings, and which tells the new name of an option that had another one."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for flag in (word.partition("=")[0] for word in args if word.startswith("--")):
+            if new := RENAMED.get(flag.removeprefix("--").replace("-", "_")):
+                raise BadArgument(f"no option {flag}: give --{new}")
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        title, rows = "", dict[str, list[tuple[str, str]]]()
+        for parameter in self.get_params(ctx):
+            title = GROUPS.get(str(parameter.name), title)
+            if (row := parameter.get_help_record(ctx)) is not None:
+                rows.setdefault(title, []).append(row)
+        for name, records in rows.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+train = _Train(
     "train",
     callback=_train,
     params=[

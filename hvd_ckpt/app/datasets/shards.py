@@ -65,7 +65,7 @@ class Shards(Tokens):
             self.ordinary = number_of_tokens(known, tokenizer)
         else:
             raise ValueError(
-                f"tokens '{source}': the number of token ids is unknown: give vocabulary, or put the tokenizer.json beside them"
+                f"tokens '{source}': the number of token ids is unknown: give vocabulary=N, or put the tokenizer.json beside them"
             )
         self._number_special(known)
         files = find_text_files(source, SUFFIXES)
@@ -116,10 +116,10 @@ def _open(file: Path, token_type: str | None, vocabulary: int) -> tuple[NDArray[
             kind = numpy.dtype(token_type or stated or "uint16").newbyteorder("<")
             assumed = token_type is None and stated is None
             if stated is not None and numpy.dtype(stated).itemsize != kind.itemsize:
-                raise ValueError(f"its ids are {stated}, not {token_type}: leave token_type out")
+                raise ValueError(f"its ids are {stated}, not {token_type}: leave type out")
             if assumed and vocabulary > 1 << 16:
                 raise ValueError(
-                    f"a vocabulary of {vocabulary} has ids that uint16, the usual type, cannot hold: give token_type, say uint32"
+                    f"a vocabulary of {vocabulary} has ids that uint16, the usual type, cannot hold: give type=uint32"
                 )
             if (file.stat().st_size - start) % kind.itemsize:
                 raise ValueError(
@@ -175,7 +175,7 @@ def _check_width(file: Path, array: NDArray[Any]) -> None:
     if len(array) > 1 and (low == 0 or (low < 256 <= high and len(array) >= 1024)):
         raise ValueError(
             f"cannot use the token ids in '{file}': read as uint16, every second one is {'0' if low == 0 else 'below 256'}, as in "
-            "files of uint32 or int64: give token_type, such as uint32, or uint16 if they are right"
+            "files of uint32 or int64: give type=uint32, or type=uint16 if they are right"
         )
 
 

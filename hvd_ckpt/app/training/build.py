@@ -17,7 +17,7 @@ from hvd_ckpt.app.datasets.volumes import open_volumes
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
-from hvd_ckpt.app.training.own import KIND, OwnModel, kind_of_data, objective_of, open_data
+from hvd_ckpt.app.training.own import KIND, OwnModel, kind_of_data, objective_of, of_own, open_data
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.processes import watchdog
@@ -26,19 +26,13 @@ from hvd_ckpt.sharding.host_memory import init_on_disk
 from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.named import is_named
+from hvd_ckpt.utils.text import DOCUMENTS
 
 # Kinds of data to which a setting applies.
 SETTINGS_OF_DATA = {
-    "text": TEXTS,
-    "tokens": TEXTS,
-    "documents": TEXTS,
-    "vocabulary": TEXTS,
-    "token_type": TEXTS,
     "tokenizer": TEXTS,
     "sequence_length": TEXTS,
     "prompt": TEXTS,
-    "images": ("images",),
-    "volumes": ("volumes",),
     "pixels": ("images", "volumes"),
 }
 
@@ -72,7 +66,7 @@ def assemble(config: Config) -> Assembly:
         own = is_named(config.model)
         entry = OwnModel(config.model, kind_of_data(config)) if own else catalog.find(config.model)
         entry.check_options(config.model_options)
-        kind = entry.kind if config.data is None else KIND
+        kind = KIND if of_own(config) else entry.kind
         _check_settings(config, kind)
         train, test, facts = open_data(config) if kind == KIND else _open_data(config, entry)
         objective = objective_of(config, entry.kind)
@@ -80,7 +74,10 @@ def assemble(config: Config) -> Assembly:
         raise ConfigError(str(error)) from None
     # The weights follow from the configuration, whatever has been drawn before.
     torch.manual_seed(config.seed)
-    on_disk = init_on_disk(config.offload_folder) if config.offload == "parameters" else nullcontext()
+    offloaded = config.offloaded()
+    on_disk: Any = nullcontext()
+    if offloaded["offload"] == "parameters":
+        on_disk = init_on_disk(offloaded["offload_folder"])
     try:
         with on_disk:
             model = entry.build(facts, config.model_options)
@@ -114,14 +111,15 @@ def _open_data(
     """Samples to train and to evaluate on, and the facts of the data that the model depends on."""
     if entry.kind in TEXTS:
         return _open_text(config, entry)
+    data = None if config.data is None else config.data.path
     pixels = config.pixels or entry.data.get("pixels", 32)
     if entry.kind == "images":
-        images = open_images(config.images, pixels, seed=config.seed)
+        images = open_images(data, pixels, seed=config.seed)
         return *images.split(config.validation_split), {
             "channels": images.channels,
             "classes": images.classes,
         }
-    volumes = open_volumes(config.volumes, pixels, seed=config.seed)
+    volumes = open_volumes(data, pixels, seed=config.seed)
     return *volumes.split(config.validation_split), {"channels": volumes.channels, "classes": volumes.classes}
 
 
@@ -129,20 +127,24 @@ def _open_text(
     config: Config, entry: catalog.Entry | OwnModel
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     tokenizer = find_tokenizer(config, entry.folder)
-    unknown = config.tokens is not None and tokenizer is None
+    data = config.data
+    of_ids = data is not None and data.kind == "tokens"
+    unknown = of_ids and tokenizer is None
     rules.check({"prompt": config.prompt, "tokens without a tokenizer": unknown}, write=rules.setting)
     tokens = (
-        Tokens(config.text, tokenizer, documents=config.documents)
-        if config.tokens is None
-        else Shards(config.tokens, tokenizer, config.vocabulary, token_type=config.token_type)
+        Shards(data.path, tokenizer, data.vocabulary, token_type=data.type)
+        if data is not None and of_ids
+        else Tokens(
+            None if data is None else data.path,
+            tokenizer,
+            documents=data.kind if data and data.kind in DOCUMENTS else None,
+        )
     )
     length = config.sequence_length or entry.data.get("length", 128)
     train, test = TEXTS[entry.kind](tokens, length, seed=config.seed).split(config.validation_split)
     vocabulary = tokens.vocabulary
-    if (
-        entry.folder is not None or config.tokens is not None
-    ):  # special tokens that are not used need no place
-        special = [tokens.separator] * (config.tokens is None) + [tokens.mask] * (entry.kind == "masked")
+    if entry.folder is not None or of_ids:  # special tokens that are not used need no place
+        special = [tokens.separator] * (not of_ids) + [tokens.mask] * (entry.kind == "masked")
         vocabulary = max([tokens.ordinary - 1, *special]) + 1
     return train, test, {"vocabulary": vocabulary, "length": length}
 
@@ -152,14 +154,18 @@ def find_tokenizer(config: Config, folder: Path | None) -> Path | None:
     or for token ids without one."""
     if config.tokenizer is not None:
         return Path(config.tokenizer)
-    places = [] if config.tokens is None else [Path(config.tokens), Path(config.tokens).parent]
+    data = config.data
+    places = [Path(data.path), Path(data.path).parent] if data is not None and data.kind == "tokens" else []
     places += [] if folder is None else [folder]
     return next((file for place in places if (file := place / "tokenizer.json").is_file()), None)
 
 
 def _check_settings(config: Config, kind: str) -> None:
     """A setting without effect on this kind of data is more likely a mistake than meant."""
-    for name, kinds in SETTINGS_OF_DATA.items():
+    data = config.data
+    fits = data is None or (kind in TEXTS if data.is_text else data.kind == kind)
+    kinds_of = {**SETTINGS_OF_DATA, **({} if fits else {"data": ()})}
+    for name, kinds in kinds_of.items():
         if getattr(config, name) is not None and kind not in kinds:
             what = str(config.data) if kind == KIND else "text" if kind in TEXTS else kind
             raise ConfigError(

@@ -1,10 +1,10 @@
-"""Settings of a training run that must, or must not, be given together: what a configuration gives to the rules, and sums of
-settings."""
+"""Settings of a training run that must, or must not, be given together: what a configuration gives to the rules."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hvd_ckpt.app.training.field_types import WithOptions
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.named import is_named
@@ -15,30 +15,35 @@ if TYPE_CHECKING:
 
 def check_combinations(config: Config) -> None:
     """Raises ValueError for the first settings that cannot be combined. The message names them and says what to do."""
-    rules.check(_features(config), write=rules.setting)
+    rules.check(_features(config), {"stages": f"pipeline {config.pipeline.stages}"}, write=rules.setting)
     if config.accumulate > config.batch:
         raise ValueError(
             f"accumulate {config.accumulate}: it is more than the batch of {config.batch} samples"
         )
-    if config.local_steps is not None:
-        for name in ("fragments", "delay"):
-            if getattr(config, name) > config.local_steps:
-                raise ValueError(
-                    f"{name} {getattr(config, name)}: give at most local_steps, {config.local_steps}"
-                )
-    if config.balance is not None and len(config.balance) != config.parts_of_model:
+    balance, parts = config.pipeline.balance, config.pipeline.parts_of_model
+    if balance is not None and len(balance) != parts:
         raise ValueError(
-            f"balance {config.balance}: it has {len(config.balance)} numbers of blocks, give one for each of "
-            f"{config.parts_of_model} parts"
+            f"balance {balance}: it has {len(balance)} numbers of blocks, give one for each of {parts} parts"
         )
     if config.replicas is not None and config.replicas & (config.replicas - 1):
         raise ValueError(f"replicas {config.replicas}: it is not a power of two, give 1, 2, 4, 8, ...")
 
 
 def _features(config: Config) -> dict[str, Any]:
-    """The settings that differ from their defaults, and what follows from several of them."""
-    fields = type(config).model_fields
-    given = {name: getattr(config, name) for name in fields if getattr(config, name) != fields[name].default}
+    """The settings that differ from their defaults, with their options, and what follows from several of them."""
+    given: dict[str, Any] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if value == field.default:
+            continue
+        if isinstance(value, WithOptions):
+            options = value.given()
+            first = next(iter(type(value).model_fields))
+            value = options.pop(first, True) if name != "pipeline" else None
+            given |= {
+                OPTIONS.get((name, option), f"{option} of {name}"): set for option, set in options.items()
+            }
+        given[name] = value
     planned = config.budget is not None or config.plan is not None
     return {
         **given,
@@ -49,3 +54,7 @@ def _features(config: Config) -> dict[str, Any]:
         rules.ELASTIC: is_elastic(),
         "a plan of stages": config.in_stages and planned,
     }
+
+
+OPTIONS = {("pipeline", name): name for name in ("stages", "virtual_stages", "balance")}
+OPTIONS |= {("local", name): name for name in ("outer_lr", "outer_momentum", "fragments", "delay")}

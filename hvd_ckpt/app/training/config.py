@@ -17,28 +17,30 @@ from typing_extensions import Self
 
 from hvd_ckpt.app.training.combinations import check_combinations
 from hvd_ckpt.app.training.field_types import (
-    Budget,
     Count,
+    Data,
     Groups,
-    Offload,
+    Local,
+    Offloaded,
     Options,
+    Planned,
     Positive,
+    Segments,
     ShardStage,
+    Stages,
     Steps,
     Text,
-    When,
+    Verify,
     one_of,
 )
-from hvd_ckpt.parallel.pipeline.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
+from hvd_ckpt.parallel.pipeline.schedule import NAMES as PIPELINE_SCHEDULES
 from hvd_ckpt.utils.plain_data import BROKEN, PlainDumper, PlainLoader, write_text
 from hvd_ckpt.utils.schema import Strict, first_error
 from hvd_ckpt.utils.text import (
     CHECKPOINTS,
-    DOCUMENTS,
     PRECISIONS,
     SCHEDULES,
     STAGES,
-    TOKEN_TYPES,
     one_line,
     stage_of,
     unknown,
@@ -46,6 +48,14 @@ from hvd_ckpt.utils.text import (
 
 MAX_BYTES = 1 << 20  # of a configuration file
 MOST = 1 << 24  # of what a step holds all at once
+GROUPS = {  # the title of each group of settings, by its first one
+    "model": "Model and data",
+    "steps": "Training",
+    "precision": "Numbers and memory",
+    "replicas": "Ranks",
+    "eval_every": "Evaluation, logs and snapshots",
+    "on_nan": "The run",
+}
 RENAMED = {  # earlier names, and those of Lightning and transformers
     "learning_rate": "lr",
     "max_steps": "steps",
@@ -62,6 +72,29 @@ RENAMED = {  # earlier names, and those of Lightning and transformers
     "output_dir": "output",
     "save_steps": "snapshot_every",
     "length": "sequence_length",
+    "text": "data text:PATH",
+    "documents": "data lines:FILE",
+    "tokens": "data tokens:PATH",
+    "vocabulary": "data tokens:PATH,vocabulary=N",
+    "token_type": "data tokens:PATH,type=T",
+    "images": "data images:PATH",
+    "volumes": "data volumes:FILE",
+    "local_steps": "local N",
+    "outer_lr": "local N,outer_lr=LR",
+    "outer_momentum": "local N,outer_lr=LR,outer_momentum=M",
+    "fragments": "local N,fragments=F",
+    "delay": "local N,delay=D",
+    "stages": "pipeline N",
+    "pipeline_schedule": "pipeline N,schedule=NAME",
+    "virtual_stages": "pipeline N,schedule=interleaved,virtual_stages=V",
+    "balance": "pipeline N,balance=[...]",
+    "verify_recomputation": "verify PASSES",
+    "verify_weights": "verify weights=false",
+    "check_weights": "verify every=N",
+    "offload_folder": "offload WHAT,folder=FOLDER",
+    "reentrant": "segments N,reentrant=true",
+    "plan_cache": "budget LIMIT,cache=FOLDER",
+    "chunk_head": "budget LIMIT,chunk_head=false",
     "held_out": "validation_split",
     "chunks": "accumulate",
     "micro_batches": "accumulate",
@@ -80,6 +113,11 @@ class ConfigError(ValueError):
         self.passing = passing
 
 
+def _check_renamed(name: str) -> None:
+    if new := RENAMED.get(name.replace("-", "_")):
+        raise ConfigError(f"no setting '{name}': did you mean '{new}'?")
+
+
 class Config(Strict):
     """Settings of a training run.
 
@@ -94,20 +132,10 @@ class Config(Strict):
     )
     model_options: Options = Field({}, description="Options of the model, such as layers=2.")
 
-    text: Text | None = Field(
-        None, description="Text file or folder to train on.  [default: the standard library's source]"
-    )
-    documents: Annotated[str | None, one_of("form of documents", *DOCUMENTS)] = Field(
-        None, description="Each line of the text is a document (lines), or a JSON object with one (jsonl)."
-    )
-    tokens: Text | None = Field(
-        None, description=".npy or .bin file of token ids, or a folder of them, to train on instead of text."
-    )
-    vocabulary: int | None = Field(
-        None, ge=1, le=MOST, description="Number of token ids.  [default: of the tokenizer of --tokens]"
-    )
-    token_type: Annotated[str | None, one_of("type of token ids", *TOKEN_TYPES)] = Field(
-        None, description=f"Type of the ids in .bin files: {', '.join(TOKEN_TYPES)}.  [default: uint16]"
+    data: Data | None = Field(
+        None,
+        description="What to train on: text:PATH, lines:FILE or jsonl:FILE (documents), tokens:PATH[,vocabulary=N][,type=T], "
+        "images:PATH, volumes:FILE, or module:function.  [default: by model]",
     )
     tokenizer: Text | None = Field(None, description="JSON file of a tokenizer.  [default: bytes]")
     sequence_length: int | None = Field(
@@ -116,16 +144,9 @@ class Config(Strict):
         le=MOST,
         description="Tokens in a sample, and the longest input of a new model.  [default: by model]",
     )
-    images: Text | None = Field(
-        None, description="Folder of images by class, or .npz file.  [default: scikit-learn's digits]"
-    )
     pixels: int | None = Field(
         None, ge=4, le=MOST, description="Side of an image or volume.  [default: by model]"
     )
-    volumes: Text | None = Field(
-        None, description=".npz file of volumes and labels.  [default: synthetic ellipsoids]"
-    )
-    data: Text | None = Field(None, description="module:function that returns samples to train on.")
     loss: Text | None = Field(
         None, description="module:function of output and targets.  [default: by kind of data]"
     )
@@ -173,26 +194,20 @@ class Config(Strict):
         description="Use kernels that repeat bit for bit on GPUs; an operation without one is an error.",
     )
 
-    budget: Budget | None = Field(
+    budget: Planned | None = Field(
         None,
-        description="Memory limit of a plan for the step of a micro-batch (with stages: for all of a stage): 6GiB, 0.3x, 80%, min.",
+        description="Memory limit of a plan for the step of a micro-batch (with stages: for all of a stage): 6GiB, 0.3x, 80%, min. "
+        "cache=FOLDER uses plans again, chunk_head=false never computes a head in chunks.",
     )
     plan: Text | None = Field(None, description="Plan file to use instead of making one.")
-    plan_cache: Text | None = Field(
-        None, description="Folder of plans: a plan that was made for the same model and data is used again."
-    )
-    chunk_head: bool = Field(
-        True,
-        description="Plans may compute a language model's head in chunks, which changes results by rounding.",
-    )
-    segments: Count | None = Field(
-        None, description="Recompute the chain of blocks in this number of segments."
-    )
-    reentrant: bool = Field(False, description="Recompute segments by PyTorch's reentrant variant.")
-    verify_recomputation: When | None = Field(
+    segments: Segments | None = Field(
         None,
-        description="Passes whose recomputed bits are compared with the first pass: first, always, never, or n for every n-th.  "
-        "[default: first]",
+        description="Recompute the chain of blocks in this number of segments; reentrant=true by PyTorch's variant.",
+    )
+    verify: Verify = Field(
+        Verify(),
+        description="passes whose recomputed bits are compared (first, always, never, n for every n-th); weights=false: "
+        "do not compare a part of the ranks' weights in every step; every=N: compare all weights every N steps.  [default: first]",
     )
     checkpoint: Annotated[str, one_of("checkpoint mode", *CHECKPOINTS, "auto")] = Field(
         "always",
@@ -225,27 +240,16 @@ class Config(Strict):
         False,
         description="Add up the sharded gradients of a step on each rank and send them once; needs memory for whole gradients.",
     )
-    offload: Offload = Field(
+    offload: Offloaded | None = Field(
         None,
-        description="State on disk (CPU) or in host memory (CUDA): optimizer, parameters (with gradients and optimizer), none.",
-    )
-    offload_folder: Text | None = Field(
-        None, description="Folder of offloaded state on a CPU.  [default: the temporary folder]"
+        description="State on disk (CPU) or in host memory (CUDA): optimizer, parameters (with gradients and optimizer), none; "
+        "folder=FOLDER on a CPU.",
     )
 
-    local_steps: Count | None = Field(
+    local: Local | None = Field(
         None,
-        description="Local SGD: steps of each rank on its own between two averages of the parameters.  [default: no local SGD]",
-    )
-    outer_lr: Positive | None = Field(
-        None, description="Learning rate of the outer optimizer, as in DiLoCo.  [default: plain averages]"
-    )
-    outer_momentum: float | None = Field(
-        None, gt=0, lt=1, description="Nesterov momentum of the outer optimizer.  [default: 0.9]"
-    )
-    fragments: Count = Field(1, description="Number of parts of the model that are averaged in turn.")
-    delay: int = Field(
-        0, ge=0, lt=2**63, description="Steps during which an average overlaps with computation."
+        description="Local SGD: steps of each rank on its own between two averages of the parameters; outer_lr, outer_momentum "
+        "(DiLoCo), fragments (parts that are averaged in turn), delay (steps that an average overlaps).  [default: no local SGD]",
     )
     within: Groups = Field(
         None,
@@ -253,21 +257,12 @@ class Config(Strict):
         "with shard parameters they keep a second copy of the parameters.",
     )
 
-    stages: Count = Field(
-        1, description="Pipeline stages: consecutive blocks of the model on different ranks."
+    pipeline: Stages = Field(
+        Stages(),
+        description="Pipeline stages: consecutive blocks of the model on different ranks; "
+        f"schedule ({', '.join(PIPELINE_SCHEDULES)}), virtual_stages, balance=[3,4].  [default: 1]",
     )
     tensor: Count = Field(1, description="Parts of each layer, on different ranks (tensor parallelism).")
-    pipeline_schedule: Annotated[str, one_of("pipeline schedule", *PIPELINE_SCHEDULES)] = Field(
-        "1f1b",
-        description=f"Order of the micro-batches of a step in stages: {', '.join(PIPELINE_SCHEDULES)}.",
-    )
-    virtual_stages: Count | None = Field(
-        None, description="Parts of the model on each stage, with the interleaved schedule.  [default: 2]"
-    )
-    balance: list[Count] | None = Field(
-        None, description="Blocks of each stage (and part), such as [3,4].  [default: by size]"
-    )
-
     eval_every: Count | None = Field(
         None, description="Steps between evaluations.  [default: at the end only]"
     )
@@ -303,17 +298,11 @@ class Config(Strict):
     on_nan: Annotated[str, one_of("answer to a loss that is nan", "stop", "skip", "ignore")] = Field(
         "stop", description="When a rank's loss is nan or infinite: stop, skip, ignore."
     )
-    check_weights: Count | None = Field(
-        None, description="Steps between checks that all ranks have the same weights.  [default: never]"
-    )
-    verify_weights: bool = Field(
-        True, description="Compare a part of the ranks' weights in every step, without an additional message."
-    )
     stall_timeout: Positive = Field(
         1800.0, description="Seconds that a rank waits for the others before it ends."
     )
     commit_every: Count = Field(
-        10, description="Steps between commits in an elastic job; with local_steps, each average is a commit."
+        10, description="Steps between commits in an elastic job; with local, each average is a commit."
     )
     output: Text | None = Field(None, description="Folder of the run.  [default: runs/train-<time>]")
     dry_run: bool = Field(False, description="Print a summary of the run, and end.")
@@ -328,6 +317,8 @@ class Config(Strict):
     def __init__(self, model: str | None = None, /, **settings: Any) -> None:
         if model is not None:
             settings["model"] = model
+        for name in settings:
+            _check_renamed(name)
         try:
             super().__init__(**settings)
         except ValidationError as error:
@@ -339,19 +330,9 @@ class Config(Strict):
         return self
 
     @property
-    def virtual_stages_of_each(self) -> int:
-        """Parts of the model on each pipeline stage."""
-        return virtual_stages_of(self.pipeline_schedule, self.virtual_stages)
-
-    @property
     def in_stages(self) -> bool:
         """Whether the model is cut into pipeline stages."""
-        return self.stages > 1
-
-    @property
-    def parts_of_model(self) -> int:
-        """Parts that the model is cut into, on all pipeline stages together."""
-        return self.stages * self.virtual_stages_of_each
+        return self.pipeline.stages > 1
 
     @property
     def shard_stage(self) -> int:
@@ -362,6 +343,12 @@ class Config(Strict):
     def is_sharded(self) -> bool:
         """Whether some state is split over the ranks."""
         return self.shard != STAGES[0]
+
+    def offloaded(self) -> dict[str, Any]:
+        """The arguments of an optimizer for what is offloaded."""
+        if self.offload is None:
+            return {"offload": None, "offload_folder": None}
+        return {"offload": self.offload.what, "offload_folder": self.offload.folder}
 
     @property
     def splits_gradients(self) -> bool:
@@ -396,11 +383,11 @@ class Config(Strict):
         given = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
-            if name in RENAMED:
-                raise ConfigError(f"no setting '{key}': did you mean '{RENAMED[name]}'?")
+            _check_renamed(str(key))
             if name not in cls.model_fields:
                 raise ConfigError(unknown("setting", str(key), sorted(cls.model_fields)))
-            if value is not None:
+            # A flag can take back what a file sets, as a text, since a flag has no other form for None.
+            if value is not None and not (value == "none" and name == "offload"):
                 given[name] = value
         return cls(**given)
 

@@ -6,12 +6,16 @@ A type is one of pydantic's with a check, which raises a ValueError in one line.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_serializer, model_validator
 
+from hvd_ckpt.parallel.pipeline.schedule import NAMES as PIPELINE_SCHEDULES, virtual_stages_of
 from hvd_ckpt.planning.budget import parse_budget
-from hvd_ckpt.utils.text import STAGES, read_when, stage_of, unknown
+from hvd_ckpt.utils.plain_data import parsed
+from hvd_ckpt.utils.schema import Strict
+from hvd_ckpt.utils.text import STAGES, TOKEN_TYPES, read_when, stage_of, unknown
 
 
 def one_of(what: str, *names: str) -> AfterValidator:
@@ -37,7 +41,7 @@ def _stage(value: Any) -> Any:
 
 def _budget(value: str | int) -> str | int:
     parse_budget(value)
-    return value
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _when(value: str | int) -> str | int:
@@ -64,11 +68,6 @@ def _steps(value: Any) -> Any:
     return value
 
 
-def _or_none(value: Any) -> Any:
-    # A flag can take back what a file sets, as a text, since a flag has no other form for None.
-    return None if value == "none" else value
-
-
 def _groups(value: Any) -> Any:
     lists = isinstance(value, list) and all(isinstance(group, list) and group for group in value)
     if value in (None, "host") or (lists and all(type(rank) is int for group in value for rank in group)):
@@ -76,6 +75,56 @@ def _groups(value: Any) -> Any:
     raise ValueError(f"{value!r} is not allowed: give host, or lists of ranks such as [[0, 1], [2, 3]]")
 
 
+def _by_name(given: Any) -> Any:
+    return {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else given
+
+
+def is_text(annotation: Any) -> bool:
+    """Whether a text of a field of this type is its value as it is, and not to be parsed."""
+    whole = isinstance(annotation, type) and issubclass(annotation, str | WithOptions)
+    return whole or any(is_text(argument) for argument in get_args(annotation))
+
+
+class WithOptions(Strict):
+    """A setting with options: the first field, then ``name=value`` after commas, as in ``8,fragments=4``; or a mapping."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: Any) -> Any:
+        if isinstance(given, (cls, Mapping)):
+            return _by_name(given)
+        if not isinstance(given, str):
+            return {next(iter(cls.model_fields)): given}
+        values: dict[str, Any] = {}
+        if not given:
+            return values
+        _text(given)
+        for part in re.split(r",(?![^\[]*\])", given):  # not within [3,4]
+            name, equals, text = part.partition("=")
+            if not equals and not values:
+                name, text = next(iter(cls.model_fields)), part
+            if name.strip() not in cls.model_fields or not (equals or not values):
+                raise ValueError(unknown("option", name.strip(), [*cls.model_fields]))
+            annotation = cls.model_fields[name.strip()].annotation
+            values[name.strip()] = text if is_text(annotation) else parsed(text)
+        return values
+
+    def given(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        return {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.default
+        }
+
+    @model_serializer
+    def __str__(self) -> str:
+        first, *_ = type(self).model_fields
+        texts = [str(value) if name == first else f"{name}={value}" for name, value in self.given().items()]
+        return ",".join(text.replace(" ", "") for text in texts)
+
+
+DATA = ("text", "lines", "jsonl", "tokens", "images", "volumes", "own")
 Text = Annotated[str, AfterValidator(_text)]
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Positive = Annotated[float, Field(gt=0)]
@@ -85,6 +134,124 @@ When = Annotated[str | int, AfterValidator(_when)]
 ShardStage = Annotated[str, BeforeValidator(_stage)]
 Steps = Annotated[str, BeforeValidator(_steps)]
 Groups = Annotated[Any, AfterValidator(_groups)]
-Offload = Annotated[
-    str | None, BeforeValidator(_or_none), one_of("thing to offload", "optimizer", "parameters", "none")
-]
+
+
+class Data(WithOptions):
+    """What to train on: ``KIND:PATH``, or ``module:function`` of one's own.
+
+    Attributes:
+        kind: ``text``, ``lines`` (a document on each line of a text), ``jsonl`` (as a JSON object), ``tokens``, ``images``,
+            ``volumes``, or ``own``.
+        path: file or folder, or the name of the function.
+        vocabulary: number of token ids.
+        type: of the ids in .bin files.
+    """
+
+    kind: Annotated[str, one_of("kind of data", *DATA)]
+    path: Text
+    vocabulary: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    type: Annotated[str, one_of("type of token ids", *TOKEN_TYPES)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return _by_name(given)
+        _text(given)
+        text, *options = re.split(r",(?=(?:vocabulary|type)=)", given)
+        kind, _, path = text.partition(":")
+        if kind not in DATA:
+            if not path or "/" in kind:
+                raise ValueError(
+                    f"'{given}': give KIND:PATH, where KIND is one of {', '.join(DATA[:-1])}, or module:function"
+                )
+            kind, path = DATA[-1], text
+        return {"kind": kind, "path": path} | {
+            name: parsed(value) for name, _, value in (o.partition("=") for o in options)
+        }
+
+    @model_validator(mode="after")
+    def _check(self) -> Data:
+        for name in ("vocabulary", "type"):
+            if self.kind != "tokens" and getattr(self, name) is not None:
+                raise ValueError(f"{name} {getattr(self, name)}: it is of token ids, give tokens:PATH")
+        return self
+
+    @property
+    def is_text(self) -> bool:
+        """Whether language models are trained on it."""
+        return self.kind in DATA[:4]
+
+    @model_serializer
+    def __str__(self) -> str:
+        path = self.path if self.kind == DATA[-1] else f"{self.kind}:{self.path}"
+        options = {"vocabulary": self.vocabulary, "type": self.type}
+        return path + "".join(f",{name}={value}" for name, value in options.items() if value is not None)
+
+
+class Local(WithOptions):
+    """Local SGD."""
+
+    every: Count
+    outer_lr: Positive | None = None
+    outer_momentum: Annotated[float, Field(gt=0, lt=1)] | None = None
+    fragments: Count = 1
+    delay: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Local:
+        for name in ("fragments", "delay"):
+            if getattr(self, name) > self.every:
+                raise ValueError(
+                    f"{name} {getattr(self, name)}: give at most the {self.every} steps between averages"
+                )
+        return self
+
+
+class Stages(WithOptions):
+    """Pipeline stages."""
+
+    stages: Count = 1
+    schedule: Annotated[str, one_of("pipeline schedule", *PIPELINE_SCHEDULES)] = "1f1b"
+    virtual_stages: Count | None = None
+    balance: list[Count] | None = None
+
+    @property
+    def virtual_stages_of_each(self) -> int:
+        """Parts of the model on each stage."""
+        return virtual_stages_of(self.schedule, self.virtual_stages)
+
+    @property
+    def parts_of_model(self) -> int:
+        """Parts that the model is cut into, on all stages together."""
+        return self.stages * self.virtual_stages_of_each
+
+
+class Verify(WithOptions):
+    """What is compared during the run."""
+
+    recomputation: When | None = None
+    weights: bool = True
+    every: Count | None = None
+
+
+class Offloaded(WithOptions):
+    """State that is kept elsewhere."""
+
+    what: Annotated[str, one_of("thing to offload", "optimizer", "parameters", "none")]
+    folder: Text | None = None
+
+
+class Segments(WithOptions):
+    """Recomputation in segments."""
+
+    number: Count
+    reentrant: bool = False
+
+
+class Planned(WithOptions):
+    """A plan for a memory limit."""
+
+    limit: Budget
+    cache: Text | None = None
+    chunk_head: bool = True

@@ -13,7 +13,7 @@ from hvd_ckpt.parallel.local_sgd.options import Nesterov
 from hvd_ckpt.snapshots.reader import Snapshot
 
 # Settings that a period begins and ends with.
-OF_A_PERIOD = ("local_steps", "fragments", "delay", "wire", "within", "shard")
+OF_A_PERIOD = ("local", "wire", "within", "shard")
 
 
 def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> LocalOptimizer:
@@ -22,26 +22,26 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
     Raises:
         ConfigError: the settings are not for an elastic job, or the ranks do not have such groups; raised on every rank.
     """
-    assert config.local_steps is not None
-    momentum = 0.9 if config.outer_momentum is None else config.outer_momentum
+    local = config.local
+    assert local is not None
+    momentum = 0.9 if local.outer_momentum is None else local.outer_momentum
     try:
         return LocalSGD(
             optimizer,
             list(model.named_parameters()),
-            every=config.local_steps,
-            outer=None if config.outer_lr is None else Nesterov(config.outer_lr, momentum),
-            fragments=config.fragments,
-            delay=config.delay,
+            every=local.every,
+            outer=None if local.outer_lr is None else Nesterov(local.outer_lr, momentum),
+            fragments=local.fragments,
+            delay=local.delay,
             wire=config.wire,
             within=config.within,
             shard=config.shard,
             model=model,
             elastic=True,
-            offload=config.offload,
-            offload_folder=config.offload_folder,
+            **config.offloaded(),
         )
     except (ValueError, OSError) as error:
-        raise ConfigError(f"local_steps {config.local_steps}: {error}") from None
+        raise ConfigError(f"local {local}: {error}") from None
 
 
 def check_period(config: Config, resumed: Snapshot) -> None:
@@ -53,7 +53,7 @@ def check_period(config: Config, resumed: Snapshot) -> None:
     within = f"the snapshot of step {resumed.step} lies within a period of local SGD, where ranks have weights of their own"
     way_out = "or resume from a snapshot of a period's end (one fragment, no delay)"
     for name in OF_A_PERIOD:
-        if then[name] != getattr(config, name):
+        if then[name] != config.as_dict()[name]:
             raise ConfigError(f"{name} {getattr(config, name)}: {within}: give {then[name]}, {way_out}")
     ranks = resumed.replicas
     if ranks != hvd.size():

@@ -80,8 +80,8 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     Raises:
         ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments or stages.
     """
-    if config.verify_recomputation is not None:
-        verify_recomputation(config.verify_recomputation)
+    if config.verify.recomputation is not None:
+        verify_recomputation(config.verify.recomputation)
     check_stages(model, config)
     kind = type(model).__name__
     # A model that will be cut may be larger than a device: only this rank's part of it moves there, in cut_into_stages.
@@ -94,19 +94,18 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
         model = converter.convert(model)
     # After the conversion, so that only batch norms that stay as they are count.
     warn_of_unsynchronized(model)
-    if config.segments is None:
+    segments = config.segments
+    if segments is None:
         return seed_blocks(model) if isinstance(model, nn.Sequential) else model
     if not isinstance(model, nn.Sequential):
-        raise ConfigError(f"segments {config.segments}: this {kind} is not a chain of blocks, give a budget")
-    if config.segments > len(model):
-        raise ConfigError(
-            f"segments {config.segments}: this model has {len(model)} blocks, give at most that many"
-        )
+        raise ConfigError(f"segments {segments}: this {kind} is not a chain of blocks, give a budget")
+    if segments.number > len(model):
+        raise ConfigError(f"segments {segments}: this model has {len(model)} blocks, give at most that many")
     if isinstance(model, Chain):
-        model.checkpoint_interval = -(-len(model) // config.segments)
-        model.use_reentrant = config.reentrant
+        model.checkpoint_interval = -(-len(model) // segments.number)
+        model.use_reentrant = segments.reentrant
         return seed_blocks(model)
-    return seed_blocks(CheckpointSequential(model, config.segments, config.reentrant))
+    return seed_blocks(CheckpointSequential(model, segments.number, segments.reentrant))
 
 
 def check_stages(model: nn.Module, config: Config) -> None:
@@ -115,27 +114,31 @@ def check_stages(model: nn.Module, config: Config) -> None:
     Raises:
         ConfigError: the job was started with other numbers of stages or parts, or the model cannot be cut into this number.
     """
-    for name in ("stages", "tensor"):
-        given, started = getattr(config, name), getattr(current(), name)
+    for name, given, started in (
+        ("pipeline", config.pipeline.stages, current().stages),
+        ("tensor", config.tensor, current().tensor),
+    ):
         if given != started:
             raise ConfigError(
                 f"{name} {given}: the job was started with {started}, give the same number to init()"
             )
     if not config.in_stages:
         return
-    stages, each = config.stages, config.virtual_stages_of_each
+    pipeline = config.pipeline
+    stages, each = pipeline.stages, pipeline.virtual_stages_of_each
     if not isinstance(model, nn.Sequential):
         raise ConfigError(
-            f"stages {stages}: this {type(model).__name__} is not a chain of blocks, make it an nn.Sequential of them"
+            f"pipeline {stages}: this {type(model).__name__} is not a chain of blocks, make it an nn.Sequential of them"
         )
-    if len(model) < config.parts_of_model:
+    if len(model) < pipeline.parts_of_model:
         of_each = f" with {each} parts each" if each > 1 else ""
         raise ConfigError(
-            f"stages {stages}{of_each}: this model has {len(model)} blocks, give at most that many"
+            f"pipeline {stages}{of_each}: this model has {len(model)} blocks, give at most that many"
         )
-    if config.balance is not None and sum(config.balance) != len(model):
+    if pipeline.balance is not None and sum(pipeline.balance) != len(model):
         raise ConfigError(
-            f"balance {config.balance}: these are {sum(config.balance)} blocks and this model has {len(model)}, give all of them"
+            f"balance {pipeline.balance}: these are {sum(pipeline.balance)} blocks and this model has {len(model)}, give all of "
+            "them"
         )
 
 
@@ -161,11 +164,11 @@ def cut_into_stages(
         else:
             pipeline = Pipeline(
                 model,  # type: ignore[arg-type]
-                config.balance,
+                config.pipeline.balance,
                 chunks=config.accumulate,
-                schedule=config.pipeline_schedule,
+                schedule=config.pipeline.schedule,
                 checkpoint=config.checkpoint,
-                virtual_stages=config.virtual_stages_of_each,
+                virtual_stages=config.pipeline.virtual_stages_of_each,
             )
         own = set(pipeline.parameters())
         # A group may become empty. It stays, since snapshots of all stages have the same groups.
@@ -173,8 +176,8 @@ def cut_into_stages(
             group["params"] = [parameter for parameter in group["params"] if parameter in own]
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigError(
-                f"stages {config.stages}: stage {current().stage} has no parameters that are trained, give another balance than "
-                f"{pipeline.balance}"
+                f"pipeline {config.pipeline.stages}: stage {current().stage} has no parameters that are trained, give another "
+                f"balance than {pipeline.balance}"
             )
     pipeline.recorder = lambda kind, chunk, part: span(kind, f"{kind} chunk {chunk}, micro-batch {part}")
     return pipeline.to(device)

@@ -400,7 +400,7 @@ class Local(Plain):
 
 def mode_of(config: Config) -> type[Plain]:
     """The configured mode. The settings of two modes cannot be combined."""
-    if config.local_steps is not None:
+    if config.local is not None:
         return Local
     if config.replicas is not None:
         return Replicas
@@ -411,7 +411,7 @@ def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
     """The options of a sharded optimizer; none without sharding."""
     if not config.is_sharded:
         return {}
-    options = {name: getattr(config, name) for name in ("shard", "offload", "offload_folder", "wire")}
+    options = {"shard": config.shard, "wire": config.wire, **config.offloaded()}
     options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1
     return {**options, "model": model, "within": config.within} if config.splits_parameters else options
 

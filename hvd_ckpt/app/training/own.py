@@ -197,7 +197,8 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
     Raises:
         ValueError: there is no such function, or it returns something else.
     """
-    name = str(config.data)
+    assert config.data is not None
+    name = config.data.path
     function = import_named("data", name)
     try:
         made = function()
@@ -267,18 +268,11 @@ def kind_of_data(config: Config) -> str:
     Raises:
         ConfigError: none does.
     """
-    for setting, kind in (
-        ("data", KIND),
-        ("text", "causal"),
-        ("tokens", "causal"),
-        ("images", "images"),
-        ("volumes", "volumes"),
-    ):
-        if getattr(config, setting) is not None:
-            return kind
-    raise ConfigError(
-        f"model {config.model}: give data, a function that returns samples, or text, tokens, images or volumes"
-    )
+    if config.data is None:
+        raise ConfigError(
+            f"model {config.model}: give data: a function that returns samples, or text, tokens, images or volumes"
+        )
+    return "causal" if config.data.is_text else config.data.kind
 
 
 class OwnObjective(Objective):
@@ -318,6 +312,11 @@ class OwnObjective(Objective):
         return len(batch) if self._base is None else self._base.units(batch)
 
 
+def of_own(config: Config) -> bool:
+    """Whether the data are those of a function of the user."""
+    return config.data is not None and config.data.kind == KIND
+
+
 def objective_of(config: Config, kind: str) -> Objective:
     """The loss and metrics of a run: those of its kind of data, replaced by what the configuration names.
 
@@ -350,7 +349,7 @@ def check_functions(
     Raises:
         ValueError: model, loss or metrics cannot take it, or return something else than they must.
     """
-    if not (is_named(config.model) or config.data or config.loss or config.metrics):
+    if not (is_named(config.model) or of_own(config) or config.loss or config.metrics):
         return
     count = min(config.micro_batch, len(train))
     batch = train.batch(range(count), [0] * count).to(device)

@@ -70,6 +70,7 @@ def _make_plan(
     config: Config, parts: Assembly, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Plan:
     """A plan for steps of micro-batches."""
+    assert config.budget is not None
     model, objective, train, _ = parts
     count = min(config.micro_batch, len(train))
     with errors_everywhere("hvd_ckpt.train.sample"):
@@ -79,7 +80,7 @@ def _make_plan(
         layout = StageLayout(
             stages["stages"],
             stages["accumulate"],
-            stages["pipeline_schedule"],
+            stages["schedule"],
             stages["virtual_stages"],
             _param_scale(model, optimizer, config),
         )
@@ -92,11 +93,11 @@ def _make_plan(
             *sample.inputs,
             kwargs=sample.shared,
             loss=lambda output: objective.loss(output, sample),
-            budget=config.budget,
+            budget=config.budget.limit,
             autocast=AUTOCAST.get(config.precision),
-            chunk_head=config.chunk_head,
+            chunk_head=config.budget.chunk_head,
             verbose=True,
-            cache=config.plan_cache,
+            cache=config.budget.cache,
             layout=layout,
         )
     except ValueError as error:
@@ -129,7 +130,7 @@ def _check_layout(made: Plan, config: Config) -> None:
         planned = {
             "stages": cuts.stages,
             "accumulate": cuts.micro_batches,
-            "pipeline_schedule": cuts.schedule,
+            "schedule": cuts.schedule,
             "virtual_stages": cuts.virtual_stages,
         }
     if bool(planned) != bool(layout):
@@ -148,10 +149,10 @@ def _layout_of(config: Config) -> dict[str, Any]:
     if mode_of(config) is not Stages:
         return {}
     return {
-        "stages": config.stages,
+        "stages": config.pipeline.stages,
         "accumulate": config.accumulate,
-        "pipeline_schedule": config.pipeline_schedule,
-        "virtual_stages": config.virtual_stages_of_each,
+        "schedule": config.pipeline.schedule,
+        "virtual_stages": config.pipeline.virtual_stages_of_each,
     }
 
 

@@ -140,7 +140,7 @@ def _prepare(config: Config, assembly: Assembly, point: ResumePoint | None, lock
     with errors_everywhere("hvd_ckpt.train.settings"):
         if config.deterministic:
             use_deterministic_kernels()
-        if not config.verify_weights:
+        if not config.verify.weights:
             verify_weights(False)
         device = device_of(config)
         sampler = _sampler(config, assembly.train)

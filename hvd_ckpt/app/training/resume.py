@@ -41,8 +41,7 @@ from hvd_ckpt.utils.states import NUMBER, Count, Positive, Weight
 # Settings without which the state has no meaning.
 FIXED = ("seed", "optimizer", "layer_decay", "freeze", "batch_norm", "replicas")
 PLANNED = (
-    "budget", "plan", "chunk_head", "batch", "accumulate", "precision", "batch_norm", "model_options",
-    "stages", "pipeline_schedule", "virtual_stages",
+    "budget", "plan", "batch", "accumulate", "precision", "batch_norm", "model_options", "pipeline",
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------ where a run starts
@@ -207,7 +206,7 @@ def check_state(resumed: Snapshot) -> None:
 
 
 def _check_config(value: dict[str, Any]) -> None:
-    for name in (*FIXED, *PLANNED, *OF_A_PERIOD, "outer_lr"):
+    for name in (*FIXED, *PLANNED, *OF_A_PERIOD):
         if name not in value:
             raise Wrong(f"replicated.config has no {name}")
     try:
@@ -310,7 +309,7 @@ def plan_text(config: Config, resumed: Snapshot | None) -> str | None:
     if resumed is None:
         return None
     then, text = resumed.replicated["config"], resumed.replicated["plan"]
-    same = all(then[name] == getattr(config, name) for name in PLANNED)
+    same = all(then[name] == now for name, now in config.as_dict().items() if name in PLANNED)
     same = same and then.get("tensor", 1) == config.tensor
     return text if same else None
 

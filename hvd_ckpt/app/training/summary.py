@@ -52,8 +52,7 @@ def print_summary(
         units, unit = objective.units(train.batch([0], [0])), objective.unit
         # Samples that a program hands over have no name in the settings; those of this package have a default.
         own = DEFAULT_DATA.get(unit) if type(train).__module__.startswith("hvd_ckpt.") else None
-        given = config.data or config.text or config.tokens or config.images or config.volumes
-        source = given or own or type(train).__name__
+        source = config.data or own or type(train).__name__
         samples = config.global_batch(hvd.size())
         each = "" if units == 1 else f", {samples * units:,} {unit}"
         split = "" if config.accumulate == 1 else f" in {config.accumulate} micro-batches"
@@ -69,8 +68,8 @@ def print_summary(
             "ranks": f"{_ranks(config)} on {device}, CPU threads of each: {torch.get_num_threads()}",
             "folder": str(folder),
         }
-        if config.local_steps is not None:
-            lines["ranks"] += f"; local SGD, averages every {config.local_steps} steps"
+        if config.local is not None:
+            lines["ranks"] += f"; local SGD, averages every {config.local.every} steps"
         if taken:
             lines["steps"] += f"; resumes after step {taken:,} of {steps:,}"
         if resumed is not None and (changes := _changes(config, resumed)):
@@ -114,23 +113,23 @@ def _ranks(config: Config) -> str:
         return "1"
     stages, replicas = grid.stages, grid.replicas
     if grid.tensor > 1:
-        in_stages = f"{stages} pipeline stages ({config.pipeline_schedule}) of " if stages > 1 else ""
+        in_stages = f"{stages} pipeline stages ({config.pipeline.schedule}) of " if stages > 1 else ""
         return f"{grid.size} over {controller()}, {in_stages}{replicas} x {grid.tensor} (replicas x parts of a layer),"
     if stages == 1:
         return f"{grid.size} over {controller()},"
     each = "1 replica" if replicas == 1 else f"{replicas} replicas"
     return (
-        f"{grid.size} over {controller()}, {stages} pipeline stages of {each} ({config.pipeline_schedule}),"
+        f"{grid.size} over {controller()}, {stages} pipeline stages of {each} ({config.pipeline.schedule}),"
     )
 
 
 def _recomputation(config: Config) -> str:
     if config.budget is not None:
-        return f"planned for {config.budget}"
+        return f"planned for {config.budget.limit}"
     if config.plan is not None:
         return f"the plan {config.plan}"
     if mode_of(config) is Stages and config.checkpoint != "never":
         return f"each stage recomputes its blocks: {config.checkpoint}"
     if config.segments is not None:
-        return f"recomputed in {config.segments} segments"
+        return f"recomputed in {config.segments.number} segments"
     return "no recomputation (--budget and --segments recompute)"

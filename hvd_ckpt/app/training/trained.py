@@ -16,6 +16,7 @@ from hvd_ckpt.app.datasets.tokens import BYTES, SPECIAL, read_tokenizer
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.app.training.build import find_tokenizer
 from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.app.training.own import of_own
 from hvd_ckpt.parallel.pipeline.chain import WrappedChain
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.export import whole_weights
@@ -41,6 +42,11 @@ class Trained(NamedTuple):
     kind: str
     length: int
     tokenizer: Path | None
+
+    @property
+    def is_of_ids(self) -> bool:
+        """Whether it was trained on token ids."""
+        return self.config.data is not None and self.config.data.kind == "tokens"
 
 
 def settings_of(path: Path) -> Trained:
@@ -74,7 +80,7 @@ def trained_on_text(config: Config) -> Trained:
         entry = catalog.find(config.model)
     except ValueError as error:
         raise ConfigError(f"model {config.model}: {error}") from None
-    if entry.kind not in TEXTS or config.data is not None:
+    if entry.kind not in TEXTS or of_own(config):
         raise ConfigError(f"model {config.model}: it was not trained on text: {way_out}")
     tokenizer = find_tokenizer(config, entry.folder)
     return Trained(config, entry.kind, config.sequence_length or entry.data.get("length", 128), tokenizer)
@@ -115,7 +121,7 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
             f"the model {run.config.model} is not one of transformers: give --format safetensors or pt"
         )
     model.transformers_model.save_pretrained(path)
-    if run.tokenizer is None and run.config.tokens is not None:
+    if run.tokenizer is None and run.is_of_ids:
         # Nothing tells what the ids stand for, so the folder has no tokenizer.
         return
     from transformers import PreTrainedTokenizerFast
@@ -130,9 +136,9 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
 def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
     """The tokenizer, also for bytes, and its special tokens by transformers' names; those that it lacks have numbers above its own,
     as in :class:`hvd_ckpt.app.datasets.tokens.Tokens`."""
-    if run.tokenizer is None and run.config.tokens is not None:
+    if run.tokenizer is None and run.is_of_ids:
         raise Wrong(
-            f"the run was trained on the token ids of '{run.config.tokens}' without a tokenizer: put its tokenizer.json beside them"
+            f"the run was trained on the token ids of '{run.config.data}' without a tokenizer: put its tokenizer.json beside them"
         )
     tokenizer = _byte_tokenizer() if run.tokenizer is None else read_tokenizer(run.tokenizer)[0]
     following = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -253,7 +253,7 @@ class Trainer(Run):
         last = progress.step == self.steps
         if progress.step % config.log_every == 0 or last or progress.step == 1:
             self._log()
-        if _due(config.check_weights, progress.step):
+        if _due(config.verify.every, progress.step):
             check_weights(self.model)
         evaluation_due = _due(config.eval_every, progress.step)
         if self.test is not None and (last or evaluation_due):

@@ -125,12 +125,12 @@ class LocalOptions:
             **features_of_job(),
             "LocalSGD in an elastic job": is_elastic(),
             "elastic": self.elastic,
-            "local_steps": self.every,
+            "local": self.every,
             "within": self.within,
             "process_set": self.process_set != global_process_set,
             "wire": None if self.wire == "fp32" else self.wire,
         }
-        check(given, {"local_steps": "LocalSGD"})
+        check(given, {"local": "LocalSGD"})
         if self.outer is not None:
             scalar = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
             made = self.outer([scalar]) if callable(self.outer) else None

@@ -86,7 +86,13 @@ def test_the_example_learns_in_parts() -> None:
 def test_the_command_trains_in_parts_and_resumes_in_one(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 20)
     settings = "train --model gpt-tiny --model-option dropout=0.1 --batch 2 --sequence-length 16 --clip 0.5"
-    command = [*settings.split(), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "run")]
+    command = [
+        *settings.split(),
+        "--data",
+        f"text:{tmp_path / 'text.txt'}",
+        "--output",
+        str(tmp_path / "run"),
+    ]
     status, output = run_ranks(2, COMMAND, *command, "--tensor=2", "--steps=4", controller="gloo")
     assert status == 0, output
     assert "1 x 2 (replicas x parts of a layer)" in output
