@@ -25,7 +25,7 @@ from hvd_ckpt.parallel.pipeline.schedule import make_schedule, timeline
 from hvd_ckpt.prediction.network import Cost, Network
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
-from hvd_ckpt.reduction.late import ControlFlags
+from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.tree import SMALL_BYTES as TREE_SMALL_BYTES
 from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES

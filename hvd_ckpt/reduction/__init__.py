@@ -12,7 +12,8 @@ The way of a gradient:
 
 What is not usual:
 
-    late          late and unbucketed gradients, control flags, the resynchronization of ranks
+    flags         what ranks tell each other: control flags, and reports
+    further       further rounds: late gradients, and those that no bucket had
     gradients     what stands in ``p.grad`` before a synchronization, and changes by hand
     results       changes of gradients after a synchronization
     sums          gradients that are sums over the ranks already (op=Sum)

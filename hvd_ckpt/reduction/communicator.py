@@ -57,19 +57,11 @@ class Communicator(Collectives):
         return self.prescale_factor * self.postscale_factor / average
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
-        """Launches a bucket's allreduce; its result is ``flat``."""
-        return self._reduce(flat, f"bucket.{bucket.position}")
+        """Launches the reduction of a bucket of the step; its result may be ``flat``."""
+        return self.send_whole(bucket, flat, f"bucket.{bucket.position}")
 
-    def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Reduces one gradient by itself; returns a dense tensor of its own."""
-        with torch.no_grad():
-            dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient.detach()
-            result = dense.clone(memory_format=torch.preserve_format)
-            flat = result.contiguous().view(-1)
-            self._reduce(flat, f"single.{index}").wait()
-            return result.copy_(flat.view(result.shape))
-
-    def _reduce(self, flat: torch.Tensor, what: str) -> Work:
+    def send_whole(self, bucket: Bucket, flat: torch.Tensor, what: str) -> Work:
+        """Launches the reduction of what lies in a bucket; each rank gets all of the result, which may be ``flat``."""
         wire, context = encode(flat, self.compression)
         name = f"{self.prefix}.{what}"
         handle = mpi_ops.allreduce_async_(

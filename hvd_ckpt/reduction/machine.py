@@ -7,8 +7,8 @@ and 1), or in groups, whose reduce-scatter gives each rank its shard (:mod:`hvd_
 (:mod:`.accumulation`). It leaves when it is complete and all units before it have left; their order is that of rank 0. So all ranks
 launch the same units in the same order, whatever gradients each of them has. From then on a placeholder stands in ``p.grad``, until
 ``synchronize()`` puts the result there, or into shards (:mod:`.gradients` has the table). A gradient that comes after its unit has
-left is *late*, and goes to a tensor of its own. A bucket leaves once: what is late is reduced parameter by parameter at the end of
-the step, and added. A group leaves again, in a further round.
+left is *late*, goes to a tensor of its own, and leaves in a further round, whose result is added: of its group, or of a bucket that
+is made for all that is left (:mod:`.further`).
 
 **In** :meth:`Machine.synchronize` the ranks go through five methods together:
 
@@ -37,7 +37,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.reduction.collectives import Collectives
-from hvd_ckpt.reduction.late import ControlFlags, Report, check_reports
+from hvd_ckpt.reduction.flags import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.sums import is_summed, summed_again
 from hvd_ckpt.reduction.weights import Sums, WeightVerification

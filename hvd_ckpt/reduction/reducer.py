@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator
+from hvd_ckpt.reduction.flags import ControlFlags, Report
+from hvd_ckpt.reduction.further import FurtherRounds
 from hvd_ckpt.reduction.gradients import DROPPED, OWN, SENT, TrackedGradient
-from hvd_ckpt.reduction.late import ControlFlags, Report, UnbucketedGradients
 from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.sums import keep_mark, mark_summed
@@ -191,10 +192,12 @@ class Reducer(Machine):
         """Afterwards every ``grad`` is the same on every rank."""
         apart = facts.dropped
         self._assign_gradients(set(facts.used), keep=apart)
-        self._unbucketed.add_late_parts([index for index in facts.late if index not in apart], self._late)
-        self._unbucketed.reduce_sparse([index for index in facts.used if index in self.assignment.sparse])
+        self._reduce_late({index: self._late.get(index) for index in facts.late if index not in apart})
+        self._further.reduce_sparse([index for index in facts.used if index in self.assignment.sparse])
         if facts.reports:
-            self._unbucketed.reduce_apart(sorted(apart), set(facts.used))
+            for index in apart.difference(facts.used):
+                self.assignment.parameters[index].grad = None
+            self._further.reduce_apart(sorted(apart.intersection(facts.used)))
             self._make_buckets()
 
     def _check_weights(self, facts: Facts, values: Sequence[float], scale: float) -> None:
@@ -343,16 +346,19 @@ class Reducer(Machine):
                 bucket.free()
 
     @property
-    def _unbucketed(self) -> UnbucketedGradients:
-        return UnbucketedGradients(self.assignment, self._communicator, self._step.unbucketed_gradients)
+    def _further(self) -> FurtherRounds:
+        return FurtherRounds(self.assignment, self._communicator, self._step.unbucketed_gradients)
+
+    def _reduce_late(self, parts: Mapping[int, torch.Tensor | None]) -> None:
+        self._further.add_late(parts)
 
     # ---------------------------------------------------------------------------------- agreeing on something new
 
     def _assign_buckets(self, fresh: Sequence[int]) -> None:
         """Gives a place to parameters that are used for the first time, and reduces them.
 
-        The first step comes here with all of them: then buckets are made and launched. Later ones are reduced by
-        themselves this once, and are in a bucket from the next step on.
+        The first step comes here with all of them: then buckets are made and launched. Later ones are reduced apart this once, and
+        are in a bucket of the next step.
         """
         if not fresh:
             return
@@ -362,7 +368,7 @@ class Reducer(Machine):
         votes = self.assignment.placement_votes(fresh, order)
         first = not self.assignment.order
         dense, sparse = self.assignment.extend(fresh, self._sum(votes, "place"), self._sparse_as_dense)
-        self._unbucketed.reduce_sparse(sparse)
+        self._further.reduce_sparse(sparse)
         if first:
             self._make_buckets()
             while self._next < len(self.assignment.buckets):
@@ -370,8 +376,7 @@ class Reducer(Machine):
             self._arrive()
             self._assign_gradients(set(dense), keep=set())
         else:
-            for index in dense:
-                self._unbucketed.reduce(index)
+            self._further.reduce_apart(dense)
             self._make_buckets()
 
     def _make_buckets(self) -> None:

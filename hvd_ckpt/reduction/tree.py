@@ -12,8 +12,7 @@ A replica without a gradient counts as zeros where another one has some. Half-pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket, view_of
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator, sum_dtype
-from hvd_ckpt.reduction.late import ControlFlags, UnbucketedGradients
+from hvd_ckpt.reduction.flags import ControlFlags
+from hvd_ckpt.reduction.further import dense
 from hvd_ckpt.reduction.reducer import Reducer
 
 # Up to this, all ranks' sums are gathered whole and each rank adds them: one message instead of two. At 25 Gbit/s the second
@@ -99,9 +99,9 @@ class TreeCommunicator(Communicator):
     def flag_scale(self) -> float:
         return 1.0 / self.replicas
 
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
-        """Launches the sum of a bucket; ``flat`` stays as it is."""
-        what, alone = f"bucket.{bucket.position}", not self.leaves.indices
+    def send_whole(self, bucket: Bucket, flat: torch.Tensor, what: str) -> Work:
+        """Launches the sum of a bucket, with the :class:`Leaves`; ``flat`` stays as it is."""
+        alone = not self.leaves.indices
         total = flat.detach().to(sum_dtype(flat.dtype), copy=not alone)
         if alone:
             return self._tree_sum(total, what, keep=True)
@@ -109,14 +109,6 @@ class TreeCommunicator(Communicator):
             for entry in bucket.entries:
                 self.leaves.add_to(entry.index, view_of(total, entry))
         return self._tree_sum(total, what)
-
-    def reduce_single(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            dense = _dense(gradient)
-            total = dense.to(sum_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
-            self.leaves.add_to(index, total)
-            result = self._tree_sum(total.view(-1), f"single.{index}").wait(GRADIENTS)
-            return torch.empty_like(dense).copy_(result.view(dense.shape))
 
     def mean(self, values: Sequence[torch.Tensor], what: str) -> torch.Tensor:
         """The mean over all replicas of a 1-D float tensor that each of them has; ``values`` are this rank's, in order."""
@@ -218,7 +210,7 @@ class ReplicaReducer(Reducer):
         gradients = {}
         for index, parameter in enumerate(self.assignment.parameters):
             if parameter.grad is not None:
-                gradient = _dense(parameter.grad.detach())
+                gradient = dense(parameter.grad.detach())
                 gradients[index] = gradient.to(sum_dtype(gradient.dtype))
                 parameter.grad = None
         # The buckets still have the results of the last step. Freed now, these do not lie beside the sums
@@ -296,9 +288,16 @@ class ReplicaReducer(Reducer):
                 bucket.flat = result
         super()._assign_gradients(used, keep)
 
-    @property
-    def _unbucketed(self) -> UnbucketedGradients:
-        return _Unbucketed(self.assignment, self._communicator, self._step.unbucketed_gradients, self._last)
+    def _reduce_late(self, parts: Mapping[int, torch.Tensor | None]) -> None:
+        # The whole gradient once more: a sum of sums would be another one.
+        again: dict[int, torch.Tensor | None] = {}
+        for index, part in parts.items():
+            last = self._last.get(index)
+            again[index] = (
+                last + part if last is not None and part is not None else last if part is None else part
+            )
+        for index, reduced in self._further.reduce(again).items():
+            self.assignment.parameters[index].grad = reduced
 
     def _end_step(self, learn: bool) -> None:
         super()._end_step(learn)
@@ -306,25 +305,3 @@ class ReplicaReducer(Reducer):
         self._results.clear()
         self._last.clear()
         self._computed, self._holding = 0, False
-
-
-@dataclass(frozen=True)
-class _Unbucketed(UnbucketedGradients):
-    """Reduces a parameter again where a part of its gradient came late: a sum of sums would be another one.
-
-    Attributes:
-        last: gradients of the last replica, without late parts, by index.
-    """
-
-    last: Mapping[int, torch.Tensor]
-
-    def add_late_parts(self, late: Iterable[int], parts: Mapping[int, torch.Tensor]) -> None:
-        for index in late:
-            parameter = self.assignment.parameters[index]
-            own = [part for part in (self.last.get(index), parts.get(index)) if part is not None]
-            gradient = own[0] + own[1] if len(own) == 2 else own[0] if own else torch.zeros_like(parameter)
-            parameter.grad = self._reduced(index, gradient)
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()

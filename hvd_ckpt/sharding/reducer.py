@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Average, Sum
 
-from hvd_ckpt.reduction.late import ControlFlags
+from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange

@@ -1,16 +1,14 @@
-"""The exceptions of a step: control flags, late and unbucketed gradients, and the resynchronization of ranks."""
+"""What ranks tell each other in a step: control flags, and reports where these do not say enough (the resynchronization)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters, check_present, raise_gathered
-from hvd_ckpt.reduction.assignment import BucketAssignment
-from hvd_ckpt.reduction.communicator import Communicator, empty_sparse_like
+from hvd_ckpt.reduction.agreement import ParameterFacts, check_parameters, raise_gathered
 
 
 class ControlFlags(NamedTuple):
@@ -111,83 +109,3 @@ def _different(name: str, what: str, here: int, there: int) -> RuntimeError:
     return RuntimeError(
         f"parameter '{name}' {what} on rank {here} but not on rank {there}; do the same on every rank, between the same passes"
     )
-
-
-@dataclass(frozen=True)
-class UnbucketedGradients:
-    """Reduces gradients one by one. Every rank calls the same methods with the same indices.
-
-    Attributes:
-        assignment: the parameters.
-        communicator: how tensors reach the other ranks.
-        done: takes the name of each parameter that is reduced.
-    """
-
-    assignment: BucketAssignment
-    communicator: Communicator
-    done: list[str]
-
-    def reduce(self, index: int) -> None:
-        """Reduces one dense gradient; a missing one counts as zero."""
-        parameter = self.assignment.parameters[index]
-        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        reduced = self._reduced(index, gradient)
-        dims = self.assignment.densified.get(index)
-        parameter.grad = reduced if dims is None else reduced.to_sparse(dims)
-
-    def add_late_parts(self, late: Sequence[int], parts: Mapping[int, torch.Tensor]) -> None:
-        """Reduces what came after a bucket had left, and adds it: averaging is linear."""
-        for index in late:
-            parameter = self.assignment.parameters[index]
-            part = parts.get(index)
-            reduced = self._reduced(index, torch.zeros_like(parameter) if part is None else part)
-            gradient = parameter.grad
-            if gradient is None:
-                parameter.grad = reduced
-            elif gradient.layout is not torch.strided:
-                parameter.grad = gradient + reduced.to_sparse(gradient.sparse_dim())
-            else:
-                with torch.no_grad():
-                    gradient.add_(reduced)
-
-    def reduce_apart(self, indices: Sequence[int], used: Set[int]) -> None:
-        """Reduces gradients that the buckets of this step did not have: each ``grad`` is what a rank has.
-
-        Args:
-            used: those that some rank has.
-        """
-        for index in indices:
-            if index in used:
-                self.reduce(index)
-            else:
-                self.assignment.parameters[index].grad = None
-
-    def reduce_sparse(self, indices: Sequence[int]) -> None:
-        """Gathers sparse gradients; a missing one counts as empty.
-
-        Raises:
-            ValueError: a rank has called ``join()``; on every rank.
-        """
-        if indices:
-            # Sparse gradients are gathered. Of a step, only they and a resynchronization
-            # cannot do without a rank that has joined.
-            check_present(
-                round(self.communicator.sum(torch.ones(1, dtype=torch.float32), "present")[0]),
-                self.communicator.process_set,
-                f"the sparse gradient of parameter '{self.assignment.names[min(indices)]}'",
-                "pass sparse_as_dense=True, or give every rank as many batches",
-            )
-        for index in sorted(indices):
-            parameter = self.assignment.parameters[index]
-            sparse_dim = self.assignment.sparse[index]
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = empty_sparse_like(parameter, sparse_dim)
-            elif gradient.layout is torch.strided:
-                gradient = gradient.to_sparse(sparse_dim)
-            parameter.grad = self.communicator.reduce_sparse(index, gradient)
-            self.done.append(self.assignment.names[index])
-
-    def _reduced(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        self.done.append(self.assignment.names[index])
-        return self.communicator.reduce_single(index, gradient)
