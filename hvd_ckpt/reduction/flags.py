@@ -61,9 +61,9 @@ class Report:
         wanted: this rank asks for the resynchronization.
         error: must be raised on every rank.
         void: parameters whose bucket was sent empty, because the model was converted.
-        dropped: parameters whose gradient was dropped by hand while it was in flight; where shards are added up, with what had left
-            until then.
-        sent: parameters whose gradient is in flight in a bucket.
+        dropped: parameters whose gradient was dropped by hand while it was in flight, and what had left before: the last round,
+            and whether the last synchronization had left any in shards.
+        sent: parameters whose gradient is in flight.
         written: fingerprints of weights that the rank has written (stage 3).
         table: facts of all parameters.
         used: whether each parameter has a gradient.
@@ -72,18 +72,19 @@ class Report:
     wanted: bool = False
     error: Exception | None = None
     void: list[int] = field(default_factory=list)
-    dropped: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
+    dropped: dict[int, tuple[int, bool]] = field(default_factory=dict)
     sent: list[int] = field(default_factory=list)
     written: dict[int, int] = field(default_factory=dict)
     table: list[ParameterFacts] = field(default_factory=list)
     used: list[bool] = field(default_factory=list)
 
 
-def check_reports(reports: Sequence[Report]) -> None:
+def check_reports(reports: Sequence[Report], names: Sequence[str]) -> None:
     """Raises, the same on every rank, if the ranks cannot continue together.
 
     Args:
         reports: reports of all ranks, in rank order.
+        names: names of the parameters.
 
     Raises:
         RecomputationMismatch: a rank has recomputed other values.
@@ -92,7 +93,6 @@ def check_reports(reports: Sequence[Report]) -> None:
     """
     raise_gathered([report.error for report in reports])
     check_parameters([report.table for report in reports])
-    names = [facts.name for facts in reports[0].table]
     for rank, report in enumerate(reports):
         for index in sorted(set(report.void) ^ set(reports[0].void)):
             here, there = (rank, 0) if index in report.void else (0, rank)
@@ -100,9 +100,10 @@ def check_reports(reports: Sequence[Report]) -> None:
     # A rank that has sent nothing of a gradient has nothing to drop.
     for there, report in enumerate(reports):
         for here, other in enumerate(reports):
-            for index in sorted(set(report.sent).intersection(other.dropped)):
-                what = "had its gradient dropped between backward() and synchronize()"
-                raise _different(names[index], what, here, there)
+            for index, until in sorted(other.dropped.items()):
+                if index in report.sent or report.dropped.get(index, until) != until:
+                    what = "had its gradient dropped between backward() and synchronize()"
+                    raise _different(names[index], what, here, there)
 
 
 def _different(name: str, what: str, here: int, there: int) -> RuntimeError:

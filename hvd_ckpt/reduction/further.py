@@ -35,7 +35,7 @@ class FurtherRounds:
     def reduce(self, gradients: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """Reduces gradients, or parts of them, by index; a missing one counts as zero. Returns dense results."""
         self.done.extend(self.assignment.names[index] for index in gradients)
-        in_flight, results = [], {}
+        in_flight, results = [], dict[int, torch.Tensor]()
         with torch.no_grad():
             for bucket in lay_out(list(gradients), self.assignment.parameters, self.assignment.cap_bytes):
                 flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)

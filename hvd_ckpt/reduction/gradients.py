@@ -1,4 +1,4 @@
-"""What stands in a parameter's ``grad`` between a backward pass and the synchronization, and what code may do to it.
+"""What stands in a parameter's ``grad`` at each moment, at all stages, and what code may do to it.
 
 Each parameter is in one :class:`State` of this table:
 
@@ -6,24 +6,30 @@ Each parameter is in one :class:`State` of this table:
 state      ``grad``                                                  what its gradient of this step is
 =========  ========================================================  ========================================
 OWN        this rank's gradient, None, or what code has set          ``grad``, all of it; nothing is in flight
-SENT       the placeholder                                           in flight with its bucket
+SENT       the placeholder                                           in flight, or in shards
 ARRIVING   None, or the late part so far: autograd adds to it        in flight, and a late part
 LATE       the placeholder                                           in flight, and the late part in ``part``
 DROPPED    None, or what has been accumulated since                  ``grad``, all of it
+USED       None                                                      None; a step has used the one in shards
+ZERO       a placeholder that counts as zeros                        zeros, of which nothing is in flight
+CLEARED    None: autograd is about to add to the zeros               zeros, until something has been added
 =========  ========================================================  ========================================
 
 ::
 
-    OWN ---- the bucket leaves with it ----> SENT -- an accumulation begins --> ARRIVING -- it ends --> LATE
-     ^                                        |  ^                               |   ^                    |  |
-     |                                        |  +- torch.autograd.grad() ends --+   +- another begins ---+  |
-     |                                        |                                                              |
-     |                                        +------------ None is found in grad --> DROPPED <--------------+
+    OWN ------ it leaves ------> SENT -- an accumulation begins --> ARRIVING -- it ends --> LATE
+     ^                            |  ^                               |   ^                    |  |
+     |                            |  +- torch.autograd.grad() ends --+   +- another begins ---+  |
+     |                            |                                                              |
+     |                            +------------ None is found in grad --> DROPPED <--------------+
      +---- synchronize(), abandon() -- of all states
 
-Where a bucket leaves without a gradient of a parameter, that stays OWN: a gradient that comes later is a late part as a whole.
-With gradients in shards (stages 2 and 3) a late part leaves in a further round, so LATE becomes SENT; what is in shards counts as
-in flight until a step has used it.
+    SENT -- step() --> USED -- zero_grad(set_to_none=False) --> ZERO -- an accumulation begins --> CLEARED -- it ends --> OWN
+
+A bucket that leaves without a gradient of a parameter leaves it OWN: one that comes later is a late part as a whole. Only gradients
+in shards (stages 2 and 3) are in the states of the second line: there a late part leaves in the next round, so LATE becomes SENT,
+and what is in shards stays SENT until a step has used it. What comes after a gradient was dropped leaves in a further round of the
+synchronization, at all stages.
 
 Code may read and replace what is OWN or DROPPED, and drop any gradient, if all ranks do so. Using the values of a placeholder is an
 error at once. Two acts are found later, and are an error on every rank in the synchronization: a gradient in flight was replaced,
@@ -119,9 +125,12 @@ class State(enum.Enum):
     ARRIVING = "None or a late part, to which autograd is about to add"
     LATE = "a placeholder; the gradient is in flight, and a late part is kept beside it"
     DROPPED = "what has come since the gradient in flight was set to None, or None"
+    USED = "None, where a step has used the gradient in shards"
+    ZERO = "a placeholder that counts as zeros"
+    CLEARED = "None, where zeros have made room for what autograd is about to add"
 
 
-OWN, SENT, ARRIVING, LATE, DROPPED = State
+OWN, SENT, ARRIVING, LATE, DROPPED, USED, ZERO, CLEARED = State
 
 
 class TrackedGradient:
@@ -164,7 +173,7 @@ class TrackedGradient:
     @property
     def is_away(self) -> bool:
         """Whether it is in flight, so that ``grad`` does not have it."""
-        return self.state is not OWN and self.state is not DROPPED
+        return self.state is SENT or self.state is LATE or self.state is ARRIVING
 
     @property
     def may_be_changed(self) -> bool:

@@ -38,6 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.reduction.flags import ControlFlags, Report, check_reports
+from hvd_ckpt.reduction.gradients import TrackedGradient
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.sums import is_summed, summed_again
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
@@ -103,6 +104,8 @@ class Machine(ABC):
 
     _identity: int
     _generation: int
+    _tracked: type[TrackedGradient] = TrackedGradient  # what knows the state of each ``grad``
+    _gradients: Sequence[TrackedGradient] = ()
 
     def __init__(
         self,
@@ -122,6 +125,7 @@ class Machine(ABC):
         self.notice = self.noticed = False
         self.optimizer: Callable[[], Any] = lambda: None
         self._names, self._parameters, self._watched_indices = names, parameters, watched
+        self._track()
         self._number_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._handles: dict[int, list[Any]] = {}
         self._unhooked: list[int] = []  # parameters owned here that have no hooks yet
@@ -150,6 +154,11 @@ class Machine(ABC):
         self._mismatch = self._mismatch or error
         return True
 
+    def _track(self) -> None:
+        known = len(self._gradients)
+        fresh = map(self._tracked, self._parameters[known:], self._names[known:])
+        self._gradients = [*self._gradients, *fresh]
+
     def begin(self, optimizer: Any) -> None:
         """Acquires all parameters. Call it on every rank."""
         self.optimizer = weakref.ref(optimizer)
@@ -157,6 +166,7 @@ class Machine(ABC):
 
     def acquire(self, indices: Iterable[int]) -> None:
         """Makes this reducer the owner of parameters that are new here; a step that their owners have begun is dropped."""
+        self._track()
         before: dict[Machine, list[torch.Tensor]] = {}
         for index in indices:
             parameter = self._parameters[index]
@@ -258,7 +268,7 @@ class Machine(ABC):
         facts = Facts(flags, used, late)
         if flags.resynchronize > 0:
             facts.reports = self._ranks.objects(self._full_report(), "resynchronization")
-            check_reports(facts.reports)
+            check_reports(facts.reports, self._names)
             facts.dropped = set(chain.from_iterable(each.dropped for each in facts.reports))
             self._agree(facts)
         self._land(facts)
@@ -269,6 +279,7 @@ class Machine(ABC):
 
     def _full_report(self) -> Report:
         """The report with what is only looked up where some rank asks for it."""
+        self._report.sent = [index for index, gradient in enumerate(self._gradients) if gradient.is_away]
         return self._report
 
     @abstractmethod
@@ -309,13 +320,16 @@ class Machine(ABC):
         """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
         self._end_step(learn=False)
 
-    @abstractmethod
     def before_accumulation(self, index: int) -> None:
-        """A gradient of a parameter whose bucket has left is about to be accumulated."""
+        """A gradient is about to be accumulated that must find room: a late one goes to a fresh tensor."""
+        with self._lock:
+            self.before_adding(index)
+            self._gradients[index].make_room()
 
-    @abstractmethod
     def hide_late(self, index: int) -> None:
         """A gradient has been accumulated, and hooks of the user follow: a late part of it must not pass for the whole."""
+        with self._lock:
+            self._gradients[index].arrived()
 
     @abstractmethod
     def after_accumulation(self, index: int) -> None:

@@ -28,7 +28,7 @@ from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.flags import ControlFlags, Report
 from hvd_ckpt.reduction.further import FurtherRounds
-from hvd_ckpt.reduction.gradients import DROPPED, OWN, SENT, TrackedGradient
+from hvd_ckpt.reduction.gradients import DROPPED, OWN, SENT
 from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.results import Change, Results
 from hvd_ckpt.reduction.sums import keep_mark, mark_summed
@@ -67,7 +67,6 @@ class Reducer(Machine):
         self._keep_buckets = keep_buckets
         self._counts = AccumulationCounts(len(assignment.parameters))
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
-        self._gradients = list(map(TrackedGradient, assignment.parameters, assignment.names))
         # Parts that have come after the rest of their gradient has left.
         self._late: dict[int, torch.Tensor] = {}
         self._left = Results(assignment)
@@ -83,7 +82,6 @@ class Reducer(Machine):
             index = self.assignment.add(name, parameter)
             if index is not None:
                 self._counts.extend(1)
-                self._gradients.append(TrackedGradient(parameter, name))
                 self.acquire([index])
         self._watch_sums()
 
@@ -98,16 +96,6 @@ class Reducer(Machine):
         return bool(self._in_flight)
 
     # ---------------------------------------------------------------------------------- the backward pass
-
-    def before_accumulation(self, index: int) -> None:
-        """Makes room for a late gradient, which goes to a fresh tensor."""
-        with self._lock:
-            self.before_adding(index)
-            self._gradients[index].make_room()
-
-    def hide_late(self, index: int) -> None:
-        with self._lock:
-            self._gradients[index].arrived()
 
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become final."""
@@ -245,7 +233,7 @@ class Reducer(Machine):
                 if gradient.part is not None:
                     self._late[entry.index] = gradient.part.detach()
                 elif gradient.state is DROPPED:
-                    report.dropped[entry.index] = []
+                    report.dropped[entry.index] = 0, False
                 elif entry.parameter.grad is not None:
                     self._late[entry.index] = entry.parameter.grad.detach()
 
@@ -390,13 +378,12 @@ class Reducer(Machine):
         self.weights.compare([*self.assignment.order, *self.assignment.sparse])
 
     def _full_report(self) -> Report:
-        names, parameters, report = self.assignment.names, self.assignment.parameters, self._report
+        names, parameters, report = self.assignment.names, self.assignment.parameters, super()._full_report()
         report.table = [
             dataclasses.replace(ParameterFacts.of(*pair), requires_grad=True)  # ranks may freeze differently
             for pair in zip(names, parameters)
         ]
         report.used = [parameter.grad is not None for parameter in parameters]
-        report.sent = [index for index, gradient in enumerate(self._gradients) if gradient.is_away]
         return report
 
     def _agree(self, facts: Facts) -> None:

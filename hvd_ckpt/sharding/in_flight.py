@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,8 +60,6 @@ class _Launch:
     work: Work
     nbytes: int
     position: int
-    # Parameters whose gradients were dropped after they had left.
-    without: set[int] = field(default_factory=set)
 
 
 class InFlight:
@@ -141,18 +139,10 @@ class InFlight:
         return True
 
     def take_out(self, group: Group, index: int) -> None:
-        """Leaves out what has left so far of a parameter's gradient, whether it has arrived or not."""
-        for launch in self._launches:
-            if launch.group.position == group.position:
-                launch.without.add(index)
-        if group.position in self.shards:
-            self._wait_for_copies()
-            self._clear_part(group, index, self.shards[group.position])
-
-    def _clear_part(self, group: Group, index: int, shard: torch.Tensor) -> None:
-        for part in group.spans(self._exchange.rank):
+        """Leaves out what has arrived of a parameter's gradient."""
+        for part in group.spans(self._exchange.rank) if group.position in self.shards else ():
             if part.parameter == index:
-                part.of(shard).zero_()
+                part.of(self.shards[group.position]).zero_()
 
     def wait_all(self) -> None:
         """Waits for everything; the host may read shards then."""
@@ -160,9 +150,6 @@ class InFlight:
             launch.work.advance(block=True, awaited=GRADIENTS)
         while self._launches:
             self._wait()
-        self._wait_for_copies()
-
-    def _wait_for_copies(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -173,9 +160,6 @@ class InFlight:
         result = launch.work.wait(GRADIENTS)
         position = launch.group.position
         with torch.no_grad():
-            # Dropped by hand after it had left: the other ranks' parts are dropped with it, as they have all been told.
-            for index in launch.without:
-                self._clear_part(launch.group, index, result)
             if position in self.shards:
                 self.shards[position].add_(result.to(self.shards[position].device))
             # Offloaded: a copy that the device still makes. wait_all() waits for its event before the host reads the shard.

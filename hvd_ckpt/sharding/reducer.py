@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,12 @@ import torch
 from horovod.torch.mpi_ops import Average, Sum
 
 from hvd_ckpt.reduction.flags import ControlFlags
+from hvd_ckpt.reduction.gradients import DROPPED, OWN, USED
 from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.sharding import in_flight
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import SentGradients, dropped_on_some
+from hvd_ckpt.sharding.gradients import PartedGradient
 from hvd_ckpt.sharding.in_flight import InFlight, pack
 from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.offload import Offload
@@ -67,7 +68,13 @@ class ShardReducer(Machine):
         how: format, scales and rounds.
         offload: has the memory of the shards, if that is not the parameters' own.
         store: the parameters of stage 3, which passes may have written; ranks compare what.
+
+    Attributes:
+        used: of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`.
     """
+
+    _tracked = PartedGradient
+    _gradients: Sequence[PartedGradient]
 
     def __init__(
         self,
@@ -87,16 +94,13 @@ class ShardReducer(Machine):
         self._in_flight = InFlight(exchange, how.format, how.scale(exchange.ranks), offload, layout.groups)
         self._schedule = Schedule(layout, how.passes)
         self._needs: list[int] = []  # launches of each group that this rank needs
-        self._sent = SentGradients(layout)
+        self.used = [False] * len(layout.parameters)
+        # By parameter whose gradient has left in this step: in which round last.
+        self._rounds: dict[int, int] = {}
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
         self._whole = store is None
         self._ever_used = [False] * len(layout.parameters)
-
-    @property
-    def used(self) -> list[bool]:
-        """Of each parameter, whether any rank had a gradient for it since :meth:`consume`; set by :meth:`synchronize`."""
-        return self._sent.held
 
     # ---------------------------------------------------------------------------------- parameters come and go
 
@@ -107,7 +111,7 @@ class ShardReducer(Machine):
     def add_groups(self) -> None:
         """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         fresh = range(len(self.used), len(self._layout.parameters))
-        self._sent.grow()
+        self.used.extend([False] * len(fresh))
         self._ever_used.extend([False] * len(fresh))
         self._schedule.grow()
         self.acquire(fresh)
@@ -121,10 +125,11 @@ class ShardReducer(Machine):
 
     def changes(self) -> list[Any] | None:
         """None if a gradient is new or was dropped; what a synchronization has left is in shards, and each element on one rank."""
-        sent = self._sent
         unchanged = not self.active and not any(
-            sent.unsent(index) is not None or sent.is_changed(index) or sent.is_zero(index)
-            for index in range(len(self._layout.parameters))
+            gradient.unsent is not None
+            or gradient.is_zero
+            or ((gradient.is_away or gradient.state is DROPPED) and gradient.may_be_changed)
+            for gradient in self._gradients
         )
         return [] if unchanged else None
 
@@ -133,26 +138,12 @@ class ShardReducer(Machine):
 
     # ---------------------------------------------------------------------------------- the backward pass
 
-    def before_accumulation(self, index: int) -> None:
-        """Makes room for a gradient."""
-        self._sent.make_room(index)
-        self._begin_anew(self._layout.group_of[index], index)
-        self.before_adding(index)
-
-    def _begin_anew(self, group: Group, index: int) -> None:
-        """Takes out what has left of a gradient that was dropped since."""
-        if self._sent.begin_anew(index):
-            self._in_flight.take_out(group, index)
-
-    def hide_late(self, index: int) -> None:
-        self._sent.note_arrived(index)
-
     def after_accumulation(self, index: int) -> None:
         """Counts the accumulation and launches what has become complete."""
         with self._lock:
             self.active = True
             self.added(index)
-            self._sent.note_arrived(index)
+            self._gradients[index].arrived()
             # No thread looks at what has arrived. Each gradient is an occasion to do so.
             self._in_flight.poll()
             if not self._schedule.count(index):
@@ -172,19 +163,23 @@ class ShardReducer(Machine):
     def _look_at(self, indices: Sequence[int]) -> None:
         """Finds out what was done to gradients by hand."""
         self.look_for_sums(indices)
-        self._report.error = self._report.error or self._sent.check(indices, self._exchange.ranks == 1)
+        is_alone = self._exchange.ranks == 1  # and nothing is wrong with changes of what has not left
+        for index in indices:
+            gradient = self._gradients[index]
+            if gradient.may_be_changed and (gradient.is_away or not is_alone):
+                self._report.error = gradient.look() or self._report.error
 
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
         self.hook_unfrozen(group.indices)
         self._look_at(group.indices)
-        gradients = [self._sent.unsent(index) for index in group.indices]
-        # This round has what other ranks have added up since all dropped a gradient, so what left before is taken out first.
-        for index in group.indices:
-            self._begin_anew(group, index)
+        own = [self._gradients[index] for index in group.indices]
+        # What has come since a gradient was dropped leaves when all that had left before is taken out.
+        gradients = [None if gradient.state is DROPPED else gradient.unsent for gradient in own]
         flat, used = pack(self._layout, group, gradients, self._prescale)
         number = self._schedule.launched[group.position]
         for index in used:
-            self._sent.note_sent(index, number)
+            self._rounds[index] = number
+            self._gradients[index].send(None)
         self._in_flight.launch(group, flat, self._schedule.position, number)
         self._schedule.has_left(group, in_sequence)
         self._step.launch_order.append(group.position)
@@ -192,20 +187,20 @@ class ShardReducer(Machine):
     # ---------------------------------------------------------------------------------- synchronization
 
     def _settle(self) -> None:
-        sent, report, layout = self._sent, self._report, self._layout
-        self._look_at(range(len(layout.parameters)))
-        for index, group in enumerate(layout.group_of):
-            self._begin_anew(group, index)
+        report, gradients = self._report, self._gradients
+        self._look_at(range(len(gradients)))
         report.error = report.error or self._converted()
         if self._store is not None:
             report.error = report.error or self._store.find_written()
             report.written, self._store.written.values = self._store.written.values, {}
-        report.dropped = sent.dropped
+        for index, gradient in enumerate(gradients):
+            if gradient.state is DROPPED:
+                report.dropped[index] = self._rounds.get(index, -1), self.used[index]
         report.wanted = bool(report.dropped or report.written)
 
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
-        schedule, sent = self._schedule, self._sent
-        pending = any(sent.unsent(index) is not None for index in range(len(self.used)))
+        schedule = self._schedule
+        pending = any(gradient.unsent is not None for gradient in self._gradients)
         # What this rank sends only now, another one could have waited for in its backward pass. So none waits
         # in the next.
         unsteady = pending or schedule.position < self._agreed
@@ -214,22 +209,25 @@ class ShardReducer(Machine):
         return self._sum(torch.cat([flags.tensor(), self.weights.encode().cpu()]), "flags"), 1.0
 
     def _agree(self, facts: Facts) -> None:
-        report, reports = self._report, facts.reports
-        for index in sorted(facts.dropped.intersection(facts.used)):
-            if any(each.dropped.get(index) != report.dropped.get(index) for each in reports):
-                raise dropped_on_some(self._layout.names[index])
-        if self._store is not None and any(each.written != report.written for each in reports):
-            self._store.check_written(report.written)
+        own = self._report.written
+        if self._store is not None and any(report.written != own for report in facts.reports):
+            self._store.check_written(own)
 
     def _land(self, facts: Facts) -> None:
         """Afterwards :attr:`used` and :meth:`shard` tell the result."""
+        needs: Sequence[int] = ()
         if facts.flags.further > 0:
             # A rank that has launched further did so in its backward pass; the others must follow before anything else is sent.
             self._step.control_messages += 1
             own = torch.tensor([self._schedule.position, *self._needs], dtype=torch.float32)
             position, *needs = map(round, self._exchange.maximum(own, "further"))
             self._launch_up_to(position)
-            self._send_rest(needs)
+        if facts.dropped:
+            self._in_flight.wait_all()
+            for index in facts.dropped:
+                self._in_flight.take_out(self._layout.group_of[index], index)
+                self._gradients[index].begin_step()
+        self._send_rest(needs)
         self.weights.prepare()
         self._in_flight.wait_all()
 
@@ -250,14 +248,11 @@ class ShardReducer(Machine):
         self._compare(now)
 
     def _keep(self, used: Sequence[bool], dropped: Set[int]) -> None:
-        """Notes which gradients the shards have now; those that were dropped, and came on no rank again, are taken out."""
+        """Notes which gradients the shards have now."""
         for index, now in enumerate(used):
-            gone = index in dropped
-            if gone and not now:
-                self._in_flight.take_out(self._layout.group_of[index], index)
-            self.used[index] = now or (self.used[index] and not gone)
+            self.used[index] = now or (self.used[index] and index not in dropped)
             if self.used[index]:
-                self._sent.note(index)
+                self._gradients[index].send(None)
 
     def _compare(self, used: Sequence[bool]) -> None:
         """Has the weights verified of all that has been used, where they are whole."""
@@ -279,24 +274,24 @@ class ShardReducer(Machine):
         Returns:
             Its flags, and for each group, how many launches this rank needs.
         """
-        sent, launched, due = self._sent, self._schedule.launched, self._schedule.due
+        launched, due = self._schedule.launched, self._schedule.due
         used, late = ([0.0] * len(self.used) for _ in range(2))
         needs = list(launched)
-        for index, group in enumerate(self._layout.group_of):
-            if sent.unsent(index) is not None:
+        for index, (gradient, group) in enumerate(zip(self._gradients, self._layout.group_of)):
+            if gradient.unsent is not None:
                 last = launched[group.position]
                 needs[group.position] = last + 1
-            elif sent.is_dropped(index):
+            elif gradient.state is DROPPED:
                 continue
             else:
-                last = sent.rounds.get(index, -1)
+                last = self._rounds.get(index, -1)
             # The round in which the gradient left last, or will leave. After two backward passes with one pass in a round,
             # rounds 0 and 1 are due. A gradient of round 2 has therefore come late.
             if last >= 0:
                 used[index], late[index] = 1.0, float(last >= due)
             elif self.used[index]:
                 used[index] = 1.0
-            elif sent.is_zero(index):
+            elif gradient.is_zero:
                 used[index] = 1.0
                 # A group sends zeros for what it has no gradient of, once at least.
                 needs[group.position] = max(needs[group.position], 1)
@@ -321,7 +316,7 @@ class ShardReducer(Machine):
         others = [group.position for group in self._layout.groups if group.position not in set(order)]
         for position in [*order, *others]:
             group = self._layout.groups[position]
-            while self._schedule.launched[position] < needs[position]:
+            while needs and self._schedule.launched[position] < needs[position]:
                 self._in_flight.make_room(group)
                 # The position stays: whole rounds up to it are what all ranks make in the next step without being told.
                 self._launch(group, in_sequence=False)
@@ -341,33 +336,48 @@ class ShardReducer(Machine):
     def consume(self) -> None:
         """Forgets the result: a step has used it, or was skipped."""
         self._in_flight.clear()
-        self._sent.consume()
+        for index, gradient in enumerate(self._gradients):
+            if self.used[index]:
+                gradient.consume()
+                self.used[index] = False
 
     # ---------------------------------------------------------------------------------- gradients of zeros
 
-    def clearing(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which gradients are cleared; those that are set to zero count as zeros in the next synchronization."""
-        return self._sent.clearing()
+    @contextlib.contextmanager
+    def clearing(self) -> Iterator[None]:
+        """A context in which gradients are set to zero or to None; those that a step has used are there again for it."""
+        for gradient in self._gradients:
+            if gradient.state is USED and gradient.parameter.grad is None:
+                gradient.place_zero(is_zero=False)
+        try:
+            yield
+        finally:
+            for gradient in self._gradients:
+                gradient.end_clearing()
 
     def forget_consumed(self) -> None:
         """All gradients have been dropped: none is there to be set to zero."""
-        self._sent.consumed.clear()
+        for gradient in self._gradients:
+            if gradient.state is USED:
+                gradient.state = OWN
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
         """Whether clearing would find a gradient of the parameter."""
-        index = self._number_of[id(parameter)]
-        return parameter.grad is not None or index in self._sent.consumed
+        return self._gradients[self._number_of[id(parameter)]].is_there
 
     def set_zero(self, parameter: torch.Tensor) -> None:
         """Gives the parameter, which has no gradient, one of zeros."""
-        self._sent.set_zero([self._number_of[id(parameter)]])
+        self._gradients[self._number_of[id(parameter)]].place_zero(is_zero=True)
 
     # ---------------------------------------------------------------------------------- between steps
 
     def _end_step(self, learn: bool) -> None:
         super()._end_step(learn)
         self._schedule.close_step(learn)
-        self._sent.clear()
+        for gradient, used in zip(self._gradients, self.used):
+            if not (used and gradient.is_away):
+                gradient.begin_step()
+        self._rounds.clear()
 
     def abandon(self) -> None:
         """Drops the step that has begun, its result and all gradients (after an error, or when a state is loaded). On every rank.
@@ -377,12 +387,9 @@ class ShardReducer(Machine):
         # The ranks may stand at different positions of the schedule; new names keep what is on its way from mixing with what
         # follows.
         self._in_flight.drop()
-        # They were there, so that zero_grad(set_to_none=False) makes zeros of them.
-        for index, parameter in enumerate(self._layout.parameters):
-            if parameter.grad is not None:
-                parameter.grad = None
-                self._sent.consumed.add(index)
-        self.consume()
+        for gradient in self._gradients:
+            gradient.abandon()
+        self.used[:] = [False] * len(self.used)
         self.rename_anew()
         self._agreed, self._may_wait = len(self._schedule.order), True
         self._end_step(learn=False)

@@ -20,7 +20,7 @@ from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import SentGradients
+from hvd_ckpt.sharding.gradients import ShardedGradient
 from hvd_ckpt.sharding.layout import Group, Layout
 
 
@@ -70,21 +70,19 @@ class ShardReplicaReducer(ReplicaReducer):
     Args:
         communicator: has the layout.
         identity: a number that no other live optimizer on these ranks has.
+
+    Attributes:
+        used: of each parameter, whether any rank had a gradient for it in the last reduction.
     """
 
     _communicator: ShardedTreeCommunicator
 
     def __init__(self, communicator: ShardedTreeCommunicator, identity: int) -> None:
         layout = communicator.layout
-        self._sent = SentGradients(layout)
+        self.used = [False] * len(layout.parameters)
         self._shards: dict[int, torch.Tensor] = {}  # by the group's position
         named = list(zip(layout.names, layout.parameters))
         super().__init__(BucketAssignment(named, float("inf"), self._groups(layout)), communicator, identity)
-
-    @property
-    def used(self) -> list[bool]:
-        """Of each parameter, whether any rank had a gradient for it in the last reduction."""
-        return self._sent.held
 
     @staticmethod
     def _groups(layout: Layout) -> list[list[torch.Tensor]]:
@@ -93,7 +91,7 @@ class ShardReplicaReducer(ReplicaReducer):
     def add_groups(self) -> None:
         """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         layout, known = self._communicator.layout, len(self.used)
-        self._sent.grow()
+        self.used.extend([False] * (len(layout.parameters) - known))
         self.assignment.groups = self._groups(layout)
         self.add_parameters(list(zip(layout.names, layout.parameters))[known:])
 
@@ -110,7 +108,7 @@ class ShardReplicaReducer(ReplicaReducer):
     def consume(self) -> None:
         """Forgets the result: a step has used it, or was skipped."""
         self._shards.clear()
-        self._sent.drop(range(len(self.used)))
+        self._drop_placeholders()
         self.used[:] = [False] * len(self.used)
 
     def changes(self) -> list[Change] | None:
@@ -134,11 +132,16 @@ class ShardReplicaReducer(ReplicaReducer):
 
     def synchronize(self) -> None:
         # Placeholders of the last result are no gradients, and must not be reduced.
-        self._sent.drop(range(len(self.used)))
+        self._drop_placeholders()
         super().synchronize()
-        for index, used in enumerate(self.used):
+        for parameter, name, used in zip(self._parameters, self._names, self.used):
             if used:
-                self._sent.note(index)
+                parameter.grad = ShardedGradient(parameter, name)
+
+    def _drop_placeholders(self) -> None:
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None
 
     def _synchronize(self) -> None:
         super()._synchronize()
