@@ -30,7 +30,6 @@ class GradientEntry:
     view: torch.Tensor | None = None
     pointer: int = 0
     filled: bool = False  # there was a gradient when the bucket was last gathered
-    version: int = 0  # of the view, when the bucket has arrived
 
     @property
     def numel(self) -> int:
@@ -145,13 +144,6 @@ class Bucket:
                 return
             view.detach().copy_(gradient)
             entry.parameter.grad = view
-
-    def note_versions(self) -> None:
-        """The views are as they have arrived; another version later tells of a change."""
-        for entry in self.entries:
-            view = entry.view
-            if view is not None:
-                entry.version = view._version
 
     def gather(self) -> torch.Tensor:
         """Brings every gradient into the storage and makes it the parameter's ``grad``; missing ones count as zero.

@@ -10,6 +10,7 @@ SENT       the placeholder                                           in flight, 
 ARRIVING   None, or the late part so far: autograd adds to it        in flight, and a late part
 LATE       the placeholder                                           in flight, and the late part in ``part``
 DROPPED    None, or what has been accumulated since                  ``grad``, all of it
+REDUCED    the result, or what code has made of it since             ``grad``, if some rank has changed it
 USED       None                                                      None; a step has used the one in shards
 ZERO       a placeholder that counts as zeros                        zeros, of which nothing is in flight
 CLEARED    None: autograd is about to add to the zeros               zeros, until something has been added
@@ -24,11 +25,12 @@ CLEARED    None: autograd is about to add to the zeros               zeros, unti
      |                            +------------ None is found in grad --> DROPPED <--------------+
      +---- synchronize(), abandon() -- of all states
 
+    OWN -- synchronize(), if it is used --> REDUCED -- an accumulation --> OWN
     SENT -- step() --> USED -- zero_grad(set_to_none=False) --> ZERO -- an accumulation begins --> CLEARED -- it ends --> OWN
 
 A bucket that leaves without a gradient of a parameter leaves it OWN: one that comes later is a late part as a whole. Only gradients
-in shards (stages 2 and 3) are in the states of the second line: there a late part leaves in the next round, so LATE becomes SENT,
-and what is in shards stays SENT until a step has used it. What comes after a gradient was dropped leaves in a further round of the
+in shards (stages 2 and 3) are in the states of the last line: there a late part leaves in the next round, so LATE becomes SENT, and
+what is in shards stays SENT until a step has used it. What comes after a gradient was dropped leaves in a further round of the
 synchronization, at all stages.
 
 Code may read and replace what is OWN or DROPPED, and drop any gradient, if all ranks do so. Using the values of a placeholder is an
@@ -125,12 +127,13 @@ class State(enum.Enum):
     ARRIVING = "None or a late part, to which autograd is about to add"
     LATE = "a placeholder; the gradient is in flight, and a late part is kept beside it"
     DROPPED = "what has come since the gradient in flight was set to None, or None"
+    REDUCED = "the result of the last synchronization"
     USED = "None, where a step has used the gradient in shards"
     ZERO = "a placeholder that counts as zeros"
     CLEARED = "None, where zeros have made room for what autograd is about to add"
 
 
-OWN, SENT, ARRIVING, LATE, DROPPED, USED, ZERO, CLEARED = State
+OWN, SENT, ARRIVING, LATE, DROPPED, REDUCED, USED, ZERO, CLEARED = State
 
 
 class TrackedGradient:
@@ -178,16 +181,30 @@ class TrackedGradient:
     @property
     def may_be_changed(self) -> bool:
         """Whether something may have been done to ``grad`` by hand; False in the usual case, which is found out fast."""
-        gradient = self.parameter.grad
+        gradient, view = self.parameter.grad, self._view
         if self.state is OWN:
             return gradient is not None and gradient._version != self._version
-        view = self._view
-        return (
-            self.state is not SENT
-            or gradient is not self._placeholder
-            or (view is not None and view._version != self._version)
-            or self.error is not None
-        )
+        if self.state is not SENT:
+            return self.state is not REDUCED
+        changed = view is not None and view._version != self._version
+        return changed or gradient is not self._placeholder or self.error is not None
+
+    @property
+    def unsent(self) -> torch.Tensor | None:
+        """What has been accumulated and has not left yet."""
+        own = self.part if self.is_away else self.parameter.grad
+        return own if has_values(own) else None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether ``grad`` is another tensor than the one that was noted last."""
+        return self._seen is None or self._seen() is not self.parameter.grad
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether what was noted last has been changed in place."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient._version != self._version and not self.is_new
 
     def note(self) -> None:
         """``grad`` is what the last accumulation has made of it, or the same values in another place."""
@@ -229,7 +246,9 @@ class TrackedGradient:
         if self.state is ARRIVING:
             self.part = self.parameter.grad
             self.settle()
-        elif not self.is_away:
+        elif self.state is not SENT and self.state is not LATE:
+            if self.state is not DROPPED:
+                self.state = OWN
             self.note()
 
     def settle(self) -> None:
@@ -238,6 +257,11 @@ class TrackedGradient:
             self.state = SENT if self.part is None else LATE
             if self.parameter.grad is self.part:
                 self._hide()
+
+    def reduced(self) -> None:
+        """``grad`` is the result, the same on all ranks."""
+        self.state = REDUCED
+        self.note()
 
     def drop(self) -> None:
         """What is in flight counts no more, if all ranks drop theirs."""
@@ -250,8 +274,7 @@ class TrackedGradient:
         gradient, view = self.parameter.grad, self._view
         if not self.is_away:
             # Another tensor than the one that was noted is the user's, and taken as it is.
-            noted = None if self._seen is None else self._seen()
-            if gradient is not None and noted is gradient and gradient._version != self._version:
+            if self.state is not REDUCED and self.is_changed:
                 self.error = self.error or changed_in_place(self.name)
         elif gradient is None:
             self.drop()

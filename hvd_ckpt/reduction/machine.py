@@ -38,7 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.reduction.flags import ControlFlags, Report, check_reports
-from hvd_ckpt.reduction.gradients import TrackedGradient
+from hvd_ckpt.reduction.gradients import DROPPED, TrackedGradient
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
 from hvd_ckpt.reduction.sums import is_summed, summed_again
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
@@ -257,8 +257,15 @@ class Machine(ABC):
         # Parameters that were unfrozen before this backward pass have no hooks yet. Their gradients were not
         # counted in it, and are reduced below all the same.
         self.hook_parameters()
-        self._settle()
+        # Everything that this rank alone knows must be in the flags: after them the ranks take the same way, and nothing more can
+        # be asked.
+        self._look_at(range(len(self._gradients)))
         report = self._report
+        for index, gradient in enumerate(self._gradients):
+            if gradient.state is DROPPED:
+                report.dropped[index] = self._left_before(index)
+        report.wanted |= bool(report.dropped)
+        self._settle()
         report.error = self._mismatch or report.error
         report.wanted |= report.error is not None
         values, scale = self._exchange_flags()
@@ -275,7 +282,25 @@ class Machine(ABC):
         self._check_weights(facts, values, scale)
         self._learn(facts)
         self._step.late_gradients = [self._names[index] for index in late]
-        self._end_step(learn=True)
+        self._end_step(facts)
+
+    def _look_at(self, indices: Iterable[int]) -> None:
+        """Finds out what was done by hand to gradients of this step."""
+        self.look_for_sums(indices)
+        is_alone = self.is_alone
+        for index in indices:
+            gradient = self._gradients[index]
+            if gradient.may_be_changed and (gradient.is_away or not is_alone):
+                self._report.error = gradient.look() or self._report.error
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank, where a gradient that has not left may be read and changed at any time."""
+        return bool(self.process_set.size() == 1)
+
+    def _left_before(self, index: int) -> tuple[int, bool]:
+        """What had left of a gradient before it was dropped: see :class:`.Report`."""
+        return 0, False
 
     def _full_report(self) -> Report:
         """The report with what is only looked up where some rank asks for it."""
@@ -284,7 +309,7 @@ class Machine(ABC):
 
     @abstractmethod
     def _settle(self) -> None:
-        """Finds what this rank alone knows, for its flags and its report."""
+        """Finds what else this rank alone knows, for its flags and its report."""
 
     @abstractmethod
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
@@ -309,16 +334,16 @@ class Machine(ABC):
         self._step.control_messages += 1
         return self._ranks.sum(values, what)
 
-    def _end_step(self, learn: bool) -> None:
-        """The next step begins; with ``learn`` it expects what this one has had."""
-        if learn:
+    def _end_step(self, facts: Facts | None = None) -> None:
+        """The next step begins; with the facts of this one it expects what this one has had."""
+        if facts is not None:
             self.stats.close_step(self._step)
         self._step, self._report, self._mismatch = StepStats(), Report(), None
         self.active = False
 
     def forget_step(self) -> None:
         """Forgets the accumulations of a step whose gradients are reduced elsewhere."""
-        self._end_step(learn=False)
+        self._end_step()
 
     def before_accumulation(self, index: int) -> None:
         """A gradient is about to be accumulated that must find room: a late one goes to a fresh tensor."""

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.flags import ControlFlags, Report
 from hvd_ckpt.reduction.further import FurtherRounds
-from hvd_ckpt.reduction.gradients import DROPPED, OWN, SENT
+from hvd_ckpt.reduction.gradients import DROPPED, REDUCED
 from hvd_ckpt.reduction.machine import Facts, Machine
-from hvd_ckpt.reduction.results import Change, Results
+from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.sums import keep_mark, mark_summed
 from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.utils.spans import span
@@ -69,7 +69,6 @@ class Reducer(Machine):
         self._known = len(assignment.parameters)  # parameters whose facts all ranks have compared
         # Parts that have come after the rest of their gradient has left.
         self._late: dict[int, torch.Tensor] = {}
-        self._left = Results(assignment)
         self._in_flight: list[tuple[Bucket, Work]] = []
         self._next = 0  # position of the bucket that leaves next
         self._watch_sums()
@@ -84,11 +83,6 @@ class Reducer(Machine):
                 self._counts.extend(1)
                 self.acquire([index])
         self._watch_sums()
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether what ``grad`` holds is the result already, on this only rank: it may be read and changed at any time."""
-        return bool(self.process_set.size() == 1)
 
     @property
     def has_in_flight(self) -> bool:
@@ -140,7 +134,8 @@ class Reducer(Machine):
             self._look_at(bucket.indices)
             bucket.gather()
             for index in bucket.indices:
-                self._gradients[index].note()
+                if self._counts.arrived[index]:
+                    self._gradients[index].note()
 
     def _watch_sums(self) -> None:
         """Watches gradients before more is added to what is summed already."""
@@ -159,10 +154,21 @@ class Reducer(Machine):
     # ---------------------------------------------------------------------------------- changes since the last synchronization
 
     def changes(self) -> list[Change] | None:
-        return None if self.active else self._left.changes()
+        if self.active:
+            return None
+        changed: list[Change] = []
+        for index, gradient in enumerate(self._gradients):
+            own, is_result = gradient.parameter.grad, gradient.state is REDUCED
+            if own is not None and (gradient.is_new or not is_result):
+                return None
+            if is_result and (own is None or gradient.is_changed):
+                changed.append((index, own))
+        return changed
 
     def note_changes(self, cleared: bool = False) -> None:
-        self._left.note_changes()
+        for gradient in self._gradients:
+            if gradient.state is REDUCED and not gradient.is_new:
+                gradient.note()
         for parameter in self.assignment.parameters if self.sums and not cleared else ():
             if parameter.grad is not None:
                 keep_mark(parameter.grad)
@@ -170,11 +176,12 @@ class Reducer(Machine):
     # ---------------------------------------------------------------------------------- synchronization
 
     def _settle(self) -> None:
-        # Everything that this rank alone knows must be in the flags before the last bucket leaves: after them the ranks
-        # take the same way, and nothing more can be asked.
-        self._look_at(range(len(self.assignment.parameters)))
-        self._find_late()
-        self._report.wanted |= bool(self._report.dropped) or len(self.assignment.parameters) != self._known
+        for bucket in self.assignment.buckets:
+            for index in bucket.indices if bucket.launched and not bucket.void else ():
+                gradient = self._gradients[index]
+                if gradient.state is not DROPPED and (part := gradient.unsent) is not None:
+                    self._late[index] = part.detach()
+        self._report.wanted |= len(self.assignment.parameters) != self._known
 
     def _land(self, facts: Facts) -> None:
         """Afterwards every ``grad`` is the same on every rank."""
@@ -194,48 +201,13 @@ class Reducer(Machine):
             super()._check_weights(facts, values, scale)
 
     def _learn(self, facts: Facts) -> None:
-        assignment, used = self.assignment, facts.used
+        assignment = self.assignment
         # Last, since it communicates only for parameters that all ranks have just found in use.
-        fresh = [index for index in used if not assignment.has(index)]
+        fresh = [index for index in facts.used if not assignment.has(index)]
         self._assign_buckets(fresh)
         for parameter in assignment.parameters if self.sums else ():
             if parameter.grad is not None:
                 mark_summed(parameter.grad)
-        unusual = facts.late or fresh or assignment.sparse or assignment.densified or facts.reports
-        # Buckets that are not kept have no views.
-        self._left.note(used, not unusual and self._keep_buckets)
-
-    def _look_at(self, indices: Iterable[int], held: bool = False) -> None:
-        """Finds out what was done by hand to gradients of this step.
-
-        Args:
-            held: they have come, but are not counted.
-        """
-        if self.is_alone:
-            return
-        self.look_for_sums(indices)
-        arrived, gradients, report = self._counts.arrived, self._gradients, self._report
-        for index in indices:
-            gradient = gradients[index]
-            if gradient.may_be_changed and (held or arrived[index] or gradient.state is not OWN):
-                report.error = gradient.look() or report.error
-
-    def _find_late(self) -> None:
-        """Notes late parts, and gradients that were dropped in flight."""
-        report = self._report
-        for bucket in self.assignment.buckets:
-            if not bucket.launched or bucket.void:
-                continue
-            for entry in bucket.entries:
-                gradient = self._gradients[entry.index]
-                if gradient.state is SENT:
-                    continue
-                if gradient.part is not None:
-                    self._late[entry.index] = gradient.part.detach()
-                elif gradient.state is DROPPED:
-                    report.dropped[entry.index] = 0, False
-                elif entry.parameter.grad is not None:
-                    self._late[entry.index] = entry.parameter.grad.detach()
 
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
         """Launches the buckets that have not left yet, waits for all, and returns the summed control flags and their scale."""
@@ -396,11 +368,13 @@ class Reducer(Machine):
 
     # ---------------------------------------------------------------------------------- between steps
 
-    def _end_step(self, learn: bool) -> None:
-        super()._end_step(learn)
-        self._counts.close_step(learn)
+    def _end_step(self, facts: Facts | None = None) -> None:
+        super()._end_step(facts)
+        self._counts.close_step(facts is not None)
         for gradient in self._gradients:
             gradient.begin_step()
+        for index in () if facts is None else facts.used:
+            self._gradients[index].reduced()
         self._late.clear()
         self._in_flight.clear()
         # Emptied and never replaced: the hooks of all parameters look into this very set.
@@ -423,9 +397,8 @@ class Reducer(Machine):
             bucket.free()  # Horovod may still write to this memory, so the next step must not use it
         for parameter in self.assignment.parameters:
             parameter.grad = None
-        self._left.clear()
         self.rename_anew()
-        self._end_step(learn=False)
+        self._end_step()
 
     def reset(self) -> None:
         """Forgets order, layout and counts: the next step learns them again. Call it on every rank."""
@@ -455,4 +428,4 @@ class Reducer(Machine):
         # Once more: the assignment has made its buckets without room for flags. The step begins after that,
         # since it sets what the new buckets wait for.
         self._make_buckets()
-        self._end_step(learn=False)
+        self._end_step()

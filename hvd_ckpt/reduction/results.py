@@ -1,94 +1,18 @@
-"""The results of a synchronization, with which later changes of gradients are detected: new, dropped and changed in place."""
+"""Changes of reduced gradients, compared between the ranks."""
 
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 Change = tuple[int, torch.Tensor | None]
 """A parameter's index and its gradient that was changed in place, or None where it was dropped."""
-
-
-class Results:
-    """The gradients after the last synchronization.
-
-    Usually each is its view into a bucket, and the version of the view is all that must be kept.
-
-    Args:
-        assignment: the buckets.
-    """
-
-    def __init__(self, assignment: BucketAssignment) -> None:
-        self._assignment = assignment
-        self._used: list[int] = []
-        # Gradients that are not in buckets, with their versions. Held weakly: a dropped one is freed at once, and
-        # no new one passes for it, as it could if its ``id`` were kept.
-        self._others: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-
-    def clear(self) -> None:
-        """There are no gradients any more."""
-        self._used = []
-        self._others.clear()
-
-    def note(self, used: list[int], all_in_buckets: bool) -> None:
-        """A synchronization is over.
-
-        Args:
-            used: the parameters that have a gradient.
-            all_in_buckets: each of them is known to lie in its bucket.
-        """
-        self._used = used
-        self._others.clear()
-        for bucket in self._assignment.buckets:
-            bucket.note_versions()
-        for index in () if all_in_buckets else used:
-            gradient, entry = self._assignment.parameters[index].grad, self._assignment.entry_of[index]
-            if gradient is not None and (entry is None or gradient is not entry.view):
-                self._others[index] = weakref.ref(gradient), gradient._version
-
-    def note_changes(self) -> None:
-        """All ranks have changed gradients in place in the same way, which now count as results of the last synchronization."""
-        for bucket in self._assignment.buckets:
-            bucket.note_versions()
-        for index, (reference, _) in self._others.items():
-            gradient = reference()
-            if gradient is not None:
-                self._others[index] = reference, gradient._version
-
-    def changes(self) -> list[Change] | None:
-        """The gradients that were dropped or changed in place since; None if there is a new one."""
-        changed: list[Change] = []
-        used = set(self._used)
-        for index, parameter in enumerate(self._assignment.parameters):
-            gradient = parameter.grad
-            if gradient is None:
-                if index in used:
-                    changed.append((index, None))
-                continue
-            version = self._version(index, gradient)
-            if version is None:
-                return None
-            if version != gradient._version:
-                changed.append((index, gradient))
-        return changed
-
-    def _version(self, index: int, gradient: torch.Tensor) -> int | None:
-        """The version that a gradient had after the synchronization; None if it is another tensor."""
-        entry = self._assignment.entry_of[index]
-        if entry is not None and gradient is entry.view:
-            return entry.version
-        if index not in self._others:
-            return None
-        reference, version = self._others[index]
-        return version if reference() is gradient else None
 
 
 DIGITS = 8  # of a hash, of 8 bits each

@@ -25,6 +25,7 @@ from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator, sum_dtype
 from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.further import dense
+from hvd_ckpt.reduction.machine import Facts
 from hvd_ckpt.reduction.reducer import Reducer
 
 # Up to this, all ranks' sums are gathered whole and each rank adds them: one message instead of two. At 25 Gbit/s the second
@@ -206,7 +207,7 @@ class ReplicaReducer(Reducer):
         if not self._holding:
             return
         self._holding = False
-        self._look_at(range(len(self.assignment.parameters)), held=True)
+        self._look_at(range(len(self.assignment.parameters)))
         gradients = {}
         for index, parameter in enumerate(self.assignment.parameters):
             if parameter.grad is not None:
@@ -227,7 +228,7 @@ class ReplicaReducer(Reducer):
     def after_accumulation(self, index: int) -> None:
         if self._holding:
             self.active = True
-            self._gradients[index].note()
+            self._gradients[index].arrived()
         else:
             super().after_accumulation(index)
 
@@ -299,8 +300,8 @@ class ReplicaReducer(Reducer):
         for index, reduced in self._further.reduce(again).items():
             self.assignment.parameters[index].grad = reduced
 
-    def _end_step(self, learn: bool) -> None:
-        super()._end_step(learn)
+    def _end_step(self, facts: Facts | None = None) -> None:
+        super()._end_step(facts)
         self._communicator.leaves.clear()
         self._results.clear()
         self._last.clear()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.reduction.gradients import CLEARED, OWN, USED, ZERO, AbsentGradient, TrackedGradient, has_values
+from hvd_ckpt.reduction.gradients import CLEARED, OWN, USED, ZERO, AbsentGradient, TrackedGradient
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.layout import Layout
 
@@ -90,12 +90,6 @@ class PartedGradient(TrackedGradient):
         super().__init__(parameter, name, ShardedGradient)
 
     @property
-    def unsent(self) -> torch.Tensor | None:
-        """What has been accumulated and has not left yet."""
-        own = self.part if self.is_away else self.parameter.grad
-        return own if has_values(own) else None
-
-    @property
     def is_zero(self) -> bool:
         """Whether it is zeros, none of which has left."""
         gradient = self.parameter.grad
@@ -115,11 +109,6 @@ class PartedGradient(TrackedGradient):
             self.parameter.grad, self.state = None, CLEARED
         else:
             super().make_room()
-
-    def arrived(self) -> None:
-        if self.state in (USED, ZERO, CLEARED):
-            self.state = OWN
-        super().arrived()
 
     def begin_step(self) -> None:
         stays = self.state if self.state in (USED, ZERO) else OWN

@@ -160,15 +160,6 @@ class ShardReducer(Machine):
         self._launch(group)
         self._step.launches_in_backward += 1
 
-    def _look_at(self, indices: Sequence[int]) -> None:
-        """Finds out what was done to gradients by hand."""
-        self.look_for_sums(indices)
-        is_alone = self._exchange.ranks == 1  # and nothing is wrong with changes of what has not left
-        for index in indices:
-            gradient = self._gradients[index]
-            if gradient.may_be_changed and (gradient.is_away or not is_alone):
-                self._report.error = gradient.look() or self._report.error
-
     def _launch(self, group: Group, in_sequence: bool = True) -> None:
         self.hook_unfrozen(group.indices)
         self._look_at(group.indices)
@@ -187,16 +178,15 @@ class ShardReducer(Machine):
     # ---------------------------------------------------------------------------------- synchronization
 
     def _settle(self) -> None:
-        report, gradients = self._report, self._gradients
-        self._look_at(range(len(gradients)))
+        report = self._report
         report.error = report.error or self._converted()
         if self._store is not None:
             report.error = report.error or self._store.find_written()
             report.written, self._store.written.values = self._store.written.values, {}
-        for index, gradient in enumerate(gradients):
-            if gradient.state is DROPPED:
-                report.dropped[index] = self._rounds.get(index, -1), self.used[index]
-        report.wanted = bool(report.dropped or report.written)
+        report.wanted |= bool(report.written)
+
+    def _left_before(self, index: int) -> tuple[int, bool]:
+        return self._rounds.get(index, -1), self.used[index]
 
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
         schedule = self._schedule
@@ -371,9 +361,9 @@ class ShardReducer(Machine):
 
     # ---------------------------------------------------------------------------------- between steps
 
-    def _end_step(self, learn: bool) -> None:
-        super()._end_step(learn)
-        self._schedule.close_step(learn)
+    def _end_step(self, facts: Facts | None = None) -> None:
+        super()._end_step(facts)
+        self._schedule.close_step(facts is not None)
         for gradient, used in zip(self._gradients, self.used):
             if not (used and gradient.is_away):
                 gradient.begin_step()
@@ -392,7 +382,7 @@ class ShardReducer(Machine):
         self.used[:] = [False] * len(self.used)
         self.rename_anew()
         self._agreed, self._may_wait = len(self._schedule.order), True
-        self._end_step(learn=False)
+        self._end_step()
 
     def reset(self) -> None:
         """Forgets order and expectations: the next step learns them again. Call it on every rank."""

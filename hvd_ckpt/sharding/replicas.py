@@ -16,6 +16,7 @@ from hvd_ckpt.reduction.buckets import Bucket, view_of
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import sum_dtype
 from hvd_ckpt.reduction.gradients import has_values
+from hvd_ckpt.reduction.machine import Facts
 from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
 from hvd_ckpt.sharding.exchange import Exchange
@@ -188,7 +189,7 @@ class ShardReplicaReducer(ReplicaReducer):
                 span.of(self._shards[group.position]).copy_(whole[span.start : span.stop])
         self.used[index] = True
 
-    def _end_step(self, learn: bool) -> None:
-        super()._end_step(learn)
+    def _end_step(self, facts: Facts | None = None) -> None:
+        super()._end_step(facts)
         for bucket in self.assignment.buckets:
             bucket.free()
