@@ -272,12 +272,21 @@ class Reducer(Machine):
     def _arrive(self) -> list[float]:
         """Waits for all buckets, in order; returns the control flags if the last one carried them."""
         flags: list[float] = []
+        for _, work in self._in_flight:  # a second message leaves before the first bucket is waited for
+            work.advance(True, GRADIENTS)
         while self._in_flight:
-            bucket, work = self._in_flight.pop(0)
-            flat = work.wait(GRADIENTS)
-            if bucket.flags:
-                flags = flat[bucket.numel :].tolist()
+            flags = self._land_first()
         return flags
+
+    def _land_first(self) -> list[float]:
+        bucket, work = self._in_flight.pop(0)
+        result = work.wait(GRADIENTS)
+        if not bucket.void:
+            self._landed(bucket, result)
+        return result[bucket.numel :].tolist() if bucket.flags else []
+
+    def _landed(self, bucket: Bucket, result: torch.Tensor) -> None:
+        """The result of a bucket is here: in its storage, if nobody has another place for it."""
 
     @torch.no_grad()
     def _assign_gradients(self, used: set[int], keep: set[int]) -> None:

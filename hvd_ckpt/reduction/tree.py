@@ -21,7 +21,7 @@ from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket, view_of
-from hvd_ckpt.reduction.collectives import GRADIENTS, Work
+from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.reduction.communicator import Communicator, sum_dtype
 from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.further import dense
@@ -185,7 +185,6 @@ class ReplicaReducer(Reducer):
     def __init__(self, assignment: BucketAssignment, communicator: TreeCommunicator, identity: int) -> None:
         self._holding = False
         self._computed = 0
-        self._results: dict[int, torch.Tensor] = {}  # by the bucket's position
         self._last: dict[int, torch.Tensor] = {}  # gradients of the last replica, whose buckets are done
         super().__init__(assignment, communicator, identity, sparse_as_dense=True, keep_buckets=True)
         self.local = communicator.replicas // communicator.process_set.size()
@@ -263,31 +262,12 @@ class ReplicaReducer(Reducer):
                 used[index] = True
         return flags._replace(used=used)
 
-    def _arrive(self) -> list[float]:
-        flags: list[float] = []
-        # All second messages leave before the first of them is waited for.
-        for _, work in self._in_flight:
-            work.advance(True, GRADIENTS)
-        while self._in_flight:
-            bucket, work = self._in_flight.pop(0)
-            result = self._results[bucket.position] = work.wait(GRADIENTS).to(bucket.dtype)
-            if bucket.flags:
-                flags = result[bucket.numel :].tolist()
-        return flags
-
-    def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
-        for bucket in self.assignment.buckets:
-            result = self._results.pop(bucket.position, None)
-            if result is not None and not bucket.void:
-                self._last.update(
-                    (entry.index, entry.view)
-                    for entry in bucket.entries
-                    if entry.filled and entry.view is not None
-                )
-                # The views of the last replica live on in ``_last``: a late part of one is added to them, not to the result.
-                bucket.free()
-                bucket.flat = result
-        super()._assign_gradients(used, keep)
+    def _landed(self, bucket: Bucket, result: torch.Tensor) -> None:
+        # The views of the last replica live on in ``_last``: a late part of one is added to them, not to the result.
+        filled = ((entry.index, entry.view) for entry in bucket.entries if entry.filled)
+        self._last.update((index, view) for index, view in filled if view is not None)
+        bucket.free()
+        bucket.flat = result.to(bucket.dtype)
 
     def _reduce_late(self, parts: Mapping[int, torch.Tensor | None]) -> None:
         # The whole gradient once more: a sum of sums would be another one.
@@ -303,6 +283,5 @@ class ReplicaReducer(Reducer):
     def _end_step(self, facts: Facts | None = None) -> None:
         super()._end_step(facts)
         self._communicator.leaves.clear()
-        self._results.clear()
         self._last.clear()
         self._computed, self._holding = 0, False

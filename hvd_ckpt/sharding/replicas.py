@@ -13,7 +13,7 @@ import torch
 
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import Bucket, view_of
-from hvd_ckpt.reduction.collectives import GRADIENTS, Work
+from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.reduction.communicator import sum_dtype
 from hvd_ckpt.reduction.gradients import has_values
 from hvd_ckpt.reduction.machine import Facts
@@ -128,8 +128,13 @@ class ShardReplicaReducer(ReplicaReducer):
         super()._launch(with_flags)
         # What has arrived is added up and its buffers are freed, in the order of launches.
         while self._in_flight and self._in_flight[0][1].done():
-            bucket, work = self._in_flight.pop(0)
-            self._results[bucket.position] = work.wait(GRADIENTS).to(bucket.dtype)
+            self._land_first()
+
+    def _landed(self, bucket: Bucket, result: torch.Tensor) -> None:
+        super()._landed(bucket, result)
+        group = self._communicator.layout.group_of[bucket.indices[0]]
+        self._shards[group.position] = result.to(bucket.dtype)
+        bucket.free()
 
     def synchronize(self) -> None:
         # Placeholders of the last result are no gradients, and must not be reduced.
@@ -152,20 +157,10 @@ class ShardReplicaReducer(ReplicaReducer):
                 parameter.grad = None
 
     def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
-        """Keeps the shards that have arrived, and puts the last replica's gradients aside for what came late."""
-        group_of = self._communicator.layout.group_of
         for bucket in self.assignment.buckets:
-            result = self._results.pop(bucket.position, None)
-            if result is None or bucket.void:
-                continue
-            self._shards[group_of[bucket.indices[0]].position] = result
-            for entry in bucket.entries:
-                index = entry.index
-                if entry.filled and entry.view is not None:
-                    self._last[index] = entry.view
-                if index not in keep:
+            for entry in bucket.entries if bucket.launched and not bucket.void else ():
+                if entry.index not in keep:
                     entry.parameter.grad = None
-            bucket.free()
         for index in used:
             self.used[index] = True
 
