@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from hvd_ckpt.reduction.collectives import Collectives
+from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 Change = tuple[int, torch.Tensor | None]
 """A parameter's index and its gradient that was changed in place, or None where it was dropped."""
-
-
-DIGITS = 8  # of a hash, of 8 bits each
 
 
 def changed_apart(
@@ -29,13 +27,10 @@ def changed_apart(
     facts = [
         (index, None if gradient is None else int(fingerprint(gradient))) for index, gradient in changes or ()
     ]
-    digits = hashlib.blake2b(repr(facts).encode(), digest_size=DIGITS).digest() if facts else bytes(DIGITS)
-    # Added up in float64, where these whole numbers are exact. A rank that has joined brings zeros, and counts as no rank.
-    own = [1, changes is None, notice, *digits, *(digit * digit for digit in digits)]
-    ranks, new, notices, *sums = Collectives(process_set, name).sum(
-        torch.tensor(own, dtype=torch.float64), "changes"
+    digits = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest() if facts else bytes(8)
+    value = torch.tensor(int.from_bytes(digits, "little", signed=True))
+    asked = torch.tensor([changes is None, notice], dtype=torch.float32)
+    *sums, new, notices = Collectives(process_set, name).sum(
+        torch.cat([Sums.encode(value), asked]), "changes"
     )
-    # The digits of n ranks are equal if and only if n times the sum of their squares is the square of their sum.
-    pairs = zip(sums[:DIGITS], sums[DIGITS:])
-    apart = new > 0 or any(ranks * squares != digit * digit for digit, squares in pairs)
-    return bool(apart), bool(notices > 0)
+    return new > 0 or not Sums.equal(sums, 1.0), notices > 0

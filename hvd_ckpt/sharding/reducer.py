@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,8 +99,7 @@ class ShardReducer(Machine):
         self._rounds: dict[int, int] = {}
         self._agreed = len(self._schedule.order)  # position that every rank reaches before they synchronize
         self._may_wait = True
-        self._whole = store is None
-        self._ever_used = [False] * len(layout.parameters)
+        self._compared: set[int] = set()
 
     # ---------------------------------------------------------------------------------- parameters come and go
 
@@ -112,7 +111,6 @@ class ShardReducer(Machine):
         """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
         fresh = range(len(self.used), len(self._layout.parameters))
         self.used.extend([False] * len(fresh))
-        self._ever_used.extend([False] * len(fresh))
         self._schedule.grow()
         self.acquire(fresh)
 
@@ -179,7 +177,9 @@ class ShardReducer(Machine):
 
     def _settle(self) -> None:
         report = self._report
-        report.error = report.error or self._converted()
+        converted = next((index for index in range(len(self.used)) if not self._layout.fits(index)), None)
+        if converted is not None:
+            report.error = report.error or RuntimeError(self._layout.changed(converted))
         if self._store is not None:
             report.error = report.error or self._store.find_written()
             report.written, self._store.written.values = self._store.written.values, {}
@@ -225,8 +225,8 @@ class ShardReducer(Machine):
         schedule = self._schedule
         # Ranks may wait in the next backward pass only for rounds that each of them makes there: those of this step.
         whole_rounds = max(1, schedule.position // max(1, len(schedule.order)))
-        now = [ranks > 0 for ranks in facts.flags.used]
-        schedule.activate(now)
+        used = set(facts.used)
+        schedule.activate(used)
         if not schedule.ordered:
             # Zeros on other ranks make the sum that of rank 0.
             leads = self._exchange.rank == 0
@@ -234,22 +234,14 @@ class ShardReducer(Machine):
             schedule.arrange(self._sum(torch.tensor(arrivals, dtype=torch.float32), "place"))
         self._agreed = whole_rounds * len(schedule.order)
         self._may_wait = facts.flags.unsteady == 0
-        self._keep(now, facts.dropped)
-        self._compare(now)
-
-    def _keep(self, used: Sequence[bool], dropped: Set[int]) -> None:
-        """Notes which gradients the shards have now."""
-        for index, now in enumerate(used):
-            self.used[index] = now or (self.used[index] and index not in dropped)
+        for index, gradient in enumerate(self._gradients):
+            self.used[index] = index in used or (self.used[index] and index not in facts.dropped)
             if self.used[index]:
-                self._gradients[index].send(None)
-
-    def _compare(self, used: Sequence[bool]) -> None:
-        """Has the weights verified of all that has been used, where they are whole."""
-        ever = [now or before for now, before in zip(used, self._ever_used)]
-        if self._whole and ever != self._ever_used:
-            self._ever_used = ever
-            self.weights.compare(index for index, flag in enumerate(ever) if flag)
+                gradient.send(None)
+        # Weights are verified of all that has been used, where they are whole.
+        if self._store is None and not used <= self._compared:
+            self._compared |= used
+            self.weights.compare(self._compared)
 
     def _launch_up_to(self, position: int) -> None:
         """Makes the launches of the sequence up to a position, with zeros where there are no gradients."""
@@ -288,17 +280,6 @@ class ShardReducer(Machine):
         further = self._schedule.position > self._agreed or needs != launched
         asked = (self._report.wanted, self.notice, further, unsteady)
         return ControlFlags(used, late, *map(float, asked)), needs
-
-    def _converted(self) -> RuntimeError | None:
-        """The error for a parameter that was converted."""
-        for index, name in enumerate(self._layout.names):
-            if not self._layout.fits(index):
-                group = self._layout.group_of[index]
-                return RuntimeError(
-                    f"parameter '{name}' has another dtype, device or shape since DistributedOptimizer was made, when it was "
-                    f"{group.dtype} on {group.device}; convert the model first, then make the optimizer"
-                )
-        return None
 
     def _send_rest(self, needs: Sequence[int]) -> None:
         """Sends groups that some rank still has gradients of, but no further round: late ones, and those not active so far."""
@@ -391,7 +372,7 @@ class ShardReducer(Machine):
         self._forget_weights()
 
     def _forget_weights(self) -> None:
-        self._ever_used = [False] * len(self._ever_used)
+        self._compared = set()
         self.weights.restart()
 
     def state_dict(self) -> dict[str, Any]:

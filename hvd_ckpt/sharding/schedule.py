@@ -8,7 +8,7 @@ often as it does in a round. This number is learned from the last steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from hvd_ckpt.reduction.accumulation import AccumulationCounts
@@ -166,27 +166,24 @@ class Schedule:
         ]
         self._waiting = list(self._expecting)
 
-    def activate(self, used: Sequence[bool]) -> None:
+    def activate(self, used: Set[int]) -> None:
         """Settles which groups are active in the next step, from what all ranks know.
 
         Args:
-            used: for each parameter, whether any rank had a gradient for it.
+            used: the parameters that some rank had a gradient for.
         """
-        active = set(self.order)
-        any_used = any(used)
         for group in self._layout.groups:
             position = group.position
-            if any(used[index] for index in group.indices):
+            is_active = position in self.order
+            if not used.isdisjoint(group.indices):
                 self._idle[position] = 0
-                if position not in active:
+                if not is_active:
                     # Active again: the order is made anew, from this step's completions on rank 0.
                     self.order.append(position)
                     self.ordered = False
-                    continue
-            else:
-                # A step in which no rank had any gradient says nothing about this group.
-                self._idle[position] += any_used
-                if self._idle[position] >= IDLE_STEPS and position in active:
+            elif used:  # a step in which no rank had any gradient says nothing about this group
+                self._idle[position] += 1
+                if self._idle[position] >= IDLE_STEPS and is_active:
                     self.order.remove(position)
 
     def arrange(self, leaders_last_arrivals: Sequence[float]) -> None:
