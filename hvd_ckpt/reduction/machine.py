@@ -6,18 +6,22 @@ and 1), or in groups, whose reduce-scatter gives each rank its shard (:mod:`hvd_
 **In the backward pass.** A unit is complete once each of its parameters has accumulated as often as in the last steps
 (:mod:`.accumulation`). It leaves when it is complete and all units before it have left; their order is that of rank 0. So all ranks
 launch the same units in the same order, whatever gradients each of them has. From then on a placeholder stands in ``p.grad``, until
-``synchronize()`` puts the result there, or into shards (:mod:`.gradients` has the table). A gradient that comes after its unit has
-left is *late*, goes to a tensor of its own, and leaves in a further round, whose result is added: of its group, or of a bucket that
-is made for all that is left (:mod:`.further`).
+``synchronize()`` puts the result there, or into shards: :mod:`.gradients` has the table of states. A gradient that comes after its
+unit has left is *late*, and goes to a tensor of its own.
 
-**In** :meth:`Machine.synchronize` the ranks go through five methods together:
+**Rounds.** A bucket leaves once in a step. A group leaves again after each backward pass, in rounds, so that no rank holds whole
+gradients of several passes. A further round at the end of the step has what is left on some rank: late parts, whose results are
+added; parameters that are used for the first time; and what has come since all ranks have dropped a gradient in flight, in place of
+which it counts. It is one of groups, or of buckets that are made for it (:mod:`.further`).
 
-1. ``_settle`` finds what this rank alone knows, and what code has done to gradients by hand.
+**In** :meth:`Machine.synchronize` the ranks go through these methods together:
+
+1. ``_look_at`` finds what code has done to gradients by hand, ``_settle`` what else this rank alone knows.
 2. ``_exchange_flags`` launches what all ranks launch without being told, and sums their :class:`.ControlFlags`: for each parameter,
    whether it is used and whether a gradient came late; one flag asks for the next method. The fingerprint of a part of the weights
    goes with them (:mod:`.weights`). Now all ranks know the same, and take the same way.
 3. ``_agree``, if a rank has more to say than flags can: the ranks gather reports, and all raise one error or continue together.
-4. ``_land`` launches what some rank still has, waits for all that is in flight, and puts the results in their places.
+4. ``_land`` waits for all that is in flight, puts the results in their places, and makes the further round.
 5. ``_learn`` prepares the next step.
 
 An error in any of them drops the step on every rank.
@@ -261,9 +265,6 @@ class Machine(ABC):
         # be asked.
         self._look_at(range(len(self._gradients)))
         report = self._report
-        for index, gradient in enumerate(self._gradients):
-            if gradient.state is DROPPED:
-                report.dropped[index] = self._left_before(index)
         report.wanted |= bool(report.dropped)
         self._settle()
         report.error = self._mismatch or report.error
@@ -287,11 +288,15 @@ class Machine(ABC):
     def _look_at(self, indices: Iterable[int]) -> None:
         """Finds out what was done by hand to gradients of this step."""
         self.look_for_sums(indices)
-        is_alone = self.is_alone
+        gradients, report, is_alone = self._gradients, self._report, self.is_alone
         for index in indices:
-            gradient = self._gradients[index]
-            if gradient.may_be_changed and (gradient.is_away or not is_alone):
-                self._report.error = gradient.look() or self._report.error
+            gradient = gradients[index]
+            if not gradient.may_be_changed:
+                continue
+            if gradient.is_away or not is_alone:
+                report.error = gradient.look() or report.error
+            if gradient.state is DROPPED:
+                report.dropped[index] = self._left_before(index)
 
     @property
     def is_alone(self) -> bool:

@@ -28,7 +28,7 @@ from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.flags import ControlFlags, Report
 from hvd_ckpt.reduction.further import FurtherRounds
-from hvd_ckpt.reduction.gradients import DROPPED, REDUCED
+from hvd_ckpt.reduction.gradients import DROPPED, REDUCED, SENT
 from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.results import Change
 from hvd_ckpt.reduction.sums import keep_mark, mark_summed
@@ -179,7 +179,9 @@ class Reducer(Machine):
         for bucket in self.assignment.buckets:
             for index in bucket.indices if bucket.launched and not bucket.void else ():
                 gradient = self._gradients[index]
-                if gradient.state is not DROPPED and (part := gradient.unsent) is not None:
+                if gradient.state is SENT or gradient.state is DROPPED:
+                    continue
+                if (part := gradient.unsent) is not None:
                     self._late[index] = part.detach()
         self._report.wanted |= len(self.assignment.parameters) != self._known
 
