@@ -33,7 +33,7 @@ def convolutions(maps: int, made: int) -> nn.Sequential:
     )
 
 
-@hc.skippable(stash=["skip"])
+@hc.skip.skippable(stash=["skip"])
 class Down(nn.Module):
     """Convolutions; half the resolution goes on, the whole one goes to the ``Up`` of this level."""
 
@@ -43,11 +43,11 @@ class Down(nn.Module):
 
     def forward(self, image):
         features = self.convolutions(image)
-        yield hc.stash("skip", features)
+        yield hc.skip.stash("skip", features)
         return functional.max_pool2d(features, 2)
 
 
-@hc.skippable(pop=["skip"])
+@hc.skip.skippable(pop=["skip"])
 class Up(nn.Module):
     """Twice the resolution, joined with what the ``Down`` of this level stashed."""
 
@@ -57,7 +57,7 @@ class Up(nn.Module):
         self.convolutions = convolutions(2 * made, made)
 
     def forward(self, features):
-        skip = yield hc.pop("skip")
+        skip = yield hc.skip.pop("skip")
         return self.convolutions(torch.cat([self.upsample(features), skip], dim=1))
 
 

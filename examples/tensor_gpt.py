@@ -103,9 +103,9 @@ def main() -> None:
         torch.optim.AdamW(model.parameters(), lr=3e-3), named_parameters=model.named_parameters()
     )
     torch.manual_seed(1 + hc.rank())
-    first = hc.rank() == hc.tensor_rank() == 0
+    first = hc.rank() == hc.grid().part == 0
     if first:
-        print(f"{hc.size()} replicas of {hc.tensor_size()} parts; a part has {own} of {whole} parameters")
+        print(f"{hc.size()} replicas of {hc.grid().tensor} parts; a part has {own} of {whole} parameters")
     for step in range(options.steps):
         tokens, targets = batch_of(step, options.batch)
         optimizer.zero_grad()

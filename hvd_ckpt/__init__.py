@@ -19,13 +19,30 @@ _MODULES = {
 
 __all__ = sorted(_MODULES)
 
+RENAMED = {  # earlier names of this library's own
+    "stage": "grid().stage",
+    "stages": "grid().stages",
+    "tensor_rank": "grid().part",
+    "tensor_size": "grid().tensor",
+    "verify_weights": "verify(weights=...)",
+    "verify_recomputation": "verify(recomputation=...)",
+    "check_equal_weights": "verify(model)",
+    "stash": "skip.stash",
+    "pop": "skip.pop",
+    "skippable": "skip.skippable",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'hvd_ckpt' has no attribute {name!r}")
+        new = f": use hvd_ckpt.{RENAMED[name]}" if name in RENAMED else ""
+        raise AttributeError(f"module 'hvd_ckpt' has no attribute {name!r}{new}")
+    place = str(_MODULES[name])
     try:
         import_module("hvd_ckpt.utils.torch_private")  # refuses a PyTorch that does not fit
-        module = import_module(str(_MODULES[name]))
+        module = import_module(place)
+        if not hasattr(module, name):  # a module of the room
+            import_module(f"{place}.{name}")
     except ImportError as error:
         from hvd_ckpt.utils.extras import explain_import_error
 

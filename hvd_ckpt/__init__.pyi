@@ -87,11 +87,17 @@ from hvd_ckpt.distributed.precision import (
     GradScaler as GradScaler,
     Precision as Precision,
 )
+from hvd_ckpt.distributed.verification import (
+    verify as verify,
+)
 from hvd_ckpt.parallel.local_sgd.construction import (
     LocalSGD as LocalSGD,
 )
 from hvd_ckpt.parallel.local_sgd.options import (
     Nesterov as Nesterov,
+)
+from hvd_ckpt.parallel.pipeline import (
+    skip as skip,
 )
 from hvd_ckpt.parallel.pipeline.balance import (
     balance_by_size as balance_by_size,
@@ -105,11 +111,6 @@ from hvd_ckpt.parallel.pipeline.pipeline import (
 )
 from hvd_ckpt.parallel.pipeline.random_state import (
     seed_blocks as seed_blocks,
-)
-from hvd_ckpt.parallel.pipeline.skip import (
-    pop as pop,
-    skippable as skippable,
-    stash as stash,
 )
 from hvd_ckpt.parallel.pipeline.stages import (
     StageLayout as StageLayout,
@@ -141,14 +142,11 @@ from hvd_ckpt.processes.devices import (
 from hvd_ckpt.processes.grid import (
     cross_rank as cross_rank,
     cross_size as cross_size,
+    grid as grid,
     local_rank as local_rank,
     local_size as local_size,
     rank as rank,
     size as size,
-    stage as stage,
-    stages as stages,
-    tensor_rank as tensor_rank,
-    tensor_size as tensor_size,
 )
 from hvd_ckpt.processes.runtime import (
     controller as controller,
@@ -164,7 +162,6 @@ from hvd_ckpt.recompute import (
     chunked_cross_entropy as chunked_cross_entropy,
     is_checkpointing as is_checkpointing,
     is_recomputing as is_recomputing,
-    verify_recomputation as verify_recomputation,
     without_recomputation as without_recomputation,
 )
 from hvd_ckpt.reduction import (
@@ -178,16 +175,12 @@ from hvd_ckpt.reduction import (
 )
 from hvd_ckpt.reduction.consistency import (
     WeightsDiffer as WeightsDiffer,
-    check_equal_weights as check_equal_weights,
 )
 from hvd_ckpt.reduction.scatter import (
     grouped_reducescatter as grouped_reducescatter,
     grouped_reducescatter_async as grouped_reducescatter_async,
     reducescatter as reducescatter,
     reducescatter_async as reducescatter_async,
-)
-from hvd_ckpt.reduction.weights import (
-    verify_weights as verify_weights,
 )
 from hvd_ckpt.sharding.averaging import (
     AveragedWeights as AveragedWeights,

@@ -142,7 +142,7 @@ def find_blocks(
 
 
 def _check_skips(block: FoundBlock) -> None:
-    """Raises ValueError if the block pops a skip connection that another block has stashed (see ``hc.skippable``)."""
+    """Raises ValueError if the block pops a skip connection that another block has stashed (see ``hc.skip.skippable``)."""
     inside = [part for module in block.modules for part in module.modules()]
     stashed, popped = (
         {

@@ -192,24 +192,10 @@ rank, size, local_rank, local_size, cross_rank, cross_size = map(
 """Horovod's functions, whose error names the ``init`` of this library. They are asked first in most scripts."""
 
 
-def stage() -> int:
-    """The pipeline stage of this process, from 0; ``rank()`` is its replica. The stage is 0 in a job without stages."""
-    return current().stage
-
-
-def stages() -> int:
-    """The number of pipeline stages, as given to ``init(stages=...)``; ``size()`` is the number of replicas of each stage."""
-    return current().stages
-
-
-def tensor_rank() -> int:
-    """The part of each split layer that this process holds, from 0. It is 0 in a job without tensor parallelism."""
-    return current().part
-
-
-def tensor_size() -> int:
-    """The number of parts of a split layer, as given to ``init(tensor=...)``."""
-    return current().tensor
+def grid() -> Grid:
+    """The place of this process in the job of ``init(stages=..., tensor=...)``: ``stages`` and ``stage``, ``replicas`` and
+    ``replica``, ``tensor`` (parts of a layer) and ``part``. ``rank()`` is the replica, and ``size()`` the number of replicas."""
+    return current()
 
 
 def host_name() -> str:

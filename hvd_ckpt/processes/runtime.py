@@ -110,10 +110,10 @@ def init(
         stages: number of pipeline stages, for :class:`hvd_ckpt.Pipeline`. It must divide the number of processes. Each stage has
             the same number of replicas, and the process number is ``stage * replicas + replica``. The replicas of a stage form a
             Horovod world, so ``rank()`` is the replica, ``size()`` is the number of replicas, and every collective runs among
-            them. :func:`stage` and :func:`stages` return the stage and the number of stages.
+            them. :func:`grid` has the stage and the number of stages.
         tensor: number of parts of each split layer, for :func:`hvd_ckpt.tensor_parallel`. The process number is
             ``(stage * replicas + replica) * tensor + part``. Horovod's world is then the replicas of one stage and part.
-            :func:`tensor_rank` and :func:`tensor_size` return the part and the number of parts.
+            :func:`grid` has the part and the number of parts.
 
     Horovod 0.28.1 has limits of its own (measured). Over Gloo, a peer that is stopped or cut off raises ``HorovodInternalError``
     after ``HOROVOD_GLOO_TIMEOUT_SECONDS`` (30). An elastic job recovers from this error, so choose a longer ``stall_timeout``
@@ -137,8 +137,8 @@ def init(
         watchdog.check_timeout(stall_timeout)
     if hvd.is_initialized() and not args and not kwargs:
         for name, asked, running in (
-            ("stages", stages, grid.stages()),
-            ("tensor", tensor, grid.tensor_size()),
+            ("stages", stages, grid.current().stages),
+            ("tensor", tensor, grid.current().tensor),
         ):
             if asked not in (1, running):
                 raise ValueError(

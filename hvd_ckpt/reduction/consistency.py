@@ -66,9 +66,7 @@ def check_equal_weights(model: torch.nn.Module, process_set: Any = global_proces
         ValueError: a parameter has no dense values (on some rank), or this rank is not in ``process_set``.
     """
     if not process_set.included():
-        raise ValueError(
-            f"rank {mpi_ops.rank()} is not in {process_set}; call check_equal_weights() on its ranks only"
-        )
+        raise ValueError(f"rank {mpi_ops.rank()} is not in {process_set}; call verify() on its ranks only")
     parameters = list(model.named_parameters())
     ours: list[TableEntry] = []
     if parameters:

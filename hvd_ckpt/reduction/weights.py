@@ -75,7 +75,7 @@ def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ())
     for parameter in ignore:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(
-                f"verify_weights(ignore=) takes parameters, not {type(parameter).__name__}; pass a list of them, such as "
+                f"verify(ignore=) takes parameters, not {type(parameter).__name__}; pass a list of them, such as "
                 f"list(module.parameters())"
             )
         ignored[parameter] = True

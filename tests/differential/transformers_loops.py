@@ -176,7 +176,7 @@ def check(loop: Loop) -> list[str]:
         model, rates = trained(loop, folder)
         state = state_of(model.net)
         failures = differences((loop, hc.rank(), state, model.losses, rates), InOneProcess)
-        hc.check_equal_weights(model)
+        hc.verify(model)
         if loop.save and (not loop.stop or loop.save < loop.stop):
             resumed, left = trained(loop, folder, folder / f"checkpoint-{loop.save}")
             if left != rates[loop.save :]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import horovod.torch
 import pytest
@@ -44,3 +45,11 @@ def test_a_plain_optimizer_loads_neither_shards_nor_recomputation() -> None:
     result = run_forked("import sys, torch", {"plain": Case(PLAIN)})["plain"]
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["distributed", "processes", "reduction", "utils"]
+
+
+def test_a_name_that_has_changed_names_the_new_one() -> None:
+    for old, new in vars(hc)["RENAMED"].items():
+        assert old not in hc.__all__
+        assert getattr(hc, new.split(".")[0].split("(")[0]) is not None
+        with pytest.raises(AttributeError, match=f"'{old}': use hvd_ckpt.{re.escape(new)}"):
+            getattr(hc, old)

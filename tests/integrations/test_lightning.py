@@ -145,7 +145,7 @@ def test_the_bits_of_a_plain_loop() -> None:
     assert run.world_size == hc.size() and run.global_rank == hc.rank()
     assert run.global_step == 2 * (SAMPLES // 4 // hc.size() // 2)
     same_bits(module, plain_loop(accumulate=2, clip=0.5))
-    hc.check_equal_weights(module)
+    hc.verify(module)
     for name in ("loss_epoch", "val_loss"):
         values = hc.allgather_object(run.callback_metrics[name].item())
         assert len(set(values)) == 1
@@ -199,7 +199,7 @@ def test_a_gan_with_two_optimizers(shard: str, precision: str) -> None:
     before = weights(module)
     torch.manual_seed(1)
     trainer(strategy=HorovodStrategy(shard=shard), precision=precision).fit(module, data())
-    hc.check_equal_weights(module)
+    hc.verify(module)
     assert not any(torch.equal(before[name], now) for name, now in weights(module).items())
     torch.manual_seed(1)
     trainer(precision=precision).fit(other, data())
@@ -270,7 +270,7 @@ def test_fine_tuning_unfreezes_the_backbone(shard: str, folder) -> None:
         run.fit(module, data(shuffle=False))
         groups = [len(group["params"]) for group in run.optimizers[0].param_groups]
         assert groups == [len(list(module.parameters())) - 2, 2]
-        hc.check_equal_weights(module)
+        hc.verify(module)
         found.append(weights(module))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
@@ -284,7 +284,7 @@ def test_a_search_for_the_learning_rate_leaves_no_trace(given: dict[str, Any], f
         if tuned:
             found.append(Tuner(run).lr_find(module, num_training=8, update_attr=False).results["loss"])
         run.fit(module)
-        hc.check_equal_weights(module)
+        hc.verify(module)
         modules.append(module)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     same_bits(modules[0], modules[2])
@@ -318,7 +318,7 @@ def test_manual_optimization() -> None:
     modules = Manual(closure=True), Manual(closure=False)
     for module in modules:
         fitted(module)
-        hc.check_equal_weights(module)
+        hc.verify(module)
     same_bits(*modules)
 
 
@@ -351,7 +351,7 @@ def test_sharding_and_precision(in_float32: nn.Module, shard: str, precision: st
     run = fitted(module, strategy=HorovodStrategy(shard=shard), gradient_clip_val=0.5, **given)
     if plugins:
         assert isinstance(run.precision_plugin.scaler, hc.GradScaler)
-    hc.check_equal_weights(module)
+    hc.verify(module)
     loose = {"rtol": 0.1, "atol": 0.05} if precision != "32-true" else {"rtol": 1e-4, "atol": 1e-5}
     for value, expected in zip(module.parameters(), in_float32.parameters()):
         torch.testing.assert_close(value, expected, **loose)
@@ -367,7 +367,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all() -> None:
     run = fitted(
         module, plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))]
     )
-    hc.check_equal_weights(module)
+    hc.verify(module)
     assert run.precision_plugin.scaler.get_scale() == 2.0**6  # halved in each epoch
     assert all(value.isfinite().all() for value in module.parameters())
 

@@ -89,7 +89,7 @@ def trained(
 
 
 def same_bits(model: Any, other: Any) -> None:
-    hc.check_equal_weights(model)
+    hc.verify(model)
     for (name, value), expected in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(value, expected), name
 
@@ -222,7 +222,7 @@ def test_gradient_checkpointing_and_a_budget_keep_the_bits(folder, quick_planner
 
 def test_bf16(folder) -> None:
     trainer = trained(folder, causal(), Rows(causal=True), bf16=True)
-    hc.check_equal_weights(trainer.model)
+    hc.verify(trainer.model)
 
 
 class Normed(torch.nn.Module):

@@ -26,7 +26,7 @@ for _ in range(3):
     optimizer.zero_grad()
     model(torch.randn(4, 8)).square().mean().backward()
     optimizer.step()
-place = f"{hc.stage()} {hc.rank()}/{hc.size()} {hc.local_rank()}/{hc.local_size()} {hc.controller()}"
+place = f"{hc.grid().stage} {hc.rank()}/{hc.size()} {hc.local_rank()}/{hc.local_size()} {hc.controller()}"
 print(f"{place} {model.weight.detach().double().sum().item()!r}\\n", end="", flush=True)
 """
 CLEAN = {

@@ -30,7 +30,7 @@ def build() -> nn.Module:
 
 def message_of(model: nn.Module) -> str:
     with pytest.raises(hc.WeightsDiffer) as caught:
-        hc.check_equal_weights(model)
+        hc.verify(model)
     assert set(hc.allgather_object(str(caught.value), name="test.message")) == {str(caught.value)}
     return str(caught.value)
 
@@ -40,11 +40,11 @@ def test_equal_weights_pass_whatever_the_buffers_and_the_strides_are() -> None:
     model[1].running_mean.fill_(hc.rank())
     if hc.rank() == 0:
         model.strided.data = model.strided.data.contiguous()
-    hc.check_equal_weights(model)
-    hc.check_equal_weights(nn.ReLU())
+    hc.verify(model)
+    hc.verify(nn.ReLU())
     with torch.no_grad():
         model.scalar.fill_(float("nan"))
-    hc.check_equal_weights(model)
+    hc.verify(model)
 
 
 @several
@@ -94,7 +94,7 @@ def test_models_that_differ_are_found(build_other: Callable[[], nn.Module], expe
 def test_what_cannot_be_compared_is_an_error_on_every_rank() -> None:
     model = nn.LazyLinear(2) if hc.rank() == 0 else nn.Linear(1, 2)
     with pytest.raises(ValueError, match=r"rank 0 \(host .*\): the weights of 'weight' cannot be compared"):
-        hc.check_equal_weights(model)
+        hc.verify(model)
 
 
 @several
@@ -103,8 +103,8 @@ def test_a_process_set_compares_its_own_ranks() -> None:
     model = nn.Linear(2, 2)
     if hc.rank() == 0:
         model.weight.data.add_(1)
-        hc.check_equal_weights(model, members)
+        hc.verify(model, process_set=members)
     else:
         with pytest.raises(ValueError, match=f"rank {hc.rank()} is not in "):
-            hc.check_equal_weights(model, members)
+            hc.verify(model, process_set=members)
     hc.remove_process_set(members)

@@ -28,7 +28,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(weights, "PART_BYTES", 100)
     monkeypatch.setattr(weights, "PARTS", 1 << 20)
     yield
-    hc.verify_weights()
+    hc.verify(weights=True)
 
 
 def step(model: nn.Module, optimizer: Any, number: int) -> None:
@@ -214,7 +214,7 @@ def test_after_an_error_a_broadcast_mends_and_training_resumes() -> None:
     assert "'0.0.bias'" in found(model, optimizer, parts_of(model))
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     assert not found(model, optimizer, 2 * parts_of(model))
-    hc.check_equal_weights(model)
+    hc.verify(model)
 
 
 @several
@@ -233,31 +233,31 @@ def test_what_a_rank_declares_its_own_is_not_compared() -> None:
     model = chain(2)
     optimizer = wrap(model)
     trained(model, optimizer)
-    hc.verify_weights(ignore=[model[0][0].weight] if hc.rank() else list(model[0][0].parameters()))
+    hc.verify(weights=True, ignore=[model[0][0].weight] if hc.rank() else list(model[0][0].parameters()))
     change(model[0][0].weight)
     change(model[0][0].bias)  # rank 0 ignores it, and none can be compared with it
     assert not found(model, optimizer, 2 * parts_of(model))
     change(model[1][0].weight)
     message = found(model, optimizer, parts_of(model))
     assert "'1.0.weight'" in message and "(1 parameters" in message
-    hc.verify_weights()
+    hc.verify(weights=True)
     optimizer.reset_reduction()
     assert "'0.0.weight'" in found(model, optimizer, 2 + parts_of(model))
     with pytest.raises(TypeError, match="Linear"):
-        hc.verify_weights(ignore=[model[0][0]])
+        hc.verify(weights=True, ignore=[model[0][0]])
 
 
 @several
 def test_turned_off_on_all_ranks_or_some() -> None:
     model = chain(2)
     optimizer = wrap(model)
-    hc.verify_weights(False)
+    hc.verify(weights=False)
     trained(model, optimizer)
     change(model[0][0].weight)
     assert not found(model, optimizer, 2 * parts_of(model))
-    hc.verify_weights(hc.rank() < hc.size() - 1)  # the others have the same
+    hc.verify(weights=hc.rank() < hc.size() - 1)  # the others have the same
     assert not found(model, optimizer, 2 * parts_of(model))
-    hc.verify_weights()
+    hc.verify(weights=True)
     assert "'0.0.weight'" in found(model, optimizer, parts_of(model))
 
 

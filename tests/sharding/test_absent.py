@@ -146,4 +146,4 @@ def test_what_needs_no_values_works(split: tuple[Any, Any]) -> None:
     model.requires_grad_(True)
     assert seen == [(4, 4)]
     handle.remove()
-    hc.check_equal_weights(model)
+    hc.verify(model)

@@ -158,7 +158,7 @@ def test_weights_that_have_drifted_end_all_ranks_and_are_named(
         hc.WeightsDiffer, match=rf"^parameter '\S+' differs{when}: rank {LAST} \(host \S+\) has"
     ):
         train(folder / "run", drift, **options)
-    hc.verify_weights()
+    hc.verify(weights=True)
     assert len(drifted) == (hc.rank() == LAST)
 
 

@@ -25,7 +25,7 @@ def balance_by_time(
     Name and arguments are those of torchgpipe (Kim et al., 2020); the cuts are the exact optimum. If Horovod runs on several ranks,
     all ranks must call the function, and the first rank measures for all::
 
-        model = hc.Pipeline(model, hc.balance_by_time(hc.stages(), model, sample), chunks=8)
+        model = hc.Pipeline(model, hc.balance_by_time(hc.grid().stages, model, sample), chunks=8)
 
     Args:
         partitions: number of parts: the number of stages times the parts on each stage.

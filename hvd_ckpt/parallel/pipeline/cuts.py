@@ -50,7 +50,7 @@ def cuts_of(plan: Plan, stages: int, options: PipelineOptions) -> PipelinePlan:
     """
     if plan.pipeline is None:
         raise PlanError(
-            "The plan was made without stages: make one with hc.plan(..., layout=hc.StageLayout(hc.stages()))."
+            "The plan was made without stages: make one with hc.plan(..., layout=hc.StageLayout(hc.grid().stages))."
         )
     if plan.pipeline.stages != stages:
         raise PlanError(

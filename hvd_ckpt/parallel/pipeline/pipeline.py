@@ -89,8 +89,8 @@ class Pipeline(nn.Module):
             recomputation (``checkpoint_interval``) is not used; see ``checkpoint``.
         balance: number of blocks in each chunk of the model, ``stages * virtual_stages`` numbers; by default the exact optimum for
             ``costs``.
-        plan: a plan of ``hc.plan(..., layout=hc.StageLayout(hc.stages()))``, which is applied to the model. It sets ``balance``,
-            ``chunks``, ``schedule`` and ``virtual_stages``, which must not be given, and ``checkpoint="auto"``.
+        plan: a plan of ``hc.plan(..., layout=hc.StageLayout(hc.grid().stages))``, which is applied to the model. It sets
+            ``balance``, ``chunks``, ``schedule`` and ``virtual_stages``, which must not be given, and ``checkpoint="auto"``.
         chunks: number of micro-batches of a batch; required without a plan.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, see :mod:`hvd_ckpt.parallel.pipeline.schedule`.
         checkpoint: the micro-batches whose blocks are recomputed from their input in the backward pass, as in torchgpipe:

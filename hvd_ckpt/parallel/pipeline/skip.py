@@ -4,17 +4,17 @@ The protocol is that of torchgpipe (Kim et al., 2020). A module is decorated wit
 ``forward`` is a generator that yields :class:`stash` and :class:`pop`. Such a module runs in any ``nn.Sequential``. In a
 :class:`hvd_ckpt.Pipeline`, a stashed tensor is sent directly to the stage that pops it::
 
-    @hc.skippable(stash=["skip"])
+    @hc.skip.skippable(stash=["skip"])
     class Down(nn.Module):
         def forward(self, x):
             x = self.conv(x)
-            yield hc.stash("skip", x)
+            yield hc.skip.stash("skip", x)
             return self.pool(x)
 
-    @hc.skippable(pop=["skip"])
+    @hc.skip.skippable(pop=["skip"])
     class Up(nn.Module):
         def forward(self, x):
-            skip = yield hc.pop("skip")
+            skip = yield hc.skip.pop("skip")
             return self.conv(torch.cat([self.upsample(x), skip], dim=1))
 
     level = "level 1"                                 # any object: the same names are different connections in each

@@ -22,7 +22,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 def block(stashed: list[str], popped: list[str], dropout: float) -> nn.Module:
-    @hc.skippable(stash=stashed, pop=popped)
+    @hc.skip.skippable(stash=stashed, pop=popped)
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -30,11 +30,11 @@ def block(stashed: list[str], popped: list[str], dropout: float) -> nn.Module:
 
         def forward(self, x: Tensor) -> Any:
             for name in popped:
-                skip = yield hc.pop(name)
+                skip = yield hc.skip.pop(name)
                 x = x + 0.5 * skip * x
             y = functional.dropout(torch.tanh(self.linear(x)), dropout, self.training)
             for name in stashed:
-                yield hc.stash(name, y)
+                yield hc.skip.stash(name, y)
             return x + y
 
     made: nn.Module = Block()
@@ -122,5 +122,5 @@ def run(stages: int, count: int, seed: int = 1) -> None:
 if __name__ == "__main__":
     hc.init(stages=int(sys.argv[1]), stall_timeout=60)
     run(*map(int, sys.argv[1:]))
-    if hc.rank() == 0 and hc.stage() == 0:
-        print(f"{sys.argv[2]} random programs on {hc.stages()} stages of {hc.size()}: equal", flush=True)
+    if hc.rank() == 0 and hc.grid().stage == 0:
+        print(f"{sys.argv[2]} random programs on {hc.grid().stages} stages of {hc.size()}: equal", flush=True)

@@ -74,7 +74,7 @@ class Residual(nn.Module):
         return result
 
 
-@hc.skippable(stash=["skip"])
+@hc.skip.skippable(stash=["skip"])
 class Down(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -82,14 +82,14 @@ class Down(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         x = functional.dropout(torch.tanh(self.linear(x)) + x, 0.1, self.training)
-        yield hc.stash("skip", x)
+        yield hc.skip.stash("skip", x)
         return x
 
 
-@hc.skippable(pop=["skip"])
+@hc.skip.skippable(pop=["skip"])
 class Up(Down):
     def forward(self, x: Tensor) -> Any:
-        skip = yield hc.pop("skip")
+        skip = yield hc.skip.pop("skip")
         return torch.tanh(self.linear(x + skip) * skip) + x
 
 
@@ -234,7 +234,7 @@ def train(make_model: Made, make_batch: Callable[[int], Batch], arguments: dict[
                 if arguments is None
                 else [model(*data[0].inputs, **data[0].shared)]
             )
-            if arguments is None or hc.stage() == hc.stages() - 1
+            if arguments is None or hc.grid().stage == hc.grid().stages - 1
             else model(*data[0].inputs, **data[0].shared)
         )
     return model, losses, outputs, torch.get_rng_state()
@@ -247,7 +247,7 @@ def check(name: str, reference: Any, arguments: dict[str, Any], exact: bool = Tr
     expected = dict(whole.state_dict())
     own = model.state_dict()
     assert own and set(own) <= set(expected)
-    where = f"{name} {arguments} on stage {hc.stage()} of {hc.stages()}"
+    where = f"{name} {arguments} on stage {hc.grid().stage} of {hc.grid().stages}"
     for key, value in own.items():
         if exact:
             assert torch.equal(value, expected[key]), f"{where}: {key}"
@@ -256,7 +256,7 @@ def check(name: str, reference: Any, arguments: dict[str, Any], exact: bool = Tr
     if exact:
         assert all(map(torch.equal, own_losses, losses)), (where, own_losses, losses)
         assert torch.equal(own_state, state), where
-        if hc.stage() == hc.stages() - 1:
+        if hc.grid().stage == hc.grid().stages - 1:
             assert torch.equal(own_outputs, outputs), where
         else:
             assert own_outputs is None
@@ -268,13 +268,13 @@ def equality(cases: dict[str, tuple[Made, Callable[[int], Batch]]]) -> None:
         torch.manual_seed(0)
         reference = train(make_model, make_batch, None)
         pairs = list(itertools.product(kinds, CHECKPOINTS))
-        every = number == 0 and hc.size() * hc.stages() < 4  # four processes are slow on few cores
+        every = number == 0 and hc.size() * hc.grid().stages < 4  # four processes are slow on few cores
         for schedule, checkpoint in pairs if every else pairs[number % 3 :: 5]:
             blocks = len(make_model())
-            if schedule == "interleaved" and 2 * hc.stages() > blocks:
+            if schedule == "interleaved" and 2 * hc.grid().stages > blocks:
                 schedule = "1f1b"
             check(name, reference, {"schedule": schedule, "checkpoint": checkpoint})
-    if hc.stages() > 1:
+    if hc.grid().stages > 1:
         tied = train(tied_transformer, tokens, None)
         check("tied", tied, {"schedule": "1f1b"}, exact=False)
 
@@ -302,12 +302,12 @@ def planned() -> None:
     reference = train(make_model, make_batch, None)
     torch.manual_seed(3)
     part = batches(make_batch)[0].split(4)[0]
-    plan = plan_of(make_model(), part, 1 + hc.stage(), stages=hc.stages())
+    plan = plan_of(make_model(), part, 1 + hc.grid().stage, stages=hc.grid().stages)
     assert plan.budget == 1  # the smallest of all ranks
     facts = plan.pipeline, [block.policy.title for block in plan.blocks]
     digests = current().gather(torch.tensor([zlib.crc32(repr(facts).encode())], dtype=torch.float64))
     assert all(torch.equal(one, digests[0]) for one in digests)
-    if hc.stages() == 2:
+    if hc.grid().stages == 2:
         assert [part.recompute for part in plan.pipeline.parts] == [True, False]
     check("transformer", reference, {"plan": plan})
     for given in ({"chunks": 4}, {"schedule": "gpipe"}, {"virtual_stages": 2}, {"costs": [1.0]}):
@@ -322,7 +322,7 @@ def frees_other_stages() -> None:
         pipeline = hc.Pipeline(model, chunks=2)
         left = [one for one in parameters if one() is not None]
         assert len(left) == len(list(pipeline.parameters())) and (
-            len(left) < len(parameters) or hc.stages() == 1
+            len(left) < len(parameters) or hc.grid().stages == 1
         )
 
 
@@ -369,7 +369,7 @@ def norms_in_stages() -> None:
     ):
         for shard in (0, 1, 2, 3):
             torch.manual_seed(0)
-            count = 2 * hc.stages()
+            count = 2 * hc.grid().stages
             chain = nn.Sequential(
                 *[nn.Linear(4, 4, dtype=dtypes[n * len(dtypes) // count]) for n in range(count)]
             )
@@ -426,16 +426,16 @@ def sharded_in_stages() -> None:
         optimizer.zero_grad()
         first = next(model.parameters())
         hook = first.register_hook(lambda gradient: gradient + float("inf"))
-        if hc.stage() != 0:
+        if hc.grid().stage != 0:
             hook.remove()
         model.accumulate(data[0], loss_of, weight=weight)
         hook.remove()
         assert model.clip_grad_norm_(1.0) == float("inf")  # zeros but for the first parameter's, as in torch
         optimizer.step()
         with optimizer.gathered_parameters():
-            assert first.isnan().all() == (hc.stage() == 0)
+            assert first.isnan().all() == (hc.grid().stage == 0)
             weights.append([one.clone() for one in model.state_dict().values()])
-            assert sum(int(one.isnan().any()) for one in weights[-1]) == (hc.stage() == 0)
+            assert sum(int(one.isnan().any()) for one in weights[-1]) == (hc.grid().stage == 0)
     for other in weights[1:]:
         assert all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(weights[0], other))
 
@@ -455,7 +455,7 @@ def overflow() -> None:
         model.accumulate(
             batch, loss_of, weight=weight, backward=lambda loss, last: scaler.scale(loss).backward()
         )
-        if overflows and hc.stage() == 0:
+        if overflows and hc.grid().stage == 0:
             first = next(one for one in model.parameters() if one.grad is not None)
             first.grad = torch.full_like(first, float("inf"))
         scaler.step(optimizer)
@@ -469,7 +469,7 @@ def float16_gradients() -> None:
     """Those of the first stage alone are refused on all."""
     several: list[dict[str, Any]] = [{}, {"shard": "optimizer", "master_weights": False}]
     for options in several:
-        model = nn.Linear(4, 4, dtype=torch.float32 if hc.stage() else torch.float16)
+        model = nn.Linear(4, 4, dtype=torch.float32 if hc.grid().stage else torch.float16)
         bare = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = hc.DistributedOptimizer(bare, model.named_parameters(), model=model, **options)
         scaler = hc.GradScaler("cpu")
@@ -530,7 +530,7 @@ def comes_to_grief(case: str) -> None:
     batch = batches(tokens)[0]
     torch.manual_seed(100 + hc.rank())
     if case.startswith("hangs"):
-        hc.init(stages=hc.stages(), stall_timeout=8)
+        hc.init(stages=hc.grid().stages, stall_timeout=8)
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         if case == "hangs":
@@ -541,19 +541,19 @@ def comes_to_grief(case: str) -> None:
         model.accumulate(batch, loss)
     elif case == "hangs before clipping":
         model.accumulate(batch, loss_of)
-        time.sleep(1000 * hc.stage())
+        time.sleep(1000 * hc.grid().stage)
         model.clip_grad_norm_(1.0)
     elif case == "differ":
         try:
-            hc.Pipeline(transformer(), chunks=4 + hc.stage())
+            hc.Pipeline(transformer(), chunks=4 + hc.grid().stage)
         except ValueError as error:
             print("other chunks are refused:", error, flush=True)
-        torch.manual_seed(hc.stage())
+        torch.manual_seed(hc.grid().stage)
         try:
             hc.Pipeline(tied_transformer(), chunks=4)
         except ValueError as error:
             print("other values are refused:", error, flush=True)
-        torch.manual_seed(hc.stage())
+        torch.manual_seed(hc.grid().stage)
         model.accumulate(batch, loss)
 
 
@@ -565,7 +565,7 @@ def main() -> None:
         except ValueError as error:
             print(error, flush=True)
     hc.init(stages=stages, stall_timeout=60)
-    assert (hc.stages(), 0 <= hc.stage() < stages) == (stages, True)
+    assert (hc.grid().stages, 0 <= hc.grid().stage < stages) == (stages, True)
     if case == "random":
         random_stages.run(stages, 4)
         print("equal", flush=True)
@@ -591,7 +591,7 @@ def main() -> None:
         random_stages.run(stages, 4)
     frees_other_stages()
     hc.shutdown()
-    assert (hc.stages(), hc.stage()) == (1, 0)
+    assert (hc.grid().stages, hc.grid().stage) == (1, 0)
     print("equal", flush=True)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import hvd_ckpt as hc
 
 hc.init(stages=2, stall_timeout=60)
-process = hc.stage() * hc.size() + hc.rank()
+process = hc.grid().stage * hc.size() + hc.rank()
 
 
 def model() -> nn.Sequential:

@@ -24,19 +24,19 @@ hc.init(stages=stages, tensor=tensor, stall_timeout=5 if case in ("stops", "dies
 grid = current()
 
 if case == "grid":
-    assert grid.number == (hc.stage() * hc.size() + hc.rank()) * tensor + hc.tensor_rank()
-    assert (hc.tensor_size(), hc.stages(), hc.size()) == (tensor, stages, grid.size // stages // tensor)
+    assert grid.number == (hc.grid().stage * hc.size() + hc.rank()) * tensor + hc.grid().part
+    assert (hc.grid().tensor, hc.grid().stages, hc.size()) == (tensor, stages, grid.size // stages // tensor)
     assert of_all_processes(grid.number, "numbers") == list(range(grid.size))
     assert of_first_process(grid.number, "first") == 0
     # Horovod's world has the replicas of this stage and part, and no others.
     total = hc.allreduce(torch.tensor([float(grid.number)]), op=hc.Sum, name="numbers")
-    assert total == sum(grid.process(hc.stage(), replica) for replica in range(hc.size()))
+    assert total == sum(grid.process(hc.grid().stage, replica) for replica in range(hc.size()))
     assert grid.on_any_stage(grid.number % tensor == tensor - 1)
     torch.manual_seed(grid.number)
     for shape in ((3,), (5, 7), (1 << 20,)):
         own = torch.randn(shape)
         rows = parts.gather(own)
-        assert torch.equal(rows[hc.tensor_rank()], own)
+        assert torch.equal(rows[hc.grid().part], own)
         expected = rows[0]
         for row in rows[1:]:
             expected = expected + row
@@ -46,7 +46,7 @@ if case == "grid":
         assert torch.equal(parts.maximum(own), torch.stack(rows).amax(0))
     half = torch.randn(9).bfloat16()
     assert len({tuple(row.tolist()) for row in parts.gather(parts.add(half).float())}) == 1
-    uneven = parts.gather(torch.full((hc.tensor_rank() + 1,), 1.0), [(part + 1,) for part in range(tensor)])
+    uneven = parts.gather(torch.full((hc.grid().part + 1,), 1.0), [(part + 1,) for part in range(tensor)])
     assert [len(row) for row in uneven] == list(range(1, tensor + 1))
     with pytest.raises(ValueError, match=f"tensor={tensor} already"):
         hc.init(tensor=tensor + 1)

@@ -105,7 +105,7 @@ def partitioned() -> None:
         gradients.append(torch.autograd.grad(y.square().sum(), [leaf])[0])
     assert torch.equal(*gradients)
     share = _pack(torch.randn(4, 6, requires_grad=True) * 1)
-    assert share.values.nbytes == share.values.untyped_storage().nbytes() == 4 * 24 // hc.tensor_size()
+    assert share.values.nbytes == share.values.untyped_storage().nbytes() == 4 * 24 // hc.grid().tensor
 
 
 def positions() -> None:
@@ -116,14 +116,14 @@ def positions() -> None:
         layer.attention_norm.register_forward_hook(lambda module, args, result: shapes.append(result.shape))
     with torch.no_grad():
         assert_close(model.eval()(tokens), made().eval()(tokens), "evaluated")
-    assert shapes == [(BATCH, LENGTH // hc.tensor_size(), SIZES["width"])] * SIZES["layers"]
+    assert shapes == [(BATCH, LENGTH // hc.grid().tensor, SIZES["width"])] * SIZES["layers"]
     losses = []
     for other in (split(), copy.deepcopy(split()), pickle.loads(pickle.dumps(split()))):
         losses.append(train("gpt", other))
         assert_like_whole(other, trained_whole(), "a copy")
     assert losses[0] == losses[1] == losses[2]
     with pytest.raises(
-        ValueError, match=f"shape .* have no number of positions that tensor={hc.tensor_size()} divides"
+        ValueError, match=f"shape .* have no number of positions that tensor={hc.grid().tensor} divides"
     ):
         model(tokens[:, :-1])
     x = torch.randn(1, 4, SIZES["width"])
@@ -136,7 +136,7 @@ def positions() -> None:
         with pytest.raises(ValueError, match="the recipe has no blocks"):
             hc.tensor_parallel(wrong, recipe, sequence=True)
     with pytest.raises(ValueError, match="different recipes"):
-        hc.tensor_parallel(made(), sequence=hc.tensor_rank() == 0)
+        hc.tensor_parallel(made(), sequence=hc.grid().part == 0)
 
 
 def trained_whole() -> nn.Module:
@@ -189,7 +189,7 @@ def whole_states() -> None:
         tokens, _, targets = batch_of("gpt", 0)
         functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
-        first = hc.rank() == hc.tensor_rank() == 0
+        first = hc.rank() == hc.grid().part == 0
         assert (optimizer.full_model_state_dict(model) is not None) == first
         assert (optimizer.full_state_dict() is not None) == first
         state = optimizer.full_model_state_dict(model, all_ranks=True)
@@ -299,7 +299,7 @@ def half() -> None:
 
 def parameters() -> None:
     """The bytes of a part: all of the vocabulary, attention and perceptron / t; norms, positions and row biases whole."""
-    t, h, v, layers = hc.tensor_size(), 16, 40, 2
+    t, h, v, layers = hc.grid().tensor, 16, 40, 2
     model = split(vocabulary=v)
     per_layer = (
         (3 * h * h + 3 * h) // t + h * h // t + h + (4 * h * h + 4 * h) // t + 4 * h * h // t + h + 4 * h
@@ -371,8 +371,8 @@ def verified() -> None:
     assert all(one.grad is None for one in model.parameters())
     model = hc.tensor_parallel(Between(lambda model, h: h.tanh()), recipe)
     with pytest.raises(ValueError, match="parts of a replica called the model with different arguments"):
-        model(x + hc.tensor_rank())
-    model.up.weight.requires_grad_(hc.tensor_rank() == 0)
+        model(x + hc.grid().part)
+    model.up.weight.requires_grad_(hc.grid().part == 0)
     with pytest.raises(ValueError, match="requires_grad of parameter 'up.weight' differs"):
         model(x)
 
@@ -383,14 +383,14 @@ def frozen_later() -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = hc.DistributedOptimizer(optimizer, model.named_parameters())
     optimizer.step()
-    model[1].perceptron[0].weight.requires_grad_(hc.tensor_rank() != 1)
+    model[1].perceptron[0].weight.requires_grad_(hc.grid().part != 1)
     words = r"requires_grad of parameter 'layer0\.perceptron\.0\.weight' .* 0 and 1"
     with pytest.raises(hc.WeightsDiffer, match=words):
         optimizer.step()
     tokens, _, _ = batch_of("gpt", 0)
     model = split()
     model(tokens).sum().backward()
-    model[1].perceptron[0].weight.requires_grad_(hc.tensor_rank() != 1)
+    model[1].perceptron[0].weight.requires_grad_(hc.grid().part != 1)
     with pytest.raises(ValueError, match=words):
         model(tokens)
 
@@ -406,7 +406,7 @@ def without_positions() -> None:
 def copies() -> None:
     model = split()
     check_copies(model.named_parameters())
-    if hc.tensor_rank() == 1:
+    if hc.grid().part == 1:
         with torch.no_grad():
             model[2].attention_norm.weight[3] += 1e-3
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -453,7 +453,7 @@ def refused() -> None:
     for model, recipe, words in wrong:
         with pytest.raises(ValueError, match=words):
             hc.tensor_parallel(model, recipe or None)
-    part = hc.tensor_rank()
+    part = hc.grid().part
     with pytest.raises(ValueError, match="different recipes"):
         hc.tensor_parallel(
             made(), {"layer0.perceptron.0": "column"} if part else {"layer1.perceptron.0": "column"}
