@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from gpu.job import CheckJob
 from torch import Tensor, nn
+from torch.nn import functional
 
 import hvd_ckpt as hc
-from benchmarks.workloads import Gpt
 from hvd_ckpt.app.compare.runner.jobs import own_device
+from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.processes.devices import use_deterministic_kernels
 from hvd_ckpt.utils.measure import now
 
@@ -22,6 +24,32 @@ STEPS = 5
 SEGMENTS = 2
 TOLERANCE = 1e-3
 """The largest error of float32 training, as a part of the distance that the weights have moved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpt:
+    """The sizes of a GPT, which learns the next of random tokens."""
+
+    batch: int = 2
+    length: int = 256
+    width: int = 256
+    heads: int = 8
+    layers: int = 12
+    vocabulary: int = 256
+
+    def model(self) -> nn.Sequential:
+        """A plain chain, which every library takes."""
+        sizes = {name: value for name, value in vars(self).items() if name != "batch"}
+        return nn.Sequential(OrderedDict(gpt(**sizes, tied=False).named_children()))
+
+    def sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (batch, length)."""
+        tokens = torch.randint(self.vocabulary, (self.batch, self.length + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
+
 
 GPT2_SMALL = Gpt(batch=8, length=1024, width=768, heads=12, vocabulary=50257)
 MEDIUM = Gpt(batch=8, length=128, width=256, heads=8, layers=4)
