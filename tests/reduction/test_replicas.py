@@ -46,7 +46,7 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], value: str) -> Non
 
 
 def test_a_module_that_averages_over_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="module '1' is a SyncBatchNorm"):
+    with pytest.raises(ValueError, match="the SyncBatchNorm '1'"):
         make(nn.Sequential(nn.Linear(2, 2), hc.SyncBatchNorm(2)), replicas=4)
 
 
