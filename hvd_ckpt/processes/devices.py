@@ -12,12 +12,29 @@ import torch
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
+LINK_VARIABLE, LINKS = "HVD_CKPT_LINK", ("nccl", "host", "gloo")
 NO_GPU_OPERATIONS = "this Horovod is built without operations on GPUs"
 
 
 def has_gpu_operations() -> bool:
     """Whether Horovod can communicate tensors of GPUs. Without, it waits forever for the first one."""
     return bool(hvd.cuda_built() or hvd.rocm_built())
+
+
+def message_backend() -> str:
+    """The backend of PyTorch that carries a device's tensors between stages and parts: ``"nccl"``, or an empty string for none.
+
+    ``HVD_CKPT_LINK=host`` sends them through the memory of hosts, and ``gloo`` is for tests of this link on CPUs.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    chosen = os.environ.get(LINK_VARIABLE, LINKS[0])
+    if chosen not in LINKS:
+        raise ValueError(f"{LINK_VARIABLE} must be {', '.join(LINKS[:-1])} or {LINKS[-1]}, got {chosen!r}")
+    if chosen == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return ""
+    return chosen if chosen != "host" else ""
 
 
 def local_device() -> torch.device:

@@ -26,6 +26,9 @@ from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.utils.rules import ELASTIC
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from hvd_ckpt.processes.device_link import DeviceLink
     from hvd_ckpt.processes.hosts import Peer
     from hvd_ckpt.processes.links import GlooLink, MpiLink
 
@@ -45,6 +48,9 @@ class Grid:
         local_rank, local_size: its number among the processes of all stages on this host, and how many these are.
         peers: where each process of the job runs, by process number.
         link: messages between all processes; None in a job of one process that no launcher has started.
+        backend: of PyTorch, which all processes have for messages of their device's tensors; an empty string if they have none.
+        store, address: for such groups, where there is a backend, and where this process listens.
+        stage_link, part_link: such messages between the stages of a replica, and the parts of a layer.
     """
 
     stages: int
@@ -57,6 +63,11 @@ class Grid:
     part: int = 0
     peers: Sequence[Peer] = ()
     link: MpiLink | GlooLink | None = None
+    backend: str = ""
+    store: Store | None = None
+    address: str = ""
+    stage_link: DeviceLink | None = None
+    part_link: DeviceLink | None = None
     horovod: dict[str, Any] = field(
         default_factory=dict
     )  # arguments and environment that Horovod starts with

@@ -23,6 +23,7 @@ from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.processes.launchers import look_up
 from hvd_ckpt.utils.text import ranks_text
 
+LOOPBACK = "127.0.0.1"
 PROBE_SECONDS = 1.5  # long enough for the second attempt that TCP makes after one second
 SSH_PORT = 22
 ADDRESSES_PER_HOST = 4
@@ -51,13 +52,18 @@ class Peer:
         started = process.started if process else 0
         return cls(rank, host_name(), own_addresses(), pid, started, table=table)
 
-    def trouble(self) -> str:
-        """The trouble of its process, which is in this machine's process table; an empty string without any."""
+    def has_ended(self) -> bool:
+        """Whether its process, which is in this machine's process table, has ended."""
         process = look_up(self.pid)
         # The kernel may have given the process id to another process since: the time of its start tells them apart.
-        if process is None or process.started != self.started or process.state in "ZX":
+        return process is None or process.started != self.started or process.state in "ZX"
+
+    def trouble(self) -> str:
+        """The trouble of its process, which is in this machine's process table; an empty string without any."""
+        if self.has_ended():
             return f"rank {self.rank} (process {self.pid} on host {self.host}) has ended"
-        if process.state in "Tt":
+        process = look_up(self.pid)
+        if process is not None and process.state in "Tt":
             return f"rank {self.rank} (process {self.pid} on host {self.host}) is stopped by a signal"
         return ""
 

@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
@@ -22,11 +22,12 @@ from urllib.parse import quote
 from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
 from horovod.runner.http.http_server import RendezvousServer
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from hvd_ckpt.processes import watchdog
+from hvd_ckpt.processes.devices import message_backend
 from hvd_ckpt.processes.grid import FAILURE_TAG, Grid, set_current
-from hvd_ckpt.processes.hosts import Peer
+from hvd_ckpt.processes.hosts import LOOPBACK, Peer
 from hvd_ckpt.processes.launchers import GLOO_ADDRESS, is_elastic, whole_in
 from hvd_ckpt.processes.near import Awaited, Listener, NearLink, PeerEnded
 from hvd_ckpt.processes.rendezvous import PORT, own_address, rank_variables
@@ -252,8 +253,13 @@ def _over_mpi(stages: int, tensor: int, mpi: Any) -> Grid:
     near = world.Split_type(mpi.COMM_TYPE_SHARED)
     grid.local_rank, grid.local_size = near.Get_rank(), near.Get_size()
     near.Free()
-    grid.peers = world.allgather(Peer.here(world.Get_rank()))
+    facts = world.allgather((Peer.here(world.Get_rank()), message_backend()))
+    grid.peers = [peer for peer, _ in facts]
     grid.link = MpiLink(world, grid.name)
+    grid.backend = _common(backend for _, backend in facts)
+    if grid.backend:
+        grid.address = next(iter(grid.peers[grid.number].addresses), LOOPBACK)
+        grid.store = _store(grid.number, grid.address, lambda place: world.bcast(place, 0))
     # The replicas of one stage and part, in the order of replicas, which so become Horovod's ranks.
     grid.horovod = {"comm": mpi.COMM_WORLD.Split(grid.stage * tensor + grid.part, grid.replica)}
     return grid
@@ -290,6 +296,12 @@ class _Board:
                 except RuntimeError:  # not there yet
                     time.sleep(self._between)
 
+    def of_first(self, value: Any) -> Any:
+        """The value of rank 0, which alone gives one."""
+        if value is not None:
+            self.put("the store of rank 0", value)
+        return self.get("the store of rank 0") if value is None else value
+
     def own_address(self) -> str:
         """This host's address on the way to the launcher."""
         return own_address(self.address)
@@ -306,16 +318,21 @@ def _over_gloo(stages: int, tensor: int) -> Grid:
     )
     board = _Board(processes)
     near = Listener()
-    board.put(f"rank {process}", (Peer.here(process), near.host, near.name))
+    board.put(f"rank {process}", (Peer.here(process), near.host, near.name, message_backend()))
     # Rank 0 asks for each entry, and the others for its list: n questions, where each for each other would be n squared.
     if process == 0:
         board.put("all ranks", [board.get(f"rank {other}") for other in range(processes)])
     everyone = board.get("all ranks")
-    grid.peers = [peer for peer, _, _ in everyone]
+    grid.peers = [peer for peer, *_ in everyone]
     grid.horovod = {"environment": _world_environment(grid, board)}
-    group = _group(board, process, processes)  # here everyone listens
+    grid.address = board.own_address()
+    store = _store(process, grid.address, board.of_first)
+    with watchdog.waiting("all ranks to connect"):
+        group = gloo_group(store, process, processes, grid.address)  # here everyone listens
+    grid.backend = _common(backend for *_, backend in everyone)
+    grid.store = store if grid.backend else None
     # A process without such sockets has the host None, as others like it have. connect() then connects none of them.
-    names = {other: name for other, (_, host, name) in enumerate(everyone) if host == near.host}
+    names = {other: name for other, (_, host, name, _) in enumerate(everyone) if host == near.host}
     with watchdog.waiting("all ranks of this host to connect"):
         grid.link = GlooLink(group, NearLink(near.connect(process, names)), grid.name)
     return grid
@@ -335,19 +352,30 @@ def _machine(peer: Peer) -> tuple[str, tuple[str, ...]]:
     return peer.host, peer.addresses
 
 
-def _group(board: _Board, process: int, processes: int) -> Any:
-    key = "the store of rank 0"
-    own = board.own_address()
+# ------------------------------------------------------------------------------------------------------------ groups
+
+
+def _common(backends: Iterable[str]) -> str:
+    """What all processes have."""
+    found = set(backends)
+    return found.pop() if len(found) == 1 else ""
+
+
+def _store(process: int, address: str, share: Callable[[tuple[str, int] | None], tuple[str, int]]) -> Store:
+    """The store of process 0, whose place ``share`` gives to all."""
     if process == 0:
-        # Port 0 lets the system choose a free one, which the others learn from the board.
-        store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        board.put(key, (own, store.port))
-    else:
-        address, port = board.get(key)
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+        # Port 0 lets the system choose a free one.
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        share((address, store.port))
+        return store
+    address, port = share(None)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False)
+
+
+def gloo_group(store: Store, rank: int, size: int, address: str) -> Any:
+    """A process group over Gloo, of processes that listen at their addresses. Collective over these."""
     group: Any = ProcessGroupGloo
     options = group._Options()
-    options._devices = [group.create_device(hostname=own)]
+    options._devices = [group.create_device(hostname=address)]
     options._timeout = NO_LIMIT
-    with watchdog.waiting("all ranks to connect"):
-        return group(store, process, processes, options)
+    return group(store, rank, size, options)

@@ -1,4 +1,4 @@
-"""Sums and gathers among the parts of a replica, over the links of the grid and never in Horovod's queue.
+"""Sums and gathers among the parts of a layer, over the links of the grid and never in Horovod's queue.
 
 Every part exchanges tensors with each other part, and adds in the order of the parts, so all have the same bits in every run. Two
 parts exchange whole tensors, which sends as many bytes as a ring and waits once. More parts reduce-scatter, then gather.
@@ -65,7 +65,7 @@ def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> lis
     """The tensors of all parts, in their order. Collective over the parts.
 
     Args:
-        tensor: tensor of this part; on a GPU it is sent through host memory.
+        tensor: tensor of this part; on a GPU it is sent over NCCL, or through host memory (:mod:`.device_link`).
         shapes: shape of each part's tensor; by default that of this part.
 
     Raises:
@@ -130,6 +130,12 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
             if part != grid.part:
                 row.zero_()
         return
+    device_link = grid.part_link
+    if device_link is not None and rows[0].device.type == device_link.device:
+        device_link.connect(())
+        if device_link.connects():
+            device_link.exchange([*map(_bytes, sent)], [*map(_bytes, rows)])
+            return
     assert grid.link is not None
     others = [(part, grid.process(grid.stage, part=part)) for part in range(grid.tensor) if part != grid.part]
     hosts = {part: rows[part] if rows[part].device.type == "cpu" else rows[part].cpu() for part, _ in others}

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import grid, links, rendezvous, single_copy, uncaught, watchdog
+from hvd_ckpt.processes import device_link, grid, links, rendezvous, single_copy, uncaught, watchdog
 from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils.extras import explain_import_error
@@ -193,6 +193,7 @@ def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str,
     own = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
     if "comm" in own.horovod:
         kwargs["comm"] = own.horovod["comm"]
+    device_link.add_links(own)
     with links.starting(own):
         hvd.init(**kwargs)
     # Again: the start has let the ranks of this stage meet (`watchdog.meet`), and they would be taken for the whole job.

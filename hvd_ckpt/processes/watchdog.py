@@ -77,6 +77,7 @@ class Watchdog:
         peers: all ranks, once they have met.
         own: this rank, likewise.
         unlimited: threads whose waits may last.
+        looks: each is called every second, and gives what is waited for without a thread that waits.
         ancestors: process ids from this process up to its launcher, if the process is to end with it.
         stopped: seconds this process has been stopped for; the clock leaves them out.
     """
@@ -90,6 +91,7 @@ class Watchdog:
     peers: list[Peer] = field(default_factory=list)
     own: Peer | None = None
     unlimited: set[int] = field(default_factory=set)
+    looks: Sequence[Callable[[], Wait | None]] = ()
     ancestors: list[int] = field(default_factory=list)
     stopped: float = 0.0
     thread: threading.Thread | None = None
@@ -114,6 +116,7 @@ class Watchdog:
             before = now
             if has_broken(self.ancestors):
                 end(f"{_who(self.own)}: the launcher that started it has gone, so it ends too")
+            self._look()
             self._announce()
             late = self._late()
             if late is not None:
@@ -121,6 +124,13 @@ class Watchdog:
                 line = self._explain(*late)
                 if self._late() is not None:
                     end(line)
+
+    def _look(self) -> None:
+        for number, look in enumerate(self.looks):
+            if (wait := look()) is not None and not self.unlimited:
+                self.waits[-1 - number] = wait  # no thread has a number below zero
+            else:
+                self.waits.pop(-1 - number, None)
 
     def _late(self) -> tuple[int, Wait] | None:
         """A thread whose wait has lasted too long, and that wait."""
@@ -218,6 +228,16 @@ def waiting(what: str) -> Iterator[None]:
         yield
     finally:
         _dog.waits.pop(thread, None)
+
+
+def now() -> float:
+    """Seconds on the watchdog's clock."""
+    return _dog.now()
+
+
+def look_every_second(*looks: Callable[[], Wait | None]) -> None:
+    """Calls these on the watchdog's thread, each of which returns what is being waited for, such as by a GPU."""
+    _dog.looks = looks
 
 
 def introduce(peers: Sequence[Peer], rank: int) -> None:

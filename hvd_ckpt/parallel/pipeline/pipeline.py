@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -359,6 +360,10 @@ class Pipeline(nn.Module):
         keys = [draw_key() if self.training else None for _ in range(count)]
         if self._transport is None:
             return keys
+        stages = self._grid.stages
+        between = [(edge.source % stages, edge.target % stages) for edge in self._edges]
+        between += [pair for tie in self._tied for pair in itertools.combinations(tie.stages, 2)]
+        self._transport.open_lanes(between, (*self.parameters(), *self.buffers()))
         if self._grid.stage == 0:
             for stage in range(1, self._grid.stages):
                 self._transport.send(keys, self._grid.process(stage), STEP_TAG)

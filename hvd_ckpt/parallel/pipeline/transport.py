@@ -1,8 +1,8 @@
 """Messages between processes of a grid: nested values with tensors, sent and received during computation.
 
 Every message has a tag, by which a receiver finds it among all messages of its sender. It consists of the length of its header,
-the header, and the memory of each tensor. On a CPU, tensors are sent without a copy; tensors of a GPU go through pinned memory. A
-header is only sent if it differs from that of the last message with the same tag.
+the header, and the memory of each tensor. On a CPU, tensors are sent without a copy; tensors of a GPU go over NCCL in a lane, or
+through pinned memory. A header is only sent if it differs from that of the last message with the same tag.
 
 The watchdog watches every wait (``hvd_ckpt.init(stall_timeout=...)``) and names the stage, rank and host that it is for.
 """
@@ -12,14 +12,18 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hvd_ckpt.processes.grid import Grid
+from hvd_ckpt.processes.grid import FIRST_TAG, Grid
+
+if TYPE_CHECKING:
+    from hvd_ckpt.processes.device_link import DeviceLink
 
 # Messages with one tag. A length of 0 means "the header of the last message":
 #
@@ -31,6 +35,13 @@ from hvd_ckpt.processes.grid import Grid
 # A receiver posts memory ahead (Transport.expect) if the last message repeated its header. Both sides know that. So if the header
 # changes then, the sender first fills the memory that the receiver has posted, with tensors of the old header that nobody reads.
 # Without this filler, the new header would arrive in the memory of the first tensor.
+#
+# In a lane, tensors arrive on the device in the order in which they were sent, whatever their tags. So announcements, each with the
+# tag of its message, and headers have one tag for all messages of the lane. The receiver reads them in order, and launches the
+# receives of each message, until it finds the one that it wants. It posts nothing ahead: the device's receives wait for nothing.
+
+LANE_TAG = FIRST_TAG + 3
+AHEAD = 2  # passes that the host may be ahead of the device
 
 
 class Meta(NamedTuple):
@@ -107,9 +118,10 @@ class _LastHeader:
 
 
 class _Arriving(NamedTuple):
+    header: bytes
     tensors: list[Tensor]
     hosts: list[Tensor]
-    requests: list[Any]
+    requests: list[tuple[Any, Any]]  # each with its link
 
 
 @dataclass
@@ -117,7 +129,7 @@ class _Expected:
     """A message that has not arrived yet: its length, and its tensors if their memory was posted ahead."""
 
     length: Tensor
-    requests: list[Any]
+    requests: list[tuple[Any, Any]]
     arriving: _Arriving | None
 
 
@@ -127,6 +139,7 @@ class _Sending:
     to: int
     tag: int
     keep: Tensor  # must not be freed before it is sent
+    link: Any
 
 
 class Transport:
@@ -144,10 +157,35 @@ class Transport:
         assert grid.link is not None
         self._link = grid.link
         self.sent_bytes = 0
+        self._device_link = self._to_open = grid.stage_link
+        self._early: dict[tuple[int, int], deque[_Arriving]] = defaultdict(deque)
+        self._passes: deque[Any] = deque()
         self._sent: dict[tuple[int, int], _LastHeader] = {}
         self._received: dict[tuple[int, int], _LastHeader] = {}
         self._expected: dict[tuple[int, int], _Expected] = {}
         self._sending: list[_Sending] = []
+
+    def open_lanes(self, between: Iterable[tuple[int, int]], tensors: Iterable[Tensor]) -> None:
+        """Connects the devices of stages that send to each other, if any of the tensors is on one.
+
+        The first call is collective over the stages and parts of a replica. Later ones do nothing.
+
+        Args:
+            between: pairs of stages.
+            tensors: state of the model on this rank.
+        """
+        link, self._to_open = self._to_open, None
+        if link is not None and self.grid.on_any_stage(
+            any(one.device.type == link.device for one in tensors)
+        ):
+            pairs = {
+                (self.grid.process(one), self.grid.process(other)) for one, other in between if one != other
+            }
+            link.connect(*sorted(pairs | {(other, one) for one, other in pairs}))
+
+    def _lane(self, source: int, to: int) -> DeviceLink | None:
+        link = self._device_link
+        return link if link is not None and link.connects(source, to) else None
 
     def send(self, value: Any, to: int, tag: int) -> list[Tensor]:
         """Starts to send a value. Its memory must not be changed until :meth:`flush`.
@@ -164,25 +202,32 @@ class Transport:
         header = pickle.dumps((structure, metas), protocol=5)
         before = self._sent.get((to, tag))
         known = before is not None and before.header == header
-        self._start(torch.tensor([0 if known else len(header)], dtype=torch.int64), to, tag)
-        if before is not None and not known and before.repeated:
+        lane = self._lane(self.grid.number, to)
+        told = LANE_TAG if lane is not None else tag
+        self._start(torch.tensor([0 if known else len(header), tag], dtype=torch.int64), to, told)
+        if before is not None and not known and before.repeated and lane is None:
             for meta in pickle.loads(before.header)[1]:  # filler
                 self._start(_host_copy(meta.empty()), to, tag)
         if not known:
-            self._start(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, tag)
+            self._start(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, told)
         self._sent[to, tag] = _LastHeader(header, known)
         for tensor in whole:
-            self._start(_on_host(tensor), to, tag)
+            if lane is not None and tensor.device.type == lane.device:
+                self._start(tensor, to, tag, lane)
+            else:
+                self._start(_on_host(tensor), to, tag)
         return tensors
 
     def expect(self, source: int, tag: int) -> None:
         """Posts the receives of a value for which :meth:`receive` will wait."""
-        if (source, tag) not in self._expected:
-            length = torch.empty(1, dtype=torch.int64)
-            requests = self._link.receive(_bytes(length), source, tag)
+        if (source, tag) not in self._expected and self._lane(source, self.grid.number) is None:
+            length = torch.empty(2, dtype=torch.int64)
+            requests = self._begin(self._link, length, source, tag)
             layout = self._received.get((source, tag))
             arriving = (
-                self._receive_tensors(layout, source, tag) if layout is not None and layout.repeated else None
+                self._receive_tensors(layout.header, source, tag)
+                if layout is not None and layout.repeated
+                else None
             )
             self._expected[source, tag] = _Expected(length, requests, arriving)
 
@@ -196,26 +241,46 @@ class Transport:
             StageFailed: the sender, or over MPI any other process, has failed.
         """
         awaited = f"{what} from {self.grid.name(source)}"
+        if self._lane(source, self.grid.number) is not None:
+            while not self._early[source, tag]:
+                self._receive_announced(source, awaited)
+            return self._arrived(self._early[source, tag].popleft(), awaited, source)
         self.expect(source, tag)
         expected = self._expected.pop((source, tag))
         self._wait(expected.requests, awaited, source)
-        size, arriving = int(expected.length.item()), expected.arriving
+        size, arriving = int(expected.length[0]), expected.arriving
         if size:
             if arriving is not None:  # filler
                 self._wait(arriving.requests, awaited, source)
-            header = torch.empty(size, dtype=torch.uint8)
-            self._wait(self._link.receive(header, source, tag), awaited, source)
-            self._received[source, tag] = _LastHeader(header.numpy().tobytes())
+            self._received[source, tag] = _LastHeader(self._header(size, source, tag, awaited))
             arriving = None
         layout = self._received[source, tag]
         # Set on both sides from the same message: whether the sender
         # fills posted memory must agree with whether this side posts it.
         layout.repeated = not size
         if arriving is None:
-            arriving = self._receive_tensors(layout, source, tag)
+            arriving = self._receive_tensors(layout.header, source, tag)
+        return self._arrived(arriving, awaited, source)
+
+    def _receive_announced(self, source: int, awaited: str) -> None:
+        """Starts to receive the next message of a lane."""
+        announced = torch.empty(2, dtype=torch.int64)
+        self._wait(self._begin(self._link, announced, source, LANE_TAG), awaited, source)
+        size, tag = announced.tolist()
+        if size:
+            self._received[source, tag] = _LastHeader(self._header(size, source, LANE_TAG, awaited))
+        arriving = self._receive_tensors(self._received[source, tag].header, source, tag)
+        self._early[source, tag].append(arriving)
+
+    def _header(self, size: int, source: int, tag: int, awaited: str) -> bytes:
+        header = torch.empty(size, dtype=torch.uint8)
+        self._wait(self._begin(self._link, header, source, tag), awaited, source)
+        return header.numpy().tobytes()
+
+    def _arrived(self, arriving: _Arriving, awaited: str, source: int) -> Received:
         self._wait(arriving.requests, awaited, source)
         # Unpickling executes what it is told to. These bytes come from a process of this job alone, over its own link.
-        structure, metas = pickle.loads(layout.header)
+        structure, metas = pickle.loads(arriving.header)
         for tensor, host, meta in zip(arriving.tensors, arriving.hosts, metas):
             if host is not tensor:
                 # The pinned memory may be dropped meanwhile: PyTorch's allocator gives it out again only after the copy.
@@ -224,30 +289,48 @@ class Transport:
                 tensor.requires_grad_()
         return Received(put_together(structure, arriving.tensors), arriving.tensors)
 
-    def _receive_tensors(self, layout: _LastHeader, source: int, tag: int) -> _Arriving:
-        tensors = [meta.empty() for meta in pickle.loads(layout.header)[1]]
-        hosts = [_host_copy(tensor) for tensor in tensors]
-        requests = [request for host in hosts for request in self._link.receive(_bytes(host), source, tag)]
-        return _Arriving(tensors, hosts, requests)
+    def _receive_tensors(self, header: bytes, source: int, tag: int) -> _Arriving:
+        arriving = _Arriving(header, [], [], [])
+        lane = self._lane(source, self.grid.number)
+        for meta in pickle.loads(header)[1]:
+            if lane is not None and meta.device == lane.device:
+                with lane.memory_from(source):
+                    tensor = host = meta.empty()
+                link: Any = lane
+            else:
+                tensor = meta.empty()
+                host, link = _host_copy(tensor), self._link
+            arriving.tensors.append(tensor)
+            arriving.hosts.append(host)
+            arriving.requests.extend(self._begin(link, host, source, tag))
+        return arriving
 
-    def _wait(self, requests: Sequence[Any], awaited: str, source: int) -> None:
-        for request in requests:
-            self._link.wait(request, awaited, source)
+    def _begin(self, link: Any, memory: Tensor, source: int, tag: int) -> list[tuple[Any, Any]]:
+        return [(link, request) for request in link.receive(_bytes(memory), source, tag)]
+
+    def _wait(self, requests: Iterable[tuple[Any, Any]], awaited: str, source: int) -> None:
+        for link, request in requests:
+            link.wait(request, awaited, source)
 
     def flush(self) -> None:
-        """Waits until everything is sent."""
+        """Waits until everything is sent. On a device, the current stream waits, and not the host."""
         self._flush(self._sending)
         self._sending.clear()
 
     def _flush(self, messages: Sequence[_Sending]) -> None:
         for sending in messages:
-            self._link.wait(
+            sending.link.wait(
                 sending.request, f"{self.grid.name(sending.to)} to take what was sent", sending.to
             )
 
     def advance(self) -> None:
-        """Releases the memory of sends that are known to be complete."""
-        self._sending = [sending for sending in self._sending if not self._link.is_sent(sending.request)]
+        """Ends a pass: releases the memory of sends that are known to be complete, and keeps the host from going far ahead of a
+        device, where it would allocate memory for messages of many passes."""
+        if self._device_link is not None and self._device_link.device == "cuda":
+            self._passes.append(torch.cuda.current_stream().record_event())
+            if len(self._passes) > AHEAD:
+                self._passes.popleft().synchronize()
+        self._sending = [sending for sending in self._sending if not sending.link.is_sent(sending.request)]
 
     def taken(self, to: int, tag: int) -> None:
         """Releases the memory of sends with this tag, which the receiver has answered."""
@@ -259,10 +342,11 @@ class Transport:
         with contextlib.suppress(Exception):
             self._link.fail(f"{type(error).__name__}: {error}")
 
-    def _start(self, tensor: Tensor, to: int, tag: int) -> None:
+    def _start(self, tensor: Tensor, to: int, tag: int, link: Any = None) -> None:
         self.sent_bytes += tensor.nbytes
-        for request in self._link.send(_bytes(tensor), to, tag):
-            self._sending.append(_Sending(request, to, tag, tensor))
+        link = link or self._link
+        for request in link.send(_bytes(tensor), to, tag):
+            self._sending.append(_Sending(request, to, tag, tensor, link))
 
 
 def _lying_dense(tensor: Tensor) -> Tensor:
@@ -279,7 +363,7 @@ def _lying_dense(tensor: Tensor) -> Tensor:
 
 
 def _bytes(dense: Tensor) -> Tensor:
-    """The memory of a dense tensor on the host, as bytes."""
+    """The memory of a dense tensor, as bytes."""
     flat = dense.detach().as_strided((dense.numel(),), (1,))
     return flat.view(torch.uint8)
 
