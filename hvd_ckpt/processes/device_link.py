@@ -65,6 +65,7 @@ class DeviceLink:
 
     Attributes:
         device: type of the device whose tensors the link carries.
+        may_connect: whether no two members share a GPU, or NCCL may share it; None before :meth:`connect`.
     """
 
     def __init__(self, grid: Grid, members: Iterable[int], name: str) -> None:
@@ -77,7 +78,7 @@ class DeviceLink:
         self._launched: deque[_Launched] = deque()
         self._since = 0.0  # when the last message was finished
         self._failure, self._has_raised = "", False
-        self._may_connect: bool | None = None
+        self.may_connect: bool | None = None
 
     def connects(self, *direction: int) -> bool:
         """Whether :meth:`connect` has connected two processes in this direction; without arguments, all members."""
@@ -88,11 +89,11 @@ class DeviceLink:
 
         Several members on one GPU stay unconnected, unless NCCL is told to allow that.
         """
-        if self._may_connect is None:
-            self._may_connect = self._have_own_devices()
+        if self.may_connect is None:
+            self.may_connect = self._have_own_devices()
         for direction in directions:
             ranks = direction or self._members
-            if not self._may_connect or direction in self._groups or self._grid.number not in ranks:
+            if not self.may_connect or direction in self._groups or self._grid.number not in ranks:
                 continue
             others = [other for other in ranks if other != self._grid.number]
             # The first message makes the communicator, for which hosts wait for each other, so here all come in the same order.

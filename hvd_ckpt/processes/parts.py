@@ -132,10 +132,17 @@ def exchange(sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         return
     device_link = grid.part_link
     if device_link is not None and rows[0].device.type == device_link.device:
-        device_link.connect(())
+        if device_link.may_connect is None:
+            # The hosts meet first, since they notice a part that has ended.
+            _over_hosts(grid, [torch.zeros(1)] * grid.tensor, [torch.zeros(1) for _ in rows])
+            device_link.connect(())
         if device_link.connects():
             device_link.exchange([*map(_bytes, sent)], [*map(_bytes, rows)])
             return
+    _over_hosts(grid, sent, rows)
+
+
+def _over_hosts(grid: Grid, sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     assert grid.link is not None
     others = [(part, grid.process(grid.stage, part=part)) for part in range(grid.tensor) if part != grid.part]
     hosts = {part: rows[part] if rows[part].device.type == "cpu" else rows[part].cpu() for part, _ in others}

@@ -115,6 +115,19 @@ class Stream:
         self._simulation.host_waits(self.clock())
 
 
+class Work:
+    """Stands for the work of a process group over NCCL: a stream of its own, up to now."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._clock = stream, dict(stream.clock())
+
+    def wait(self) -> None:
+        """Has the current stream wait."""
+        simulation = self._stream._simulation
+        if simulation.keeps_site():
+            simulation.join(simulation.stream.name, self._clock)
+
+
 # Operations that neither read nor write elements, and those after which the host has an answer.
 _WITHOUT_ACCESS = {"set_", "resize_", "_unsafe_view", "lift", "lift_fresh"}
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

@@ -31,6 +31,7 @@ from hvd_ckpt.utils.folders import cache_folder, make_writable
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
+LINK_VARIABLE = "HVD_CKPT_LINK"  # of hvd_ckpt.processes.devices, whose import loads Horovod
 ENVIRONMENT_PREFIXES = ("HOROVOD_", "NCCL_", "GLOO_", "OMPI_MCA_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS")
 ENVIRONMENT_NAMES = (
     "OMP_NUM_THREADS",
@@ -81,6 +82,7 @@ def torch_facts() -> Facts:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "cuda_available": available,
         "devices": names,
+        "nccl_groups": bool(cuda) and torch.distributed.is_nccl_available(),
     }
     try:
         # The only file that imports private names of PyTorch, so it fails where a version lacks one.
@@ -203,6 +205,7 @@ def rows(facts: Facts) -> list[tuple[str, str, str]]:
             else "PyTorch is built for the CPU"
         )
         table.append(("CUDA", cuda, "ok" if torch["cuda_available"] else "-"))
+        table.append(("stages and parts", *_links_cell(torch)))
     if "error" in horovod:
         table.append(("Horovod", horovod["error"], "!"))
     else:
@@ -239,6 +242,17 @@ def _controller_cell(controller: Facts) -> tuple[str, str]:
     if controller["works"]:
         return f"2 ranks started and agreed in {controller['seconds']} s", "ok"
     return controller["reason"], "!"
+
+
+def _links_cell(torch: Facts) -> tuple[str, str]:
+    """What carries tensors between pipeline stages and between parts of a layer."""
+    hosts = "tensors on CPUs over MPI, or shared memory and Gloo"
+    over_nccl = (
+        torch["cuda_available"] and torch["nccl_groups"] and os.environ.get(LINK_VARIABLE, "nccl") == "nccl"
+    )
+    if over_nccl:
+        return f"tensors on GPUs over NCCL {torch['nccl']}, {hosts}", "ok"
+    return f"{hosts}; on GPUs the same, through host memory" if torch["cuda_available"] else hosts, "-"
 
 
 def _find_program(name: str) -> str | None:

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.launch
 SCRIPT = SCRIPTS / "stages.py"
 
 
-def run(controller: str, processes: int, *arguments: str) -> tuple[int, str]:
+def run(controller: str, processes: int, *arguments: str, **environment: str) -> tuple[int, str]:
     if controller == "mpi" and not probe("mpi").works:
         controller = "gloo"
-    return run_ranks(processes, SCRIPT, *arguments, controller=controller)
+    return run_ranks(processes, SCRIPT, *arguments, controller=controller, **environment)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,13 @@ def test_stages_train_like_the_whole_model(
     status, output = run(controller, processes, *arguments)
     assert status == 0, output
     assert output.count("equal") == processes, output
+
+
+def test_stages_over_the_link_of_devices_train_like_the_whole_model() -> None:
+    """``HVD_CKPT_LINK=gloo python -m pytest tests/parallel`` runs all other tests over it, too."""
+    status, output = run("gloo", 2, "2", HVD_CKPT_LINK="gloo")
+    assert status == 0, output
+    assert output.count("equal") == 2, output
 
 
 def test_an_error_on_one_stage_ends_all_with_one_traceback() -> None:

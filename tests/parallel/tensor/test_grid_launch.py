@@ -10,10 +10,10 @@ from controllers import SCRIPTS, probe, run_ranks
 pytestmark = pytest.mark.launch
 
 
-def run(controller: str, processes: int, *arguments: str) -> tuple[int, str]:
+def run(controller: str, processes: int, *arguments: str, **environment: str) -> tuple[int, str]:
     if controller == "mpi" and not probe("mpi").works:
         controller = "gloo"
-    return run_ranks(processes, SCRIPTS / "tensor_grid.py", *arguments, controller=controller)
+    return run_ranks(processes, SCRIPTS / "tensor_grid.py", *arguments, controller=controller, **environment)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,13 @@ def test_grid_and_collectives(controller: str, processes: int, stages: str, tens
     status, output = run(controller, processes, stages, tensor)
     assert status == 0, output
     assert output.count("equal") == processes, output
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_sums_over_the_link_of_devices(controller: str) -> None:
+    status, output = run(controller, 4, "2", "2", HVD_CKPT_LINK="gloo")
+    assert status == 0, output
+    assert output.count("equal") == 4, output
 
 
 def test_a_part_that_dies_is_named() -> None:

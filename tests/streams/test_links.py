@@ -1,0 +1,221 @@
+"""Messages of stages and sums of parts over NCCL: streams, the order in which receives are launched, and a process that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from loopback import Loopback
+from streams import DEVICE, Simulation, Stream, Work, check, run, simulated
+from torch.distributed import HashStore
+
+from hvd_ckpt.parallel.pipeline.transport import Transport
+from hvd_ckpt.processes import device_link, parts, watchdog
+from hvd_ckpt.processes.grid import Grid, pretending
+from hvd_ckpt.processes.hosts import Peer
+from hvd_ckpt.processes.links import StageFailed
+
+OTHER, TAG = 1, 20
+
+
+class Nccl:
+    """Stands for ``ProcessGroupNCCL``, where the other process does what this one does.
+
+    It begins after the current stream and runs on a stream of its own. Messages of one size arrive in the order in which they were
+    sent, and whoever receives in another order gets wrong values.
+    """
+
+    supports_coalescing = True
+    simulation: Simulation
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        assert options.config.min_ctas == options.config.max_ctas > 0
+        self.stream = Stream(self.simulation, f"NCCL's stream {len(groups)}")
+        self.aborted = False
+        groups.append(self)
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
+        self._use(tensors[0], write=False)
+        arrived.append(tensors[0].clone())
+        return Work(self.stream)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
+        (memory,) = tensors
+        self._use(memory, write=True)
+        received.append(memory)
+        if arrived:
+            self._fill()
+        return Work(self.stream)
+
+    def _fill(self) -> None:
+        memory, sent = received.popleft(), arrived.popleft()
+        ctypes.memmove(memory.data_ptr(), sent.data_ptr(), memory.nbytes)
+
+    def _start_coalescing(self) -> None: ...
+
+    def _end_coalescing(self) -> Work:
+        while received and arrived:
+            self._fill()
+        return Work(self.stream)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def _use(self, memory: torch.Tensor, write: bool) -> None:
+        simulation = self.simulation
+        simulation.join(self.stream.name, simulation.stream.clock())
+        time = simulation.launch(self.stream.name)
+        simulation.access(memory, self.stream.name, time, "a message", write)
+
+
+groups: list[Nccl] = []
+arrived: deque[torch.Tensor] = deque()
+received: deque[torch.Tensor] = deque()
+
+
+@pytest.fixture(autouse=True)
+def _nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    yield
+    watchdog.look_every_second()
+
+
+def grid_of(simulation: Simulation, stages: int, tensor: int) -> Grid:
+    groups.clear(), arrived.clear(), received.clear()
+    Nccl.simulation = simulation
+    peers = [Peer.here(number) for number in range(stages * tensor)]
+    grid = Grid(stages, 1, 0, 0, tensor=tensor, peers=peers, backend="nccl", store=HashStore())
+    grid.link = Loopback(simulation)  # type: ignore[assignment]
+    device_link.add_links(grid)
+    return grid
+
+
+def open_transport(simulation: Simulation, tensor: int = 1) -> Transport:
+    grid = grid_of(simulation, 2, tensor)
+    transport = Transport(grid)
+    transport.open_lanes([(0, 1)], [torch.ones(1, device=DEVICE)])
+    return transport
+
+
+def messages(simulation: Simulation) -> None:
+    """Values that are overwritten when they have been sent; the last has another shape."""
+    transport = open_transport(simulation)
+    for number in range(4):
+        value = torch.ones(64 if number < 3 else 32, device=DEVICE).mul_(number)
+        transport.send(value, OTHER, TAG)
+        (there,) = transport.receive(OTHER, TAG, "the input").tensors
+        assert torch.equal(there.add_(1), value + 1)
+        transport.flush()
+        value.zero_()
+
+
+def sums(simulation: Simulation) -> None:
+    with pretending(grid_of(simulation, 1, 2)):
+        own = torch.ones(64, device=DEVICE).mul_(3)
+        total = parts.add(own)
+        own.zero_()
+        assert total.tolist() == [6] * 64
+
+
+def sums_between_messages(simulation: Simulation) -> None:
+    transport = open_transport(simulation, tensor=2)
+    with pretending(transport.grid):
+        for number in range(2):
+            transport.send(torch.ones(64, device=DEVICE).mul_(number), 2, TAG)
+            (there,) = transport.receive(2, TAG, "the input").tensors
+            transport.send(parts.add(there), 2, TAG + 1)
+            (back,) = transport.receive(2, TAG + 1, "the gradient").tensors
+            assert back.tolist() == [2 * number] * 64
+        transport.flush()
+
+
+@pytest.mark.parametrize(("scenario", "sites"), [(messages, 4), (sums, 1), (sums_between_messages, 5)])
+def test_every_synchronization_is_needed(scenario: Callable[[Simulation], None], sites: int) -> None:
+    assert len(check(scenario)) == sites
+
+
+def test_the_host_waits_for_no_device_in_a_pass() -> None:
+    for scenario in (messages, sums_between_messages):
+        assert not run(scenario).waits
+
+
+def test_receives_are_launched_in_the_order_of_sends() -> None:
+    with simulated() as simulation:
+        transport = open_transport(simulation)
+        for number in range(3):
+            transport.send(torch.full((8,), float(number), device=DEVICE), OTHER, TAG + number)
+        for number in (2, 0, 1):
+            (there,) = transport.receive(OTHER, TAG + number, "the input").tensors
+            assert there.tolist() == [number] * 8
+        transport.flush()
+
+
+def test_messages_and_sums_wait_for_no_stream_of_each_other() -> None:
+    with simulated() as simulation:
+        transport = open_transport(simulation, tensor=2)
+        with pretending(transport.grid):
+            parts.add(torch.ones(8, device=DEVICE))
+            sending, receiving, adding = (group.stream.name for group in groups)
+            before = dict(simulation.clock(receiving)), dict(simulation.clock(adding))
+            transport.send(torch.ones(8, device=DEVICE), 2, TAG)
+            transport.send(torch.ones(8, device=DEVICE), 2, TAG + 1)
+            transport.receive(
+                2, TAG + 1, "the input"
+            )  # the other message is launched, too, and nobody has waited for it
+            parts.add(torch.ones(8, device=DEVICE))
+            last = simulation.clock(receiving)[receiving]
+        assert simulation.clock(adding).get(sending, 0) < simulation.clock(sending)[sending]
+        assert simulation.clock(receiving).get(adding, 0) == before[0].get(adding, 0)
+        assert last > before[0][receiving]
+
+
+def test_a_process_that_ends_aborts_messages_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        own = Peer.here(0)
+        peer = Peer(1, own.host, (), process.pid, 0, own.table)
+        monkeypatch.setattr(
+            Peer, "has_ended", lambda each: each.pid == process.pid and process.poll() is not None
+        )
+        seconds = iter(range(1, 100))
+        monkeypatch.setattr(watchdog, "now", lambda: float(next(seconds)))
+        with simulated() as simulation:
+            transport = open_transport(simulation)
+            transport.grid.peers = [own, peer]
+            link: Any = transport.grid.stage_link
+            transport.send(torch.ones(8, device=DEVICE), OTHER, TAG)
+            for _ in range(4):
+                wait = link.look()
+                assert wait is not None and "stage 1 (rank 1" in wait.what
+            process.communicate(b"\n")
+            link.look()
+            assert all(group.aborted for group in groups)
+            with pytest.raises(StageFailed, match=r"stage 1 \(rank 1 on host \S+\) has ended"):
+                transport.flush()
+
+
+def test_an_aborted_message_that_nobody_asks_for_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, ended = iter(range(1, 100)), list[str]()
+    monkeypatch.setattr(watchdog, "now", lambda: float(next(seconds)))
+    monkeypatch.setattr(watchdog, "end", ended.append)
+    monkeypatch.setattr(Peer, "has_ended", lambda peer: peer.rank == 1)
+    with simulated() as simulation:
+        grid = grid_of(simulation, 1, 2)
+        with pretending(grid):
+            parts.add(torch.ones(8, device=DEVICE))
+        link: Any = grid.part_link
+        while not ended:
+            link.look()
+        assert "part 1 (rank 1" in ended[0]
