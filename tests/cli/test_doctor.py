@@ -114,6 +114,21 @@ def test_the_table_says_the_same(healthy: dict[str, Any], capsys: pytest.Capture
     assert "problem" not in shown
 
 
+def test_the_table_says_what_carries_tensors_between_stages(
+    healthy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus = healthy["torch"] | {"cuda_available": True, "nccl": "2.29.7", "nccl_groups": True}
+    cases = (
+        (healthy["torch"], "nccl", "tensors on CPUs over MPI"),
+        (on_gpus, "nccl", "tensors on GPUs over NCCL 2.29.7"),
+        (on_gpus, "host", "through host memory"),
+    )
+    for facts, link, text in cases:
+        monkeypatch.setenv("HVD_CKPT_LINK", link)
+        found = {what: fact for what, fact, _ in doctor.rows(healthy | {"torch": facts})}
+        assert text in found["stages and parts"]
+
+
 def write_package(folder: Path, name: str, text: str = "") -> None:
     path = folder / name.replace(".", "/")
     path.mkdir(parents=True, exist_ok=True)
