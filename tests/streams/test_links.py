@@ -94,7 +94,8 @@ def _nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def grid_of(simulation: Simulation, stages: int, tensor: int) -> Grid:
-    groups.clear(), arrived.clear(), received.clear()
+    for left in (groups, arrived, received):
+        left.clear()
     Nccl.simulation = simulation
     peers = [Peer.here(number) for number in range(stages * tensor)]
     grid = Grid(stages, 1, 0, 0, tensor=tensor, peers=peers, backend="nccl", store=HashStore())
