@@ -204,7 +204,8 @@ class Transport:
         known = before is not None and before.header == header
         lane = self._lane(self.grid.number, to)
         told = LANE_TAG if lane is not None else tag
-        self._start(torch.tensor([0 if known else len(header), tag], dtype=torch.int64), to, told)
+        announced = [0 if known else len(header)] + [tag] * (lane is not None)
+        self._start(torch.tensor(announced, dtype=torch.int64), to, told)
         if before is not None and not known and before.repeated and lane is None:
             for meta in pickle.loads(before.header)[1]:  # filler
                 self._start(_host_copy(meta.empty()), to, tag)
@@ -221,7 +222,7 @@ class Transport:
     def expect(self, source: int, tag: int) -> None:
         """Posts the receives of a value for which :meth:`receive` will wait."""
         if (source, tag) not in self._expected and self._lane(source, self.grid.number) is None:
-            length = torch.empty(2, dtype=torch.int64)
+            length = torch.empty(1, dtype=torch.int64)
             requests = self._begin(self._link, length, source, tag)
             layout = self._received.get((source, tag))
             arriving = (
@@ -248,7 +249,7 @@ class Transport:
         self.expect(source, tag)
         expected = self._expected.pop((source, tag))
         self._wait(expected.requests, awaited, source)
-        size, arriving = int(expected.length[0]), expected.arriving
+        size, arriving = int(expected.length.item()), expected.arriving
         if size:
             if arriving is not None:  # filler
                 self._wait(arriving.requests, awaited, source)
