@@ -108,6 +108,59 @@ def pipeline(job: CheckJob) -> Outcome:
     )
 
 
+def parts(job: CheckJob) -> Outcome:
+    """Layers in one part on each rank."""
+    return _divided(job, 1, job.size)
+
+
+def parts_with_replicas(job: CheckJob) -> Outcome:
+    """Layers in two parts."""
+    return _divided(job, 1, 2)
+
+
+def stages_with_replicas(job: CheckJob) -> Outcome:
+    """Two pipeline stages."""
+    return _divided(job, 2, 1)
+
+
+def stages_and_parts(job: CheckJob) -> Outcome:
+    """Two pipeline stages, with layers in two parts."""
+    return _divided(job, 2, 2)
+
+
+def _divided(job: CheckJob, stages: int, tensor: int) -> Outcome:
+    """Training against a CPU reference at each ZeRO stage that applies, each twice for its bits."""
+    training = Training(job, stages=stages, tensor=tensor)
+    replicas = hc.size()
+
+    def train(shard: int) -> dict[str, torch.Tensor]:
+        model: nn.Module = training.start().to(training.device)
+        if tensor > 1:
+            model = hc.tensor_parallel(model)
+        if stages > 1:
+            model = hc.Pipeline(model, chunks=CHUNKS, schedule="1f1b")  # type: ignore[arg-type]
+        optimizer = distributed(model, shard=shard)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            if isinstance(model, hc.Pipeline):
+                model.accumulate(training.batch(step), training.sizes.loss)
+            else:
+                training.backward(model, step)
+            optimizer.step()
+        state: dict[str, torch.Tensor] = optimizer.full_model_state_dict(model, all_ranks=True)
+        return {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
+
+    errors = []
+    for shard in range(4):
+        state = train(shard)
+        errors.append(training.expect_close(state, replicas, f"shard={shard}: the weights"))
+        expect(
+            digest(state) == digest(train(shard)), f"shard={shard}: the same run twice ends in different bits"
+        )
+    text = f"{stages} stages, {tensor} parts, {replicas} replicas: error up to {max(errors):.0e} of the CPU reference"
+    return Outcome(f"{text}; same bits twice", {"errors": errors})
+
+
 def overlap(job: CheckJob) -> Outcome:
     """The part of the communication that runs beside the backward pass."""
     training = Training(job, gpt2_small(job))

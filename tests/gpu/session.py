@@ -17,6 +17,7 @@ from gpu.machine import Builds
 
 from hvd_ckpt.app.compare.runner.jobs import JobError, rank_environment, run_command, run_job
 from hvd_ckpt.app.install.recipe import HOROVOD_VERSION
+from hvd_ckpt.processes.devices import LINK_VARIABLE
 
 LEAST_SECONDS = 5.0  # a check is not started with less
 MULTI_RANK = (2, 30)
@@ -123,24 +124,26 @@ class Session:
         return self.facts["Horovod"]
 
     def run(
-        self, function: str, name: str, seconds: float, several: bool, environment: Mapping[str, str]
+        self, function: str, name: str, seconds: float, ranks: int, environment: Mapping[str, str]
     ) -> Outcome:
-        """Runs a function of ``checks`` or ``ranks`` on the ranks of a check; returns what rank 0 found.
+        """Runs a function of ``checks`` or ``ranks`` on so many ranks; returns what rank 0 found.
 
         Raises:
             JobError: a rank failed, or the check took longer than ``seconds``.
         """
         job = CheckJob(
             self.jobs / name.replace(" ", "-"),
-            self.ranks if several else 1,
+            ranks,
             function,
             self.device,
             tiny=self.device == "cpu",
         )
         # A rank chooses its GPU before it calls use_deterministic_kernels(), which would set the first variable only then.
         variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **environment}
+        if self.device == "cpu":
+            variables[LINK_VARIABLE] = "gloo"  # in place of NCCL, with the link that GPUs have
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        if several and self.gpus == 1:
+        if 0 < self.gpus < ranks:
             if self.shares_by_nccl:
                 variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
             else:
@@ -165,8 +168,8 @@ class Session:
         """The file for the output of a command."""
         return self.jobs / name / "log.txt"
 
-    def need(self, *needs: str) -> None:
-        """Skips the test where one of these is missing: ``horovod``, ``GPU``, ``ranks`` (several), ``NCCL`` (over them)."""
+    def need(self, *needs: str, ranks: int = 1) -> None:
+        """Skips the test where one of these is missing: ``horovod``, ``GPU``, ``ranks`` (so many), ``NCCL`` (over them)."""
         horovod: dict[str, Any] = self.builds.horovod
         if "error" in self.builds.torch:
             pytest.skip("PyTorch does not load")
@@ -178,7 +181,12 @@ class Session:
             pytest.skip("PyTorch finds no GPU")
         if "GPU" in needs and self.device == "cpu":
             pytest.skip("it needs a GPU")
-        if "ranks" in needs and self.gpus == 1 and not self.shares_by_nccl and self.builds.staged is None:
+        if (
+            "ranks" in needs
+            and 0 < self.gpus < ranks
+            and not self.shares_by_nccl
+            and self.builds.staged is None
+        ):
             pytest.skip(STAGED)
         if (
             "NCCL" in needs

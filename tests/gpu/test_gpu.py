@@ -28,6 +28,7 @@ class Check:
         several: whether it runs on several ranks.
         environment: further variables of its ranks.
         bits_of: the check whose bits must be the same.
+        least: of ranks, which share GPUs if there are fewer.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Check:
     several: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     bits_of: str = ""
+    least: int = 2
 
 
 def _of_ranks(name: str, function: str, seconds: float, *needs: str, **more: object) -> Check:
@@ -60,6 +62,10 @@ CHECKS = (
     _of_ranks("replicas of ranks", "ranks.replicas", 120, bits_of="replicas"),
     _of_ranks("batchnorm of ranks", "ranks.batchnorm", 120),
     _of_ranks("pipeline of ranks", "ranks.pipeline", 180),
+    _of_ranks("parts of ranks", "ranks.parts", 180),
+    _of_ranks("parts and replicas", "ranks.parts_with_replicas", 240, least=4),
+    _of_ranks("stages and replicas", "ranks.stages_with_replicas", 240, least=4),
+    _of_ranks("stages, parts and replicas", "ranks.stages_and_parts", 300, least=8),
     _of_ranks("ddp of ranks", "checks.ddp", 180, "NCCL"),
     _of_ranks("overlap", "ranks.overlap", 180, "GPU", "NCCL"),
     _of_ranks("sums", "ranks.repeated_sums", 120, "NCCL"),
@@ -100,10 +106,11 @@ def test_build(gpu: Session, record_property: pytest.FixtureRequest) -> None:
 def test_check(gpu: Session, check: Check, record_property: pytest.FixtureRequest) -> None:
     if not gpu.builds.torch:
         gpu.look()
-    gpu.need(*check.needs)
-    record_property("ranks", gpu.ranks if check.several else 1)
+    ranks = max(gpu.ranks, check.least) if check.several else 1
+    gpu.need(*check.needs, ranks=ranks)
+    record_property("ranks", ranks)
     try:
-        outcome = gpu.run(check.function, check.name, check.seconds, check.several, check.environment)
+        outcome = gpu.run(check.function, check.name, check.seconds, ranks, check.environment)
     except (JobError, OSError) as error:
         failed(error)
         return
