@@ -125,7 +125,7 @@ class Job:
             cannot be split so.
         update: seconds of the optimizer's step for each element.
         crowding: how much longer a rank computes while all ranks of its host do.
-        first: whether this process answers; the others wait for its rows.
+        rank: this process's in a job that is measured, of which the first answers; None where nothing is measured.
         refused: by number of parts, why layers cannot be split so.
     """
 
@@ -140,7 +140,7 @@ class Job:
     compute: Callable[[Sample, int], Computation] | None = None
     update: float = UPDATE_BYTES / UPDATE_BYTES_PER_SECOND
     crowding: float = 1.0
-    first: bool = True
+    rank: int | None = None
     refused: dict[int, str] = field(default_factory=dict)
     _estimators: dict[int, Estimator] = field(default_factory=dict)
     _computations: dict[tuple[int, int], Computation] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Job:
         """The job with the ranks, links and computation of this one, which are measured. Collective."""
         say("measuring links")
         network = links.measure()
-        crowding, first = links.crowding(), hvd.rank() == 0
+        crowding, rank = links.crowding(), hvd.rank()
         device = next(self.model.parameters()).device
 
         def compute(sample: Sample, tensor: int) -> Computation:
@@ -174,9 +174,9 @@ class Job:
             ranks=hvd.size(),
             network=network,
             compute=compute,
-            update=seconds_of_update(self.optimizer, device) if first else 0.0,
+            update=0.0 if rank else seconds_of_update(self.optimizer, device),
             crowding=crowding,
-            first=first,
+            rank=rank,
         )
 
     def computation(self, tensor: int, samples: int) -> Computation:
@@ -189,10 +189,10 @@ class Job:
     def rows(self) -> list[LayoutRow]:
         """All layouts: those that fit, the fastest first, then the others, that with the least memory first. Collective in a job
         that is measured."""
-        if not hvd.is_initialized():
+        if self.rank is None:
             return self._sorted()
         answer: Any = None
-        if self.first:
+        if self.rank == 0:
             try:
                 answer = self._sorted()
             except Exception as error:  # the other ranks wait for an answer

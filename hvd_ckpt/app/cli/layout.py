@@ -157,7 +157,7 @@ def layout(
         rows = job.rows()
         tried = [row for row in rows if row.fits][: trials or 0]
         measured = [_tried(_settings(name, sizes, model_options, row, job), say) for row in tried]
-    if not job.first:
+    if job.rank:
         return
     if not rows:
         raise BadArgument(
