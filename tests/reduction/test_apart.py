@@ -448,7 +448,7 @@ def test_join_with_an_optimizer_of_a_process_set(some: Any) -> None:
     model = chain()
     optimizer = wrap(model, process_set=some)
     if some.included():
-        with pytest.raises(ValueError, match="process set"):
+        with pytest.raises(ValueError, match="process_set"):
             hc.join()
     train(model, optimizer, range(1))
 
