@@ -68,8 +68,8 @@ HOSTILE_YAML = (
     "steps: !!int ''\n",
     "lr: !!float x\n",
     "tensorboard: !!bool maybe\n",
-    "text: !!binary é\n",
-    "text: 2020-99-99\n",
+    "data: !!binary é\n",
+    "data: 2020-99-99\n",
     "steps: " + "9" * 5000 + "\n",
     "steps: 0x" + "f" * 300 + "\n",
     "lr: 1:60:60\n",
@@ -81,7 +81,7 @@ HOSTILE_YAML = (
     "model: gpt-tiny\n---\nmodel: gpt-mini\n",
     "model: =\n",
     "%YAML 9.9\n---\nmodel: x\n",
-    'text: "\\ud800\\0\\x1b[31m"\nmodel: gpt-tiny\n',
+    'data: "text:\\ud800\\0\\x1b[31m"\nmodel: gpt-tiny\n',
 )
 
 
@@ -90,7 +90,7 @@ def yaml(folder: Path) -> Callable[[Draw, Path], None]:
     content = (
         "model: gpt-tiny\nmodel_options: {layers: 2}\nsteps: 20\nbatch: 8\naccumulate: 2\noptimizer: adamw\n"
         "optimizer_options: {betas: [0.9, 0.98], eps: 1e-6}\nlr: 1e-3\nbudget: 0.5x\nclip: 1.0\nvalidation-split: 0.1\n"
-        "text: corpus.txt\n"
+        "data: text:corpus.txt\n"
     )
     (folder / "config.yaml").write_text(content)
     values = json.loads(json.dumps(Config.make(read_yaml(folder / "config.yaml")).as_dict()))
@@ -211,7 +211,8 @@ STOPS = (
 )
 BENCH = "python -m benchmarks"  # the program before the name of a suite
 COMMANDS = (
-    ("train",), ("train",), ("plan",), ("compare",), ("doctor",), (BENCH, "reduce"), (BENCH, "recompute"), (BENCH, "train"),
+    ("train",), ("train",), ("plan",), ("layout",), ("compare",), ("doctor",),
+    (BENCH, "reduce"), (BENCH, "recompute"), (BENCH, "train"),
 )  # fmt: skip
 WORDS = (
     "--help", "--version", "-x", "--", "-", "", "@file", "nowhere.yaml", "/dev/zero", "/", "model=gpt-tiny", "--=", "--model=",
@@ -236,7 +237,7 @@ def command_lines(_: Path) -> Callable[[Draw, Path], str]:
     def feed(draw: Draw, folder: Path) -> str:
         command = draw.choice(*COMMANDS)
         words = [*command, *(["--help"] if command == ("doctor",) else [])]  # which starts ranks
-        if command[0] in ("train", "plan") and draw.chance(0.8):
+        if command[0] in ("train", "plan", "layout") and draw.chance(0.8):
             words += ["--model", draw.choice("gpt-tiny", draw.choice(*VALUES))]
         for _ in range(draw.below(5)):
             if draw.chance(0.8):

@@ -424,6 +424,6 @@ def test_what_a_setting_cannot_have_here_is_named(folder) -> None:
             {"shard": "parameters"},
         ),
     ):
-        with pytest.raises(ValueError, match=f"{next(iter(setting))}.* cannot be used with") as refused:
+        with pytest.raises(ValueError, match="cannot be used with") as refused:
             Trainer(causal(), arguments(folder, **setting), train_dataset=Rows(), **extra)
-        assert "\n" not in str(refused.value)
+        assert next(iter(setting)) in str(refused.value) and "\n" not in str(refused.value)

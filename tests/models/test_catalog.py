@@ -166,7 +166,7 @@ def test_a_folder_is_an_entry(kind: str, learns: str, longest: int | None, tmp_p
 def settings(folder: str, tmp_path: Path, length: int = 8) -> Config:
     text = tmp_path / "text.txt"
     text.write_text("a b c d e f " * 50)
-    return Config.make({"model": folder, "text": str(text), "sequence_length": length})
+    return Config.make({"model": folder, "data": f"text:{text}", "sequence_length": length})
 
 
 def test_a_folder_is_trained_on_what_its_vocabulary_holds(tmp_path: Path) -> None:
