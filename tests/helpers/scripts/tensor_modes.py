@@ -352,8 +352,8 @@ def verified() -> None:
         ),
         (lambda model, h: h, {"up": "column", "down": "column"}, "raises RuntimeError|instead of"),
     ]
-    for between, recipe, words in wrong:
-        model = hc.tensor_parallel(Between(between), recipe)
+    for between, cuts, words in wrong:
+        model = hc.tensor_parallel(Between(between), cuts)
         with pytest.raises(ValueError, match=words):
             model(x)
         with pytest.raises(ValueError, match=words):  # still not verified
