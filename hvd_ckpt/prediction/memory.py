@@ -36,6 +36,7 @@ from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.utils.rules import check
+from hvd_ckpt.utils.text import stage_name
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]
@@ -100,6 +101,7 @@ def estimate_memory(
     check_stage(shard, offload, wire)
     made = isinstance(optimizer, torch.optim.Optimizer)
     check({
+        "shard": stage_name(shard),
         "within": within,
         "local": local is not None,
         "local of estimate_memory": local is not None,
