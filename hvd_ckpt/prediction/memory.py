@@ -102,6 +102,7 @@ def estimate_memory(
     made = isinstance(optimizer, torch.optim.Optimizer)
     check({
         "shard": stage_name(shard),
+        "model": True,
         "within": within,
         "local": local is not None,
         "local of estimate_memory": local is not None,
