@@ -29,7 +29,7 @@ from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import tensors_in
-from hvd_ckpt.utils.torch_private import DisableTorchFunction
+from hvd_ckpt.utils.torch_private import DisableTorchFunction, flash_attention, identity_of
 
 
 class Sample(NamedTuple):
@@ -169,9 +169,7 @@ class _FlashAttention(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             query, key, value = (tensor.contiguous() for tensor in args[:3])
             with DisableTorchFunction():
-                return torch.ops.aten._scaled_dot_product_flash_attention(
-                    query, key, value, 0.0, bool(kwargs.get("is_causal"))
-                )[0]
+                return flash_attention(query, key, value, 0.0, bool(kwargs.get("is_causal")))[0]
         return func(*args, **kwargs)
 
 
@@ -188,18 +186,18 @@ def counted(model: nn.Module, sample: Sample, tensor: int, rate: float) -> Compu
     with as_part(model, tensor) as part:
         names = children_of(part)
         children = [part.get_submodule(name) for name in names]
-        own = {parameter.untyped_storage()._cdata for parameter in part.parameters()}
+        own = {identity_of(parameter.untyped_storage()) for parameter in part.parameters()}
         values: Any = sample.args
         chain = [Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)]
         for child in children:
             arguments = values if isinstance(values, tuple) else (values,)
-            given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)} | own
+            given = {identity_of(tensor.untyped_storage()) for tensor in tensors_in(arguments)} | own
             saved: dict[int, int] = {}
 
             def pack(tensor: Tensor, given: set[int] = given, saved: dict[int, int] = saved) -> Tensor:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given:
-                    saved[storage._cdata] = storage.nbytes()
+                if identity_of(storage) not in given:
+                    saved[identity_of(storage)] = storage.nbytes()
                 return tensor
 
             counter = FlopCounterMode(display=False)
@@ -209,7 +207,7 @@ def counted(model: nn.Module, sample: Sample, tensor: int, rate: float) -> Compu
                 torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
             ):
                 values = child(*arguments, **sample.kwargs)
-            outputs = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in tensors_in(values)}
+            outputs = {identity_of(tensor.untyped_storage()): tensor.nbytes for tensor in tensors_in(values)}
             chain.append(_block(counter.get_total_flops() / rate, sum(saved.values()), outputs, saved))
         # The loss keeps the logarithms of the last output, and its gradient comes beside them.
         last = chain[-1].output

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from hvd_ckpt.utils.torch_private import DeviceType, profiler_enabled
+from hvd_ckpt.utils.torch_private import DeviceType, identity_of, profiler_enabled
 
 MARK = "hvd_ckpt.mark."  # before the number of a mark, in the names of the profiler's events
 
@@ -72,7 +72,7 @@ def held_bytes() -> int:
     """Bytes of the memory of all tensors of this process that Python knows."""
     gc.collect()
     storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        identity_of(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     }

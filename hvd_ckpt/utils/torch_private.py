@@ -24,7 +24,7 @@ __all__ = [
     "ATTRIBUTES", "OLDEST", "AnyBatchNorm", "DeviceContext", "DeviceType", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "LazyNormBase", "NormBase", "OpOverload", "OpOverloadPacket", "StopRecomputationError",
     "TorchDispatchMode", "current_graph_task_id", "disable_current_modes", "disable_dynamo", "dispatch_mode_stack", "dual_level",
-    "execution_engine", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_zero_", "function_mode_stack",
+    "execution_engine", "flash_attention", "foreach_copy_", "foreach_mul_", "foreach_norm", "foreach_zero_", "function_mode_stack",
     "get_autocast_kwargs", "global_step_hooks", "in_dispatch_mode", "in_functorch", "in_mode", "infer_device_type",
     "pop_function_mode", "profiler_enabled", "push_function_mode", "pytree", "run_first", "sequence_number",
     "top_saved_tensors_default_hooks", "tracing", "unsafe_preserve_version_counter", "untraceable",
@@ -140,6 +140,7 @@ try:
     )  # of all optimizers, before and after their steps
     tracing: Any = _TracingContext.try_get  # None unless torch.compile is tracing
     execution_engine: Any = torch.autograd.Variable._execution_engine
+    flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
     top_saved_tensors_default_hooks = _top_hooks()
 
     for _owner, _names in ATTRIBUTES:

@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from same_bits.curves import losses_of
+from same_bits.tensors import tensors_of
 from torch import Tensor
 
 import hvd_ckpt as hc
@@ -136,18 +136,6 @@ def train(job: Job, case: Case) -> tuple[str, int]:
     kept = hc.broadcast_object(kept, root_rank=0)
     digest.update(json.dumps([kept, scale], sort_keys=True).encode())
     return digest.hexdigest()[:12], round(math.log2(FIRST_SCALE / scale))
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists and dicts, in the order of the keys."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for _, part in sorted(value.items(), key=lambda item: str(item[0])):
-            yield from tensors_of(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_of(part)
 
 
 def copy_half(job: Job, case: Case) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from same_bits.job import tensors_of
+from same_bits.tensors import tensors_of
 from torch import Tensor, nn
 from torch.nn import functional
 
