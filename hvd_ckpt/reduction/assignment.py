@@ -40,9 +40,11 @@ def lay_out(
     # The parts of tensor parallelism must lay out alike what each has whole: an allreduce of three ranks or more adds up elements
     # in an order that depends on their place, and the sums of the parts would differ in their last bits.
     parts = current().tensor
-    nbytes = [
-        math.prod(shape_of_first(parameter, parts)) * parameter.dtype.itemsize for parameter in parameters
-    ]
+    placed = {index: parameters[index] for index in order}
+    nbytes = {
+        index: math.prod(shape_of_first(parameter, parts)) * parameter.dtype.itemsize
+        for index, parameter in placed.items()
+    }
     keys = _group_keys(order, groups)
     total_tail = 0
     tail_from = len(order)
@@ -55,8 +57,8 @@ def lay_out(
             total_tail += size
             tail_from -= 1
 
-    kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
-    uneven = [is_uneven(parameter, parts) for parameter in parameters]
+    kinds = {index: (parameter.dtype, parameter.device) for index, parameter in placed.items()}
+    uneven = {index: is_uneven(parameter, parts) for index, parameter in placed.items()}
     places = (
         (
             place,
@@ -72,7 +74,7 @@ def lay_out(
     for position, run in enumerate(sorted(runs, key=lambda run: run[-1])):
         bucket = Bucket(position, *kinds[order[run[0]]])
         for place in run:
-            bucket.add(order[place], parameters[order[place]])
+            bucket.add(order[place], placed[order[place]])
         buckets.append(bucket)
     return buckets
 

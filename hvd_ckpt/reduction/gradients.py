@@ -263,6 +263,17 @@ class TrackedGradient:
         self.state = REDUCED
         self.note()
 
+    def follow(self) -> None:
+        """What code has made of the result in place counts as the result."""
+        gradient = self.parameter.grad
+        if (
+            self.state is REDUCED
+            and gradient is not None
+            and self._seen is not None
+            and self._seen() is gradient
+        ):
+            self._version = gradient._version
+
     def drop(self) -> None:
         """What is in flight counts no more, if all ranks drop theirs."""
         self.state = DROPPED

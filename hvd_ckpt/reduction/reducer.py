@@ -167,8 +167,7 @@ class Reducer(Machine):
 
     def note_changes(self, cleared: bool = False) -> None:
         for gradient in self._gradients:
-            if gradient.state is REDUCED and not gradient.is_new:
-                gradient.note()
+            gradient.follow()
         for parameter in self.assignment.parameters if self.sums and not cleared else ():
             if parameter.grad is not None:
                 keep_mark(parameter.grad)
