@@ -88,7 +88,7 @@ class Computation:
         return max((block.output for block in self.chain[1:-2]), default=0)
 
     def passes(self, budget: int) -> Passes | None:
-        """The fastest passes within so many bytes of activations; None if there are none."""
+        """The fastest passes within so many bytes of activations, or None if none fit."""
         fastest = self._solver.fastest
         solution = fastest if fastest.peak <= budget else self._solver.solve(budget)
         if solution is None or solution.peak > budget:
@@ -130,7 +130,7 @@ def as_part(model: nn.Module, tensor: int) -> Iterator[nn.Module]:
         yield model
         return
     with parts.alone(tensor):
-        yield tensor_parallel(copy.deepcopy(model), verify=False)
+        yield tensor_parallel(copy.deepcopy(model))
 
 
 def measured(

@@ -306,10 +306,10 @@ class Job:
         elements /= 1 if layout.shard == "none" else layout.replicas
         bus = OFFLOADED_BYTES / BUS_BYTES_PER_SECOND if layout.offload else 0.0
         # Ranks that share a processor take as long as their work together, also where they wait for each other.
-        seconds = max(step.seconds, step.seconds + (self.crowding - 1) * step.computing)
-        if pipeline is not None:
-            seconds = max(step.seconds, self.crowding * step.computing)
-        waits = 0.0 if pipeline is None else bubble_of(pipeline)
+        if pipeline is None:
+            seconds, waits = step.seconds + (self.crowding - 1) * step.computing, 0.0
+        else:
+            seconds, waits = max(step.seconds, self.crowding * step.computing), bubble_of(pipeline)
         recomputing = passes.recomputing * count / step.seconds
         limit = _limit(step, waits, recomputing)
         kept = pipeline is None and not passes.recomputing
@@ -360,15 +360,17 @@ def layouts(
     Raises:
         ValueError: an argument is invalid, or the model has no blocks.
     """
-    limit = memory if isinstance(memory, int) else parse_budget(memory).value
-    if isinstance(memory, str) and parse_budget(memory).kind != "bytes":
+    limit = parse_budget(memory)
+    if limit.kind != "bytes":
         raise ValueError(f"memory must be bytes, such as '3GiB', not {memory!r}")
 
     def sample(count: int) -> Sample:
         made = make_sample(count)
         return Sample(made if isinstance(made, tuple) else (made,), {}, loss)
 
-    given = Job(model, batch, int(limit), ranks or 1, network or Network(), sample, optimizer, precision)
+    given = Job(
+        model, batch, int(limit.value), ranks or 1, network or Network(), sample, optimizer, precision
+    )
     if ranks is not None:
         return given.counted(tflops).rows()
     return given.measured().rows()

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.step import Step
+from hvd_ckpt.prediction.computation import as_part
 from hvd_ckpt.prediction.measured_memory import OptimizerMemory, Stretch, make_optimizer, measure_step
 from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
-from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import map_tensors
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.sharding.construction import check_stage
@@ -113,8 +112,7 @@ def estimate_memory(
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
     step = TrainingStep(plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device)
     if tensor > 1:
-        with parts.alone(tensor):
-            first_part = tensor_parallel(copy.deepcopy(model))
+        with as_part(model, tensor) as first_part:
             return Estimator(first_part, step).estimate(np, shard, offload, wire, within)
     estimator = Estimator(model, step)
     if averages is None:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from hvd_ckpt.utils.torch_private import DeviceType, identity_of, profiler_enabled
+from hvd_ckpt.utils.torch_private import DeviceType, profiler_enabled
 
 MARK = "hvd_ckpt.mark."  # before the number of a mark, in the names of the profiler's events
 
@@ -68,15 +67,33 @@ def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     memory.peak_bytes, memory.held_bytes = marks.marks[-1].peak_bytes, marks.marks[-1].bytes
 
 
-def held_bytes() -> int:
-    """Bytes of the memory of all tensors of this process that Python knows."""
+def bytes_since(before: dict[int, torch.UntypedStorage], device: str = "cpu") -> int:
+    """Bytes of the memory of all tensors that Python knows, and that is not one of these, which are kept meanwhile."""
+    return sum(
+        memory.nbytes() for address, memory in memory_of_tensors(device).items() if address not in before
+    )
+
+
+def memory_of_tensors(device: str = "cpu") -> dict[int, torch.UntypedStorage]:
+    """The memory on this type of device of all tensors that Python knows, by address."""
     gc.collect()
-    storages = {
-        identity_of(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-    }
-    return sum(storages.values())
+    found = {}
+    for tensor in gc.get_objects():
+        if (
+            issubclass(type(tensor), torch.Tensor)
+            and not hasattr(type(tensor), "fake_mode")  # of torch.compile
+            and _has_memory(tensor, device)
+        ):
+            memory = tensor.untyped_storage()
+            found[memory.data_ptr()] = memory
+    return found
+
+
+def _has_memory(tensor: torch.Tensor, device: str) -> bool:
+    try:
+        return tensor.device.type == device and tensor.layout is torch.strided
+    except RuntimeError:  # an undefined tensor of autograd has no device
+        return False
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,17 @@ Prints a row for each model and stage, with and without recomputation.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import click
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.plan_models import Job, build
 from hvd_ckpt.planning.step import Step
-from hvd_ckpt.utils.memory import recording_peak
+from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
 
 STEPS = 3
 
@@ -54,33 +52,6 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
     with recording_peak() as memory:
         take()
     return max(hc.allgather_object(held + memory.peak_bytes, name="peak"))
-
-
-def bytes_since(before: dict[int, torch.UntypedStorage]) -> int:
-    """Bytes of the memory of all tensors that Python knows, and that is not one of these, which are kept meanwhile."""
-    return sum(memory.nbytes() for address, memory in memory_of_tensors().items() if address not in before)
-
-
-def memory_of_tensors() -> dict[int, torch.UntypedStorage]:
-    """The memory of all tensors that Python knows, by address."""
-    gc.collect()
-    found = {}
-    for tensor in gc.get_objects():
-        if (
-            issubclass(type(tensor), torch.Tensor)
-            and not issubclass(type(tensor), FakeTensor)  # of torch.compile
-            and _has_memory(tensor)
-        ):
-            memory = tensor.untyped_storage()
-            found[memory.data_ptr()] = memory
-    return found
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.device.type == "cpu" and tensor.layout is torch.strided
-    except RuntimeError:  # an undefined tensor of autograd has no device
-        return False
 
 
 @click.command()

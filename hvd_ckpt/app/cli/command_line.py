@@ -5,8 +5,9 @@ An invalid argument ends a command with one line and exit status 2. Status 1 mea
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -157,6 +158,17 @@ def progress_bar(each: bool = False) -> Progress:
         return _Lines(console, each)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
+
+
+@contextlib.contextmanager
+def saying(title: str) -> Iterator[Callable[[str], None]]:
+    """A function that shows what a command is doing, in a progress bar of that title; on the first of several ranks."""
+    if launched_rank():
+        yield lambda text: None
+        return
+    with progress_bar(each=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda text: progress.update(task, description=text)
 
 
 class _Lines(Progress):

@@ -28,12 +28,12 @@ from hvd_ckpt.app.cli.command_line import (
     OneLineErrors,
     check_device,
     console_for_tables,
-    progress_bar,
+    saying,
     take_options,
 )
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.planning.budget import parse_budget
-from hvd_ckpt.processes.launchers import launched_rank, launched_size
+from hvd_ckpt.processes.launchers import launched_size
 from hvd_ckpt.utils.extras import say_no_pictures
 from hvd_ckpt.utils.plain_data import write_text
 from hvd_ckpt.utils.text import show_bytes
@@ -151,12 +151,17 @@ def layout(
     if limit.kind != "bytes":
         raise BadArgument(f"--memory {memory}: give bytes, such as 3GiB")
     sizes = {key: value for key, value in others.items() if value is not None}
-    with _saying() as say:
+    fixed = {key: value for key, value in values.items() if key not in CHOSEN}
+
+    def settings_of(row: LayoutRow) -> dict[str, Any]:
+        return {**fixed, **_settings(name, sizes, model_options, row, job)}
+
+    with saying("layouts") as say:
         job = _job(name, sizes, model_options, int(limit.value), cluster, device, say, **given)
         say("comparing layouts")
         rows = job.rows()
         tried = [row for row in rows if row.fits][: trials or 0]
-        measured = [_tried(_settings(name, sizes, model_options, row, job), say) for row in tried]
+        measured = [_tried(settings_of(row), say) for row in tried]
     if job.rank:
         return
     if not rows:
@@ -172,12 +177,8 @@ def layout(
             f"--memory {memory}: no layout fits; the smallest memory that would do is {best.peak} bytes "
             f"({show_bytes(best.peak)}), with {best.layout}"
         )
-    settings = _settings(name, sizes, model_options, best, job)
-    others = {key: value for key, value in values.items() if key not in CHOSEN}
-    settings = {**others, **settings}
-    flags = " ".join(
-        f"--{key.replace('_', '-')} {shlex.quote(str(value))}" for key, value in settings.items()
-    )
+    settings = settings_of(best)
+    flags = " ".join(_flags(settings))
     click.echo(f"Best: {best.layout}\n  horovodrun -np {job.ranks} hvd-ckpt train {flags}")
     if output is not None:
         _write(Path(output), settings, rows, job)
@@ -195,16 +196,6 @@ def _values_of(file: str, cluster: dict[str, Any]) -> dict[str, Any]:
     ranks = cluster.get("ranks") or launched_size()
     replicas = ranks // config.pipeline.stages // config.tensor
     return {**values, "batch": config.global_batch(replicas)}
-
-
-@contextlib.contextmanager
-def _saying() -> Iterator[Callable[[str], None]]:
-    if launched_rank():
-        yield lambda text: None
-        return
-    with progress_bar(each=True) as progress:
-        task = progress.add_task("layouts", total=None)
-        yield lambda text: progress.update(task, description=text)
 
 
 def _job(
@@ -258,11 +249,17 @@ def _network(cluster: dict[str, Any]) -> Network:
     return network
 
 
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    for column in columns:
+        words = column in ("layout", "limit")
+        table.add_column(column, justify="left" if words else "right", no_wrap=column != "layout")
+    return table
+
+
 def _print(rows: Sequence[LayoutRow], job: Job) -> None:
-    table = Table(box=SIMPLE_HEAD, title=f"{job.ranks} ranks, {job.batch} samples", title_justify="left")
-    for title in ("layout", "MiB of a rank", "s of a step", "samples/s", "recomputing", "limit"):
-        words = title in ("layout", "limit")
-        table.add_column(title, justify="left" if words else "right", no_wrap=title != "layout")
+    columns = ("layout", "MiB of a rank", "s of a step", "samples/s", "recomputing", "limit")
+    table = _table(f"{job.ranks} ranks, {job.batch} samples", columns)
     fit = [row for row in rows if row.fits]
     for row in fit[:SHOWN]:
         table.add_row(
@@ -325,9 +322,7 @@ def _flags(settings: dict[str, Any]) -> Iterator[str]:
 
 def _print_trials(rows: Sequence[LayoutRow], measured: Sequence[tuple[float, int] | str], memory: int) -> int:
     """Prints what was measured beside what was predicted; returns the number of the fastest that stays within the memory."""
-    table = Table(box=SIMPLE_HEAD, title="tried", title_justify="left")
-    for title in ("layout", "s of a step", "predicted", "MiB of a rank", "estimated"):
-        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=title != "layout")
+    table = _table("tried", ("layout", "s of a step", "predicted", "MiB of a rank", "estimated"))
     best, least = 0, (True, math.inf)
     for number, (row, found) in enumerate(zip(rows, measured)):
         if isinstance(found, str):
@@ -352,7 +347,7 @@ def _tried(settings: dict[str, Any], say: Callable[[str], None]) -> tuple[float,
     from hvd_ckpt.app.training.trainer import Trainer
     from hvd_ckpt.processes import runtime
     from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process
-    from hvd_ckpt.utils.memory import held_bytes, recording_peak
+    from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
 
     hvd.shutdown()
     runtime.init(stages=settings.get("pipeline", 1), tensor=settings.get("tensor", 1))
@@ -362,9 +357,9 @@ def _tried(settings: dict[str, Any], say: Callable[[str], None]) -> tuple[float,
         config = Config.make({**settings, "steps": steps, "output": f"{folder}/run"})
         ends: list[float] = []
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            before = held_bytes()
+            before = memory_of_tensors()
             trainer = Trainer(config, *assemble_in_turn(config))
-            held = held_bytes() - before
+            held = bytes_since(before)
             with recording_peak(trainer.device) if recording else contextlib.nullcontext() as peak:
                 trainer.run(lambda: ends.append(time.perf_counter()))
         shutil.rmtree(folder, ignore_errors=True)

@@ -23,7 +23,7 @@ from hvd_ckpt.app.cli.command_line import (
     check_device,
     console_for_tables,
     output_folder,
-    progress_bar,
+    saying,
     take_options,
 )
 from hvd_ckpt.app.models import catalog
@@ -283,12 +283,7 @@ def _planned(job: Job, loaded: Plan | None, request: Request) -> tuple[Plan, Cos
     from hvd_ckpt.planning.step import Step
 
     unmet = None
-    with progress_bar(each=True) as progress:
-        task = progress.add_task("planning", total=None)
-
-        def say(what: str) -> None:
-            progress.update(task, description=what)
-
+    with saying("planning") as say:
         if loaded is None:
             chosen, unmet = _made(job, request, say)
         else:

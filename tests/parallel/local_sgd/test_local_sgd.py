@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from estimates import bytes_since, memory_of_tensors
 from torch import nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.sharding.formats import WIRE_FORMATS
 from hvd_ckpt.utils import memory
+from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
 
