@@ -10,7 +10,7 @@ SENT       the placeholder                                           in flight, 
 ARRIVING   None, or the late part so far: autograd adds to it        in flight, and a late part
 LATE       the placeholder                                           in flight, and the late part in ``part``
 DROPPED    None, or what has been accumulated since                  ``grad``, all of it
-REDUCED    the result, or what code has made of it since             ``grad``, if some rank has changed it
+REDUCED    the result, or what code has made of it since             ``grad``, if the ranks reduce again
 USED       None                                                      None; a step has used the one in shards
 ZERO       a placeholder that counts as zeros                        zeros, of which nothing is in flight
 CLEARED    None: autograd is about to add to the zeros               zeros, until something has been added
@@ -19,24 +19,29 @@ CLEARED    None: autograd is about to add to the zeros               zeros, unti
 ::
 
     OWN ------ it leaves ------> SENT -- an accumulation begins --> ARRIVING -- it ends --> LATE
-     ^                            |  ^                               |   ^                    |  |
-     |                            |  +- torch.autograd.grad() ends --+   +- another begins ---+  |
-     |                            |                                                              |
-     |                            +------------ None is found in grad --> DROPPED <--------------+
-     +---- synchronize(), abandon() -- of all states
+                                  |  ^                               |   ^                    |  |
+                                  |  +- torch.autograd.grad() ends --+   +- another begins ---+  |
+                                  |                                                              |
+                                  +------------ None is found in grad --> DROPPED <--------------+
 
-    OWN -- synchronize(), if it is used --> REDUCED -- an accumulation --> OWN
+    each state -- synchronize() --> REDUCED (stages 0 and 1) or SENT (stages 2 and 3); OWN or USED, if no rank has a gradient
+    each state -- abandon() --> OWN, or at stages 2 and 3 USED, if there was a gradient
+    REDUCED, USED -- an accumulation --> OWN
     SENT -- step() --> USED -- zero_grad(set_to_none=False) --> ZERO -- an accumulation begins --> CLEARED -- it ends --> OWN
 
-A bucket that leaves without a gradient of a parameter leaves it OWN: one that comes later is a late part as a whole. Only gradients
+So after ``backward()``, ``grad`` is the placeholder if the gradient has left, else this rank's own. After ``synchronize()`` it is
+the result, which stays after ``step()`` (stages 0 and 1), or the placeholder until ``step()``, then None (stages 2 and 3).
+
+A unit that leaves without a gradient of a parameter leaves it OWN: one that comes later is a late part as a whole. Only gradients
 in shards (stages 2 and 3) are in the states of the last line: there a late part leaves in the next round, so LATE becomes SENT, and
 what is in shards stays SENT until a step has used it. What comes after a gradient was dropped leaves in a further round of the
 synchronization, at all stages.
 
-Code may read and replace what is OWN or DROPPED, and drop any gradient, if all ranks do so. Using the values of a placeholder is an
-error at once. Two acts are found later, and are an error on every rank in the synchronization: a gradient in flight was replaced,
-or one was changed in place after its last accumulation. The change would be made to this rank's part before the ranks' parts are
-added up, so it is never what one process would do.
+Code may read what is OWN or DROPPED and put another tensor or None in its place, on any rank. None in place of what has left drops
+it, which is an error unless all ranks that have sent it do so between the same passes. Using the values of a placeholder is an
+error at once, on that rank. Two more acts are found later: a gradient in flight was replaced by a tensor, or one, in flight or not,
+was changed in place after its last accumulation, so that only this rank's part is changed. What is found later is an error on
+every rank, in the synchronization. What is REDUCED may be changed; if ranks do so differently, a synchronization reduces again.
 """
 
 from __future__ import annotations

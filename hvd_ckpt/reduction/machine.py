@@ -1,30 +1,34 @@
 """The reduction of a step's gradients, at all stages: when they leave, what ranks tell each other, and what stands in ``p.grad``.
 
 Gradients leave in *units* of several parameters: in buckets, whose allreduce gives each rank the result (:mod:`.reducer`, stages 0
-and 1), or in groups, whose reduce-scatter gives each rank its shard (:mod:`hvd_ckpt.sharding.reducer`, stages 2 and 3).
+and 1), or in groups, whose reduce-scatter gives each rank its shard (:mod:`hvd_ckpt.sharding.reducer`, stages 2 and 3). A parameter
+belongs to the optimizer that was made over it last. An earlier one drops the step that it has begun, and its next one is an error.
 
-**In the backward pass.** A unit is complete once each of its parameters has accumulated as often as in the last steps
-(:mod:`.accumulation`). It leaves when it is complete and all units before it have left; their order is that of rank 0. So all ranks
-launch the same units in the same order, whatever gradients each of them has. From then on a placeholder stands in ``p.grad``, until
-``synchronize()`` puts the result there, or into shards: :mod:`.gradients` has the table of states. A gradient that comes after its
-unit has left is *late*, and goes to a tensor of its own.
+**In the backward pass.** A unit is complete once its parameters have accumulated as often as was learned (:mod:`.accumulation`):
+for a bucket in a step, for a group in a *round* of ``backward_passes_per_step`` passes. It leaves when it is complete and all units
+before it have left, in an order learned from rank 0. So all ranks launch the same units in the same order, with zeros for what is
+missing. From then on a placeholder stands in ``p.grad`` (:mod:`.gradients` has the states). What comes after its unit has left
+goes to a tensor of its own.
 
-**Rounds.** A bucket leaves once in a step. A group leaves again after each backward pass, in rounds, so that no rank holds whole
-gradients of several passes. A further round at the end of the step has what is left on some rank: late parts, whose results are
-added; parameters that are used for the first time; and what has come since all ranks have dropped a gradient in flight, in place of
-which it counts. It is one of groups, or of buckets that are made for it (:mod:`.further`).
+**Rounds.** A bucket leaves once in a step: the last one, and all of the first step, in ``synchronize()``. A group leaves once in
+each round, from the first step on (there in the layout's order), so that no rank holds whole gradients of several rounds. What
+comes later leaves with its next round. *Late* is what comes after its bucket, or after its group's last round. A further round at
+the end has what is left on some rank: late parts, whose results are added; parameters that are used for the first time; and what
+has come since all ranks have dropped a gradient in flight, in place of which it counts. It is one of groups, or of buckets that are
+made for it (:mod:`.further`).
 
 **In** :meth:`Machine.synchronize` the ranks go through these methods together:
 
 1. ``_look_at`` finds what code has done to gradients by hand, ``_settle`` what else this rank alone knows.
-2. ``_exchange_flags`` launches what all ranks launch without being told, and sums their :class:`.ControlFlags`: for each parameter,
-   whether it is used and whether a gradient came late; one flag asks for the next method. The fingerprint of a part of the weights
-   goes with them (:mod:`.weights`). Now all ranks know the same, and take the same way.
-3. ``_agree``, if a rank has more to say than flags can: the ranks gather reports, and all raise one error or continue together.
-4. ``_land`` waits for all that is in flight, puts the results in their places, and makes the further round.
-5. ``_learn`` prepares the next step.
+2. ``_exchange_flags`` launches what all ranks launch without being told: all buckets, or the rounds of the last step. It sums their
+   :class:`.ControlFlags`, in the last bucket if that can carry them: for each parameter, whether it is used and whether a gradient
+   came late, and four flags of the rank. The fingerprint of a part of the weights goes with them (:mod:`.weights`). Now all ranks
+   know the same, and take the same way.
+3. If a flag asks for it, the ranks gather reports. All raise one error, or continue together after ``_agree``.
+4. ``_land`` leaves nothing in flight, puts the results in their places, and makes the further round.
+5. ``_learn`` prepares the next step. What has no bucket yet is first reduced here: in the first step, everything.
 
-An error in any of them drops the step on every rank.
+An error in any of them drops the step and all gradients on every rank.
 """
 
 from __future__ import annotations
