@@ -61,7 +61,7 @@ def DistributedOptimizer(
     backward passes may precede a ``step()``. A parameter may be used any number of times, in recomputed segments or not: the
     optimizer learns how often each gradient accumulates, and reduces late gradients as well. Collective: call it on every rank.
 
-    A parameter may be in several optimizers. Each gradient is reduced once, by the optimizer that was created or synchronized
+    A parameter may be in several optimizers. Each gradient is reduced once, by the optimizer that was created
     last. Create an optimizer before the backward pass: gradients that an older optimizer of the same parameters has not reduced
     yet are dropped.
 
