@@ -29,12 +29,13 @@ for _ in range(3):
 place = f"{hc.grid().stage} {hc.rank()}/{hc.size()} {hc.local_rank()}/{hc.local_size()} {hc.controller()}"
 print(f"{place} {model.weight.detach().double().sum().item()!r}\\n", end="", flush=True)
 """
-CLEAN = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in RANK_VARIABLES and not name.startswith(("SLURM_", "TORCHELASTIC_"))
-}
-STARTED = {**CLEAN, "OMP_NUM_THREADS": "1"}
+
+
+def environment() -> dict[str, str]:
+    """That of a launcher which knows of no other one."""
+    others = (*RANK_VARIABLES, "SLURM_", "TORCHELASTIC_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    return {**clean, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def by_slurm(script: Path, size: int, stages: int) -> list[str]:
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(stages)],
-            env={**STARTED, **step, "SLURM_PROCID": str(rank)},
+            env={**environment(), **step, "SLURM_PROCID": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -81,7 +82,7 @@ def test_torchrun_and_srun_start_the_same_job(script: Path) -> None:
         str(get_free_port()),
     ]
     started = subprocess.run(
-        [*command, str(script), "1"], env=STARTED, stdout=subprocess.PIPE, text=True, timeout=200, check=True
+        [*command, str(script), "1"], env=environment(), stdout=subprocess.PIPE, text=True, timeout=200, check=True
     )
     lines = sorted(started.stdout.splitlines())
     assert [line.rpartition(" ")[0] for line in lines] == ["0 0/2 0/2 gloo", "0 1/2 1/2 gloo"]

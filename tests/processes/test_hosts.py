@@ -31,10 +31,12 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",  # several ranks share a core here
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "300",  # so that the limit of each job ends its waits
 }
 MPIRUN = "mpirun -np 2 -bind-to none -map-by slot -x PATH -x PYTHONPATH -x OMP_NUM_THREADS -mca pml ob1 -mca btl ^openib"
 LAUNCHERS = {"gloo": "horovodrun -np 2 --gloo", "mpi": "horovodrun -np 2 --mpi", "mpirun": MPIRUN}
 # mpirun has to notice before the ranks give up: once one has, it waits for its daemon on the host that has vanished.
+LIMITS = {"gloo": "40", "mpirun": "240"}  # seconds of a wait, which the start of a busy machine may take, too
 ALIVE = {"oob_tcp_keepalive_time": "2", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "2"}
 NAMED = {
     "gloo": r"rank 0 on host a: waited .*host b \(10\.77\.0\.2; rank 1\) does not answer",
@@ -111,7 +113,7 @@ def test_a_host_that_is_cut_off_ends_the_job_which_resumes_to_the_weights_of_one
     if launcher != "gloo" and not (answer := probe("mpi")).works:
         pytest.skip(f"MPI does not work here: {answer.reason}")
     run = tmp_path / "run"
-    program, *options = command(launcher, "a:1,b:1", text, run, "--stall-timeout", "15")
+    program, *options = command(launcher, "a:1,b:1", text, run, "--stall-timeout", LIMITS[launcher])
     alive = [word for pair in ALIVE.items() for word in ("-mca", *pair)] if program == "mpirun" else []
     hosts.slow("b", milliseconds=1)
     job = hosts.start("a", [program, *alive, *options], environment=ENVIRONMENT)

@@ -74,9 +74,10 @@ watchdog._noted(time.sleep, "a test to end")(60)
     "polled": """
 poll, lost = mpi_ops.mpi_lib.horovod_torch_poll, []
 mpi_ops.mpi_lib.horovod_torch_poll = lambda handle: poll(handle) if handle not in lost else 0
-hc.init(stall_timeout=1)
+hc.init()
 handle = hc.allreduce_async(torch.ones(2), name="polled")
 lost.append(handle)
+hc.init(stall_timeout=1)
 print("waits", flush=True)
 while not hc.poll(handle):
     time.sleep(0.01)

@@ -17,7 +17,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 
-pytestmark = pytest.mark.ranks(gloo=(2, 3, 4), mpi=(2, 4))
+pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
 
 
 def adam(model: nn.Module) -> torch.optim.Adam:
@@ -159,7 +159,7 @@ def test_an_optimizer_that_one_rank_collects_while_all_level(monkeypatch: pytest
     same_everywhere(model)
 
 
-@pytest.mark.ranks(gloo=(2, 4), mpi=(2, 4))
+@pytest.mark.ranks(gloo=(2,), mpi=(4,))
 def test_replicas_that_a_rank_has_loaded_by_itself() -> None:
     results = []
     for apart in (False, True):
@@ -241,8 +241,7 @@ def few() -> Any:
     return hc.add_process_set([0])
 
 
-@pytest.mark.parametrize("owner", [0, -1])
-@pytest.mark.parametrize("base", [{}, {"shard": 3}], ids=["whole", "sharded"])
+@pytest.mark.parametrize(("owner", "base"), [(0, {}), (-1, {"shard": 3})], ids=["whole", "sharded"])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -453,7 +452,7 @@ def test_join_with_an_optimizer_of_a_process_set(some: Any) -> None:
     train(model, optimizer, range(1))
 
 
-@pytest.mark.ranks(gloo=(2,), mpi=(2,))
+@pytest.mark.ranks(gloo=(2,))
 def test_join_while_gradients_are_being_reduced() -> None:
     """The others would add their later gradients to sums that have this rank's."""
     model = chain()
@@ -468,7 +467,7 @@ def test_join_while_gradients_are_being_reduced() -> None:
     same_everywhere(model)
 
 
-@pytest.mark.ranks(gloo=(2, 4), mpi=(2, 4))
+@pytest.mark.ranks(gloo=(2,), mpi=(4,))
 def test_join_with_replicas() -> None:
     model = chain()
     optimizer = wrap(model, replicas=4)

@@ -16,9 +16,9 @@ import os
 import sys
 
 SERVER = "HVD_CKPT_TESTS_FORK_SERVER"  # the path of its socket, set by fork_server.py
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS")
 PROGRAMS = ("/hvd-ckpt", "/scripts/horovodrun.py", "/tests/run.py")
-PACKAGES = ("hvd_ckpt", "benchmarks", "pytest")
+PACKAGES = ("hvd_ckpt", "benchmarks", "pytest", "torch")
 
 
 def can_be_forked(words: list[str]) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 import sys
@@ -57,6 +58,7 @@ def assert_same(model: nn.Module, expected: list[Tensor], what: str) -> None:
         assert torch.equal(found, there), f"{what}: {name} differs"
 
 
+@functools.cache
 def plain() -> list[Tensor]:
     model = split()
     train("gpt", model)
@@ -139,27 +141,24 @@ def positions() -> None:
         hc.tensor_parallel(made(), sequence=hc.grid().part == 0)
 
 
+@functools.cache
 def trained_whole() -> nn.Module:
     train("gpt", model := made())
     return model
 
 
 def planned() -> None:
-    expected = plain()
-    for budget in ("40%", "80%"):
-        model = split()
-        tokens, _, targets = batch_of("gpt", 0)
-        plan = hc.plan(
-            model,
-            tokens,
-            loss=lambda scores, targets=targets: functional.cross_entropy(
-                scores.flatten(0, 1), targets.flatten()
-            ),
-            budget=budget,
-        )
-        plan.apply(model)
-        train("gpt", model)
-        assert_same(model, expected, f"plan for {budget}")
+    model = split()
+    tokens, _, targets = batch_of("gpt", 0)
+    plan = hc.plan(
+        model,
+        tokens,
+        loss=lambda scores: functional.cross_entropy(scores.flatten(0, 1), targets.flatten()),
+        budget="40%",
+    )
+    plan.apply(model)
+    train("gpt", model)
+    assert_same(model, plain(), "planned")
 
 
 def sharded() -> None:
@@ -204,10 +203,9 @@ def whole_states() -> None:
 
 def clipped() -> None:
     for norm in (0.05, 0.5):
+        expected = train("gpt", whole := made(), clip=norm)
         for shard in ("none", "gradients", "parameters"):
-            model, whole = split(), made()
-            found = train("gpt", model, clip=norm, shard=shard)
-            expected = train("gpt", whole, clip=norm)
+            found = train("gpt", model := split(), clip=norm, shard=shard)
             assert all(abs(a - b) <= 1e-5 * b for a, b in zip(found, expected)), (shard, found, expected)
             if shard != "parameters":
                 assert_like_whole(model, whole, f"clipped at {norm}, shard={shard!r}")

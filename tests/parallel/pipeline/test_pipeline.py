@@ -69,9 +69,16 @@ def assert_same_step(model: nn.Module, whole: nn.Module) -> None:
     assert_same_state(model.state_dict(), whole.state_dict())
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never", "auto"])
-@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 3), ("1f1b", 1), ("interleaved", 2)])
-@pytest.mark.parametrize("case", list(jobs.CASES))
+SCHEDULES = [("gpipe", 3), ("1f1b", 1), ("interleaved", 2)]
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule", "virtual", "checkpoint"),
+    [
+        *(("mixed values", *how, kept) for how in SCHEDULES for kept in jobs.CHECKPOINTS),
+        *((case, *how, kept) for case in jobs.CASES for how, kept in zip(SCHEDULES, jobs.CHECKPOINTS)),
+    ],
+)
 def test_gradients_are_those_of_accumulate(case: str, schedule: str, virtual: int, checkpoint: str) -> None:
     whole, expected = accumulated(case, 4)
     state = torch.get_rng_state()
@@ -88,9 +95,13 @@ PLANNED = ("transformer", "batch norm", "mixed values", "frozen blocks")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "budget"), [("1f1b", 1, "min"), ("gpipe", 2, "min"), ("interleaved", 2, None)]
+    ("case", "schedule", "virtual", "budget"),
+    [
+        *((case, "1f1b", 1, "min") for case in PLANNED),
+        ("transformer", "gpipe", 2, "min"),
+        ("mixed values", "interleaved", 2, None),
+    ],
 )
-@pytest.mark.parametrize("case", PLANNED)
 def test_gradients_with_a_plan_are_those_of_accumulate(
     case: str, schedule: str, virtual: int, budget: str | None, quick_planner: None, tmp_path: Path
 ) -> None:

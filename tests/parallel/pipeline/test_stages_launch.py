@@ -33,7 +33,7 @@ def test_stages_train_like_the_whole_model(
 
 def test_stages_over_the_link_of_devices_train_like_the_whole_model() -> None:
     """``HVD_CKPT_LINK=gloo python -m pytest tests/parallel`` runs all other tests over it, too."""
-    status, output = run("gloo", 2, "2", HVD_CKPT_LINK="gloo")
+    status, output = run("gloo", 2, "2", "messages", HVD_CKPT_LINK="gloo")
     assert status == 0, output
     assert output.count("equal") == 2, output
 
