@@ -77,19 +77,24 @@ def _over(controller: str, *sizes: int) -> tuple[Run, ...]:
 
 
 LANES = 4  # ranks wait for each other, so more of them than cores
-LONG = (
-    "tests/bench",
-    "tests/parallel",
-)  # a run of their own, so that no lane has much more to do than the others
-RUNS = (
-    Run("one process", "process"),
-    *_over("gloo", 2),
-    Run("whole commands", "launch", paths=("tests", *(f"--ignore={path}" for path in LONG))),
-    *_over("mpi", 4),
+# Runs of their own, so that no lane has much more to do than the others.
+LONG = ("tests/bench", "tests/parallel")
+PLANS = ("tests/planning", "tests/prediction", "tests/zoo")
+
+
+def _without(folders: tuple[str, ...]) -> tuple[str, ...]:
+    return ("tests", *(f"--ignore={folder}" for folder in folders))
+
+
+RUNS = (  # the longest first
+    Run("one process", "process", paths=_without(PLANS)),
+    Run("whole commands", "launch", paths=_without(LONG)),
     Run("whole commands of benchmarks and parallel models", "launch", paths=LONG),
-    *_over("gloo", 3),
+    Run("one process for plans and predictions", "process", paths=PLANS),
+    *_over("gloo", 2),
+    *_over("mpi", 4),
     Run("several hosts", "hosts"),
-    *_over("gloo", 4, 1),
+    *_over("gloo", 1, 3, 4),
     *_over("mpi", 2),
 )
 
@@ -298,7 +303,7 @@ def main(arguments: list[str]) -> int:
     def paths_of(run: Run) -> list[str]:
         if not named:
             return list(run.paths)
-        return [path for path in named if run.paths != LONG and belongs(path, run)]
+        return [path for path in named if run.paths[0] == "tests" and belongs(path, run)]
 
     runs = [(run, [*options, *paths]) for run in possible if (paths := paths_of(run))]
     runs = [each for each in runs if each[0].controller != "mpi" or mpi_works()]
