@@ -21,6 +21,7 @@ from typing import Any
 
 import hosts as namespaces
 import pytest
+from controllers import HOROVODRUN
 from hosts import Hosts
 
 from hvd_ckpt.app.training import logs
@@ -148,9 +149,9 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     (tmp_path / "again" / "snapshots").mkdir(parents=True)
     (tmp_path / "again" / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     snapshot_of(run, joined).rename(snapshot_of(tmp_path / "again", joined))
-    command = ["horovodrun", "--gloo", "-np", "2", "hvd-ckpt", "train", "--resume", str(tmp_path / "again")]
+    command = ["--gloo", "-np", "2", "hvd-ckpt", "train", "--resume", str(tmp_path / "again")]
     done = hosts.run(
-        "a", [*command, "--steps", str(last)], timeout=SECONDS, environment={"OMP_NUM_THREADS": "1"}
+        "a", [*HOROVODRUN, *command, "--steps", str(last)], timeout=SECONDS, environment={"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(tmp_path / "again", last) == weights(run, last)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from controllers import HOROVODRUN
 from hosts import Hosts, unavailable
 
 from hvd_ckpt.snapshots.reader import read
@@ -50,7 +51,7 @@ def test_a_rank_that_is_killed_changes_nothing(stages: int, replicas: int | None
     settings = [*SETTINGS, f"--data=text:{text}", f"--accumulate={stages}"]
     settings += [] if replicas is None else [f"--replicas={replicas}"]
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
-    launcher = ["horovodrun", "-np", str(2 // stages if replicas is None else 1), "--gloo"]
+    launcher = [*HOROVODRUN, "-np", str(2 // stages if replicas is None else 1), "--gloo"]
     ranks_alone = [*launcher, PROGRAM, "train", *settings, f"--output={undisturbed}"]
     supervised = [PROGRAM, "train", "--max-restarts=2", *settings, f"--pipeline={stages}", f"--output={run}"]
     with _started_here(ranks_alone) as (reference, _), _supervised(supervised) as (job, ranks):
