@@ -533,21 +533,6 @@ def test_wrong_names_and_wrapping_twice() -> None:
         raises_everywhere(ValueError, "Found duplicates: 0.0.weight", lambda: wrap_with(names))
 
 
-@several
-@pytest.mark.parametrize(
-    ("option", "values"),
-    [
-        ("bucket_cap_mb", (1.0, 2.0)),
-        ("op", (hc.Average, hc.Sum)),
-        ("groups", (2, 3)),
-        ("compression", (hc.Compression.none, hc.Compression.fp16)),
-    ],
-)
-def test_options_that_differ_between_ranks(option: str, values: tuple[Any, Any]) -> None:
-    differ = {option: values[min(hc.rank(), 1)]}
-    raises_everywhere(ValueError, f"{option} differs between ranks", lambda: wrap(chain(), **differ))
-
-
 def in_flight() -> tuple[nn.Sequential, Any]:
     """A model and its optimizer after a backward pass, in which all buckets but the last have left."""
     model = chain()

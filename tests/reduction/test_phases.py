@@ -14,7 +14,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 
-pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
+pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
 several = pytest.mark.ranks(gloo=(2,), mpi=(4,))
 OPERATIONS = {"average": hc.Average, "sum": hc.Sum}
@@ -329,6 +329,7 @@ def test_a_scaler_steps_one_optimizer_while_another_accumulates() -> None:
 # ---------------------------------------------------------------------------------------------------- dropped gradients
 
 
+@several
 @pytest.mark.parametrize("drop", ["model", "by hand"])
 @pytest.mark.parametrize("again", [False, True], ids=["before step", "before another pass"])
 @pytest.mark.parametrize("op", OPERATIONS)
