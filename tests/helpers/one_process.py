@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -81,6 +82,15 @@ def train_for_all(model: nn.Module, optimizer: torch.optim.Optimizer, steps: ran
 
 def fingerprint(model: nn.Module) -> list[bytes]:
     return [p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+
+
+def raises_everywhere(kind: type[Exception], match: str, work: Callable[[], Any]) -> str:
+    """The error must come on every rank, so nobody is left waiting, and say the same; returns its text."""
+    with pytest.raises(kind, match=match) as caught:
+        work()
+    texts = hc.allgather_object(str(caught.value))
+    assert len({text.partition(": ")[2] if text.startswith("rank ") else text for text in texts}) == 1, texts
+    return texts[0]
 
 
 def same_everywhere(model: nn.Module) -> None:

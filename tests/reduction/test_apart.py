@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from horovod.torch import mpi_ops
-from one_process import WIDTH, chain, difference, loss, same_everywhere, train, train_for_all, wrap
+from one_process import (
+    WIDTH,
+    chain,
+    difference,
+    loss,
+    raises_everywhere,
+    same_everywhere,
+    train,
+    train_for_all,
+    wrap,
+)
 from torch import nn
 
 import hvd_ckpt as hc
@@ -22,15 +32,6 @@ pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
 
 def adam(model: nn.Module) -> torch.optim.Adam:
     return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def raises_everywhere(kind: type[Exception], match: str, work: Callable[[], Any]) -> str:
-    """The error must come on every rank, so nobody is left waiting, and say the same; returns its text."""
-    with pytest.raises(kind, match=match) as caught:
-        work()
-    texts = hc.allgather_object(str(caught.value))
-    assert len({text.partition(": ")[2] if text.startswith("rank ") else text for text in texts}) == 1, texts
-    return texts[0]
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

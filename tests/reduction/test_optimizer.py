@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import horovod.torch as stock
@@ -19,6 +19,7 @@ from one_process import (
     fingerprint,
     loss,
     loss_of_all,
+    raises_everywhere,
     same_everywhere,
     train,
     train_for_all,
@@ -42,13 +43,6 @@ def momentum(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
 
 def with_momentum(model: nn.Module, **options: Any) -> Any:
     return wrap(model, momentum(model), **options)
-
-
-def raises_everywhere(kind: type[Exception], match: str, work: Callable[[], Any]) -> None:
-    """The error must come on every rank, so nobody is left waiting."""
-    with pytest.raises(kind, match=match):
-        work()
-    assert hc.allgather_object(hc.rank()) == list(range(hc.size()))
 
 
 # ---------------------------------------------------------------------------------------------------- steps

@@ -153,6 +153,8 @@ RECIPE = {
     "*.slopes": "slice:0", "*.attention.bias": "slice:0",
     **adapted("q", "k", "v", "up", kind="column"), **adapted("o", "down", kind="row"),
 }  # fmt: skip
+# Sequence parallelism, and how blocks are recomputed.
+WAYS = ((False, "none"), (True, "none"), (False, "nonreentrant"), (True, "reentrant"))
 CROSS = {**RECIPE, "*.cross": "heads:heads", "*.cross.bias": "slice:0"}
 
 
@@ -211,24 +213,22 @@ def made(**options: Any) -> nn.Module:
 
 def inside() -> None:
     """Parameters inside attention and perceptrons, whichever module holds them."""
+    for sequence, how in WAYS:
+        assert_equal(made(how=how), RECIPE, x(), sequence=sequence)
     for sequence in (False, True):
-        for how in ("none", "nonreentrant", "reentrant"):
-            assert_equal(made(how=how), RECIPE, x(), sequence=sequence)
         assert_equal(made(dropout=0.3), RECIPE, x(), sequence=sequence, clip=True)
 
 
 def sharded() -> None:
-    for sequence in (False, True):
-        for shard in ("gradients", "parameters"):
-            assert_equal(made(), RECIPE, x(), sequence=sequence, shard=shard)
+    for sequence, shard in ((False, "gradients"), (True, "parameters")):
+        assert_equal(made(), RECIPE, x(), sequence=sequence, shard=shard)
 
 
 def planned() -> None:
-    for sequence in (False, True):
-        model, whole = (hc.tensor_parallel(made().double(), RECIPE, sequence=sequence) for _ in range(2))
-        hc.plan(model, x(), loss=lambda y: y.square().mean(), budget="60%").apply(model)
-        train(model, x()), train(whole, x())
-        assert all(map(torch.equal, model.parameters(), whole.parameters())), "planned"
+    model, whole = (hc.tensor_parallel(made().double(), RECIPE, sequence=True) for _ in range(2))
+    hc.plan(model, x(), loss=lambda y: y.square().mean(), budget="60%").apply(model)
+    train(model, x()), train(whole, x())
+    assert all(map(torch.equal, model.parameters(), whole.parameters())), "planned"
 
 
 def frozen() -> None:
@@ -248,9 +248,8 @@ def shared() -> None:
 
 def memory() -> None:
     """All positions attend to a second input of the blocks."""
-    for sequence in (False, True):
-        for how in ("none", "nonreentrant", "reentrant"):
-            assert_equal(made(cross=True, how=how), CROSS, x(), sequence=sequence)
+    for sequence, how in WAYS:
+        assert_equal(made(cross=True, how=how), CROSS, x(), sequence=sequence)
 
 
 class Calls(nn.Module):
@@ -328,12 +327,11 @@ T5 = {
 def transformers() -> None:
     """Norms of queries and keys, and biases of distances that layers hand on."""
     for sequence in (False, True):
-        for checkpointing in (False, True):
-            torch.manual_seed(3)
-            model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-            if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            assert_equal(model, LLAMA, TOKENS, sequence=sequence)
+        torch.manual_seed(3)
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+        if sequence:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert_equal(model, LLAMA, TOKENS, sequence=sequence)
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
         for layer in model.model.layers:
             layer.self_attn.q_proj = Adapted(32, 32)

@@ -250,37 +250,27 @@ def overflow() -> None:
 
 def head() -> None:
     """Cross entropy in chunks over the split vocabulary, which gathers no scores."""
-    for smoothing in (0.0, 0.1):
-        for chunks in (1, 3):
-            whole, results = made(dropout=0.0), []
-            for model in (hc.tensor_parallel(copy.deepcopy(whole)), whole):
-                tokens, _, targets = batch_of("gpt", 0)
-                targets = targets.clone()
-                targets[0, :2] = -100
-                hidden = model[0](tokens)
-                for block in model[1:-1]:
-                    hidden = block(hidden)
-                norm, scores = model[-1]
-                loss = hc.chunked_cross_entropy(
-                    scores, norm(hidden), targets, chunks, label_smoothing=smoothing
-                )
-                loss.backward()
-                results.append(loss.item())
-            assert results[0] == pytest.approx(results[1], rel=1e-6)
-            grid = current()
-            split_model = hc.tensor_parallel(made(dropout=0.0))
-            hidden = split_model[0](tokens)
-            for block in split_model[1:-1]:
+    grid = current()
+    for smoothing, chunks in ((0.0, 1), (0.1, 3)):
+        whole, results = made(dropout=0.0), []
+        split_model = hc.tensor_parallel(copy.deepcopy(whole))
+        for model in (split_model, whole):
+            tokens, _, targets = batch_of("gpt", 0)
+            targets = targets.clone()
+            targets[0, :2] = -100
+            hidden = model[0](tokens)
+            for block in model[1:-1]:
                 hidden = block(hidden)
-            norm, scores = split_model[-1]
-            hc.chunked_cross_entropy(
-                scores, norm(hidden), targets, chunks, label_smoothing=smoothing
-            ).backward()
-            for (name, one), other in zip(split_model.named_parameters(), whole.parameters()):
-                assert one.grad is not None and other.grad is not None
-                cut = cut_of(one)
-                there = other.grad if cut is None else cut.of(other.grad, grid.tensor, grid.part)
-                assert_close(one.grad, there, f"gradient of {name}, in {chunks} chunks")
+            norm, scores = model[-1]
+            loss = hc.chunked_cross_entropy(scores, norm(hidden), targets, chunks, label_smoothing=smoothing)
+            loss.backward()
+            results.append(loss.item())
+        assert results[0] == pytest.approx(results[1], rel=1e-6)
+        for (name, one), other in zip(split_model.named_parameters(), whole.parameters()):
+            assert one.grad is not None and other.grad is not None
+            cut = cut_of(one)
+            there = other.grad if cut is None else cut.of(other.grad, grid.tensor, grid.part)
+            assert_close(one.grad, there, f"gradient of {name}, in {chunks} chunks")
 
 
 def half() -> None:
