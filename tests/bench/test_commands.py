@@ -154,16 +154,8 @@ def test_shard_measures_a_stage_beside_a_peer_that_trains_the_same(
 def test_shard_trains_in_every_wire_format(command: Command) -> None:
     status, output, report = command(
         *("shard", "--quick", "--np", "2", "--controller", "gloo", "--passes", "1", "--rounds", "2"),
-        *(
-            "--wire",
-            "fp32,fp16,bf16,int8,int4",
-            "--engines",
-            "stage-2,stage-3",
-            "--stage",
-            "2,3",
-            "--recompute",
-            "no",
-        ),
+        *("--recompute", "no", "--wire", "fp32,fp16,bf16,int8,int4"),
+        *("--engines", "stage-2,stage-3", "--stage", "2,3"),
     )
     assert status == 0, output
     rows = [(row["stage"], row["wire"], row["sent"]) for row in report["results"]]

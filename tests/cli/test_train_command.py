@@ -31,16 +31,7 @@ from hvd_ckpt.utils.text import show_bytes
 pytestmark = pytest.mark.launch
 
 COMMAND = [str(Path(sys.executable).parent / "hvd-ckpt"), "train"]
-SMALL = (
-    "--model",
-    "gpt-tiny",
-    "--model-option",
-    "width=32",
-    "--model-option",
-    "layers=1",
-    "--sequence-length",
-    "32",
-)
+SMALL = ["--model=gpt-tiny", "--model-option=width=32", "--model-option=layers=1", "--sequence-length=32"]
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,21 +57,9 @@ def results(text: Path) -> dict[str, Result]:
     """Of runs of one process."""
     more = ["--eval-batches", "2", "--budget", "0.9x", "--steps", "3"]
     flags = {"dry": ["--budget", "0.5x", "--dry-run"], "run": more}
+    words = ["train", *SMALL, f"--data=text:{text}", "--batch=2"]
     cases = {
-        name: Case(
-            "main(sys.argv[1:])",
-            arguments=(
-                "train",
-                *SMALL,
-                "--data",
-                f"text:{text}",
-                "--batch",
-                "2",
-                "--output",
-                str(text.parent / name),
-                *one,
-            ),
-        )
+        name: Case("main(sys.argv[1:])", arguments=(*words, f"--output={text.parent / name}", *one))
         for name, one in flags.items()
     }
     return run_forked("import sys, torch; from hvd_ckpt.app.cli.main import main", cases)
@@ -186,18 +165,7 @@ def test_a_run_logs_its_first_step_its_perplexity_and_the_peak_its_budget_is_abo
 def test_ctrl_c_prints_what_happened(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen(
-        [
-            *COMMAND,
-            *SMALL,
-            "--data",
-            f"text:{text}",
-            "--batch",
-            "2",
-            "--steps",
-            "1000000",
-            "--output",
-            str(run),
-        ],
+        [*COMMAND, *SMALL, f"--data=text:{text}", "--batch=2", "--steps=1000000", f"--output={run}"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

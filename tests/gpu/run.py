@@ -71,19 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words += ["--offline", str(options.offline.resolve())]
     junit = folder / "junit.xml"
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    plain = [
-        "-m",
-        "gpu",
-        "-o",
-        "addopts=",
-        "--import-mode=importlib",
-        "-p",
-        "no:terminal",
-        "-p",
-        "no:cacheprovider",
-        "--junitxml",
-        str(junit),
-    ]
+    plain = ["-m", "gpu", "-o", "addopts=", "--import-mode=importlib", f"--junitxml={junit}"]
+    plain += ["-p", "no:terminal", "-p", "no:cacheprovider"]
     # No fork server of the ordinary tests: a rank on a GPU is a process of its own.
     status = pytest.main([*plain, *words, *others, str(Path(__file__).parent)], plugins=[_Lines()])
     if not junit.exists():

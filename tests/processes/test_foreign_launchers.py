@@ -72,17 +72,15 @@ def by_slurm(script: Path, size: int, stages: int) -> list[str]:
 
 
 def test_torchrun_and_srun_start_the_same_job(script: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(get_free_port()),
-    ]
+    ranks = f"-m torch.distributed.run --nproc-per-node 2 --master-port {get_free_port()}"
+    command = [sys.executable, *ranks.split()]
     started = subprocess.run(
-        [*command, str(script), "1"], env=environment(), stdout=subprocess.PIPE, text=True, timeout=200, check=True
+        [*command, str(script), "1"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=True,
     )
     lines = sorted(started.stdout.splitlines())
     assert [line.rpartition(" ")[0] for line in lines] == ["0 0/2 0/2 gloo", "0 1/2 1/2 gloo"]

@@ -38,16 +38,7 @@ SECONDS = 240  # that a phase may take on a busy machine
 COMMIT_EVERY = 5
 BATCH, LR = 4, 3e-4
 SETTINGS = ["--model", "bert-tiny", "--model-option", "width=32", "--model-option", "layers=1"]
-SETTINGS += [
-    "--model-option",
-    "heads=2",
-    "--sequence-length",
-    "16",
-    "--batch",
-    str(BATCH),
-    "--steps",
-    "100000",
-]
+SETTINGS += f"--model-option heads=2 --sequence-length 16 --batch {BATCH} --steps 100000".split()
 SETTINGS += ["--snapshot-every", str(COMMIT_EVERY), "--keep-snapshots", "100000", "--log-every", "1"]
 SETTINGS += ["--seed", "3", "--schedule", "constant", "--lr", str(LR), "--commit-every", str(COMMIT_EVERY)]
 
@@ -151,7 +142,10 @@ def test_training_resumes_from_the_last_commit(hosts, tmp_path) -> None:
     snapshot_of(run, joined).rename(snapshot_of(tmp_path / "again", joined))
     command = ["--gloo", "-np", "2", "hvd-ckpt", "train", "--resume", str(tmp_path / "again")]
     done = hosts.run(
-        "a", [*HOROVODRUN, *command, "--steps", str(last)], timeout=SECONDS, environment={"OMP_NUM_THREADS": "1"}
+        "a",
+        [*HOROVODRUN, *command, "--steps", str(last)],
+        timeout=SECONDS,
+        environment={"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(tmp_path / "again", last) == weights(run, last)

@@ -21,20 +21,10 @@ pytestmark = pytest.mark.launch
 
 PROGRAM = str(Path(sys.executable).parent / "hvd-ckpt")
 SECONDS = 240.0
-SETTINGS = [
-    "--model=gpt-tiny",
-    "--model-option=width=32",
-    "--model-option=layers=2",
-    "--model-option=heads=2",
-]
-SETTINGS += [
-    "--model-option=dropout=0.1",
-    "--sequence-length=16",
-    "--batch=2",
-    "--replicas=4",
-    "--schedule=constant",
-]
-SETTINGS += ["--snapshot-every=20", "--commit-every=5", "--log-every=5", "--seed=5", "--eval-batches=1"]
+MODEL = ["width=32", "layers=2", "heads=2", "dropout=0.1"]
+SETTINGS = ["--model=gpt-tiny", *(f"--model-option={option}" for option in MODEL)]
+SETTINGS += ["--sequence-length=16", "--batch=2", "--replicas=4", "--schedule=constant", "--seed=5"]
+SETTINGS += ["--snapshot-every=20", "--commit-every=5", "--log-every=5", "--eval-batches=1"]
 
 
 def is_second_rank(process: psutil.Process) -> bool:

@@ -171,15 +171,7 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-SETTINGS = [
-    "--model",
-    "gpt-tiny",
-    "--model-option",
-    "layers=2",
-    "--model-option",
-    "width=32",
-    "--tensorboard",
-]
+SETTINGS = ["--model=gpt-tiny", "--model-option=layers=2", "--model-option=width=32", "--tensorboard"]
 
 
 def test_the_job_gets_the_settings_and_a_folder(tmp_path: Path) -> None:

@@ -25,21 +25,9 @@ PROGRAM = str(Path(sys.executable).parent / "hvd-ckpt")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # else a host of one rank computes with more threads than one of two
 STEPS, EVERY = 120, 20
 SECONDS = 400.0
-SETTINGS = [
-    "--model=gpt-tiny",
-    "--model-option=width=32",
-    "--model-option=layers=2",
-    "--model-option=heads=2",
-    "--model-option=dropout=0.1",
-    "--model-option=tied=false",
-]
-SETTINGS += [
-    "--sequence-length=16",
-    "--batch=4",
-    f"--steps={STEPS}",
-    f"--snapshot-every={EVERY}",
-    "--log-every=1000",
-]
+MODEL = ["width=32", "layers=2", "heads=2", "dropout=0.1", "tied=false"]
+SETTINGS = ["--model=gpt-tiny", *(f"--model-option={option}" for option in MODEL), "--log-every=1000"]
+SETTINGS += ["--sequence-length=16", "--batch=4", f"--steps={STEPS}", f"--snapshot-every={EVERY}"]
 Ranks = Callable[[], list[int]]
 
 

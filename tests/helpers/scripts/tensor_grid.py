@@ -63,7 +63,9 @@ if case == "grid":
     print("equal", flush=True)
 else:
     if case == "dies":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which a launcher ends the others, if it notices first
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # by which a launcher ends the others, if it notices first
     parts.add(torch.ones(3))  # all have started, however long that takes
     if case == "stops":
         hc.init(stall_timeout=5)
