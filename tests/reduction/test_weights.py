@@ -114,7 +114,8 @@ def test_a_changed_bit_in_each_parameter_is_an_error_on_every_rank(name: str) ->
 @pytest.mark.parametrize("options", [{}, {"wire": {"parameters": "bf16"}}, {"offload": "optimizer"}], ids=str)
 def test_values_that_steps_mix_into_those_of_all_ranks(stage: int, options: dict[str, Any]) -> None:
     """Each rank updates a part of the weights, so what one has written is soon gone or everywhere."""
-    for name, _ in chain().named_parameters():
+    names = [name for name, _ in chain().named_parameters()]
+    for name in (names[0], names[-1]) if options else names:
         model = chain()
         optimizer = wrap(model, shard=stage, **options)
         trained(model, optimizer)
