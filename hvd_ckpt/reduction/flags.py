@@ -61,8 +61,7 @@ class Report:
         wanted: this rank asks for the resynchronization.
         error: must be raised on every rank.
         void: parameters whose bucket was sent empty, because the model was converted.
-        dropped: parameters whose gradient was dropped by hand while it was in flight, and what had left before: the last round,
-            and whether the last synchronization had left any in shards.
+        dropped: parameters whose gradient was dropped by hand after it had left.
         sent: parameters whose gradient is in flight.
         written: fingerprints of weights that the rank has written (stage 3).
         table: facts of all parameters.
@@ -72,7 +71,7 @@ class Report:
     wanted: bool = False
     error: Exception | None = None
     void: list[int] = field(default_factory=list)
-    dropped: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
     sent: list[int] = field(default_factory=list)
     written: dict[int, int] = field(default_factory=dict)
     table: list[ParameterFacts] = field(default_factory=list)
@@ -97,16 +96,16 @@ def check_reports(reports: Sequence[Report], names: Sequence[str]) -> None:
         for index in sorted(set(report.void) ^ set(reports[0].void)):
             here, there = (rank, 0) if index in report.void else (0, rank)
             raise _different(names[index], "was converted to another dtype or device", here, there)
-    # A rank that has sent nothing of a gradient has nothing to drop.
+    # A rank that has sent nothing of a gradient has nothing to drop. What ranks have sent until each has dropped it does not count,
+    # and what has come since has not left, so the ranks may drop it between different passes.
     for there, report in enumerate(reports):
         for here, other in enumerate(reports):
-            for index, until in sorted(other.dropped.items()):
-                if index in report.sent or report.dropped.get(index, until) != until:
-                    what = "had its gradient dropped between backward() and synchronize()"
-                    raise _different(names[index], what, here, there)
+            for index in sorted(other.dropped.intersection(report.sent)):
+                what = "had its gradient dropped between backward() and synchronize()"
+                raise _different(names[index], what, here, there)
 
 
 def _different(name: str, what: str, here: int, there: int) -> RuntimeError:
     return RuntimeError(
-        f"parameter '{name}' {what} on rank {here} but not on rank {there}; do the same on every rank, between the same passes"
+        f"parameter '{name}' {what} on rank {here} but not on rank {there}; do the same on every rank"
     )

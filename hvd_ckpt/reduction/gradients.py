@@ -38,10 +38,10 @@ what is in shards stays SENT until a step has used it. What comes after a gradie
 synchronization, at all stages.
 
 Code may read what is OWN or DROPPED and put another tensor or None in its place, on any rank. None in place of what has left drops
-it, which is an error unless all ranks that have sent it do so between the same passes. Using the values of a placeholder is an
-error at once, on that rank. Two more acts are found later: a gradient in flight was replaced by a tensor, or one, in flight or not,
-was changed in place after its last accumulation, so that only this rank's part is changed. What is found later is an error on
-every rank, in the synchronization. What is REDUCED may be changed; if ranks do so differently, a synchronization reduces again.
+it, which is an error unless all ranks that have sent it do so. Using the values of a placeholder is an error at once, on that rank.
+Two more acts are found later: a gradient in flight was replaced by a tensor, or one, in flight or not, was changed in place after
+its last accumulation, so that only this rank's part is changed. What is found later is an error on every rank, in the
+synchronization. What is REDUCED may be changed; if ranks do so differently, a synchronization reduces again.
 """
 
 from __future__ import annotations

@@ -300,16 +300,12 @@ class Machine(ABC):
             if gradient.is_away or not is_alone:
                 report.error = gradient.look() or report.error
             if gradient.state is DROPPED:
-                report.dropped[index] = self._left_before(index)
+                report.dropped.add(index)
 
     @property
     def is_alone(self) -> bool:
         """Whether this is the only rank, where a gradient that has not left may be read and changed at any time."""
         return bool(self.process_set.size() == 1)
-
-    def _left_before(self, index: int) -> tuple[int, bool]:
-        """What had left of a gradient before it was dropped: see :class:`.Report`."""
-        return 0, False
 
     def _full_report(self) -> Report:
         """The report with what is only looked up where some rank asks for it."""

@@ -185,9 +185,6 @@ class ShardReducer(Machine):
             report.written, self._store.written.values = self._store.written.values, {}
         report.wanted |= bool(report.written)
 
-    def _left_before(self, index: int) -> tuple[int, bool]:
-        return self._rounds.get(index, -1), self.used[index]
-
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
         schedule = self._schedule
         pending = any(gradient.unsent is not None for gradient in self._gradients)

@@ -287,6 +287,25 @@ def test_gradients_that_all_ranks_drop_are_dropped(stage: int, passes: int) -> N
     same_weights(model, optimizer, wanted, plain)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("again", [(), (0,), (0, 1, 2, 3)], ids=["on no rank", "on one rank", "on all ranks"])
+def test_ranks_drop_gradients_after_different_numbers_of_passes(passes: int, again: tuple[int, ...]) -> None:
+    """So other rounds have left on each of them; what comes on some ranks since counts."""
+    model, optimizer = build(2, backward_passes_per_step=passes)
+    wanted, plain = build(0)
+    for number in range(4):
+        for one, other in ((model, optimizer), (wanted, plain)):
+            other.zero_grad()
+            for part in range(2 + 2 * (number % 2 == 1 and hc.rank() == 0)):
+                backward(one, 10 * number + part)
+            if number % 2:
+                one.last.weight.grad = None
+                if again:
+                    backward(one, 10 * number + 5, *again)
+            other.step()
+    same_weights(model, optimizer, wanted, plain, exact=False)  # passes are added up in another order
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_late_gradient_that_is_dropped_takes_what_has_left_with_it(stage: int) -> None:
     model, optimizer = build(stage)
