@@ -29,10 +29,7 @@ python tests/zoo/run.py --out zoo.jsonl --table             # this page
 ```
 
 Every architecture of transformers that builds from a small random configuration, and the smallest models of the families of timm and torchvision, train for two steps, with dropout, in plain PyTorch and
-in every way of recomputation and sharding. Loss, gradients, buffers and random state must have the same bits, or an error says in one sentence why not.
-
-Configurations are shrunk (`tests/zoo/shrinking.py`), and samples guessed from the signature of the forward pass (`tests/zoo/inputs.py`). In segments, each block of the outermost `nn.ModuleList`s is a region of `hc.checkpoint`, and each outermost `nn.Sequential` an `hc.CheckpointSequential` of two segments. Plans recompute at any cost;
-if none fits `"0.5x"`, the nearest is used. For stage 3 the reference is `shard="none"` on the same ranks."""
+in every way of recomputation and sharding. Loss, gradients, buffers and random state must have the same bits, or an error says in one sentence why not. Plans recompute at any cost; for stage 3 the reference is `shard="none"` on the same ranks."""
 
 
 def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
@@ -63,7 +60,7 @@ def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
             numbers = " | ".join(str(counts[outcome]) for outcome in RIGHT)
             lines.append(f"| {title} | {counts.total()} | {numbers} | {others} |")
     lines += ["", *_reasons("Not right", left, lambda row: row["outcome"] not in RIGHT)]
-    lines += _reasons("Rounding", left, lambda row: row["outcome"] == "rounding", detail=False)
+    lines += _reasons("Rounding", left, lambda row: row["outcome"] == "rounding", detail=False, names=False)
     lines += _reasons("Errors that say so", left, lambda row: row["outcome"] == "refused")
     left_out = {(name, ""): row for (name, _), row in rows.items() if name in out}
     lines += _reasons("Left out", left_out, lambda row: True, names=False)
