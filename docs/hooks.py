@@ -10,17 +10,20 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
+    "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "examples/README.md": "examples.md",
 }
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>[~.]*")
 
 
 def on_files(files, config, **_):
     for name, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+        text = (ROOT / name).read_text(encoding="utf-8")
+        wide = "---\nhide: [navigation, toc]\n---\n" if page == "index.md" else ""
+        files.append(File.generated(config, page, content=wide + text))
     sys.path.insert(0, str(ROOT))
     from hvd_ckpt.app.cli.main import main
 
@@ -61,7 +64,7 @@ def on_page_markdown(markdown, page, **_):
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def link(match):
-        text, target, anchor = match.groups()
+        image, text, target, anchor = match.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if not (ROOT / path).exists():
             return match[0]
@@ -69,7 +72,7 @@ def on_page_markdown(markdown, page, **_):
             return text
         place = PAGES.get(path, path.removeprefix("docs/"))
         return (
-            f"[{text}]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')}{anchor or ''})"
+            f"{image}[{text}]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')}{anchor or ''})"
         )
 
     return LINK.sub(link, markdown)
