@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, Model
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 
-from hvd_ckpt.app.integrations.lightning import HorovodStrategy  # noqa: E402
+from hvd_ckpt.app.integrations.lightning import HorovodStrategy, SaveOnSignal  # noqa: E402
 
 pytestmark = [
     pytest.mark.ranks(gloo=(2,)),
@@ -507,6 +508,36 @@ def test_a_resume_in_the_same_bits(folder, shard: str, when: dict[str, int]) -> 
     same_bits(resumed, whole)
     for (name, value), expected in zip(resumed.named_buffers(), whole.buffers(), strict=True):
         assert torch.equal(value, expected), name
+
+
+class Signal(pl.Callback):
+    """A signal to rank 1 before its third step."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def on_train_batch_start(self, trainer, *_):
+        if hc.rank() == 1 and trainer.global_step == 2:
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("shard, number", [("none", signal.SIGTERM), ("parameters", signal.SIGINT)])
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
+    folder, shard: str, number: signal.Signals
+) -> None:
+    whole, stopped, resumed = Regression(), Regression(), Regression()
+    fitted(whole, strategy=HorovodStrategy(shard=shard))
+    handler, stop = signal.getsignal(number), SaveOnSignal(folder)
+    assert stop.ckpt_path is None
+    with pytest.raises(SystemExit) as ended:
+        fitted(stopped, strategy=HorovodStrategy(shard=shard), callbacks=[stop, Signal(number)])
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) is handler
+    fitted(
+        resumed, strategy=HorovodStrategy(shard=shard), callbacks=[stop], seed=99, ckpt_path=stop.ckpt_path
+    )
+    same_bits(resumed, whole)
+    assert stop.ckpt_path is None
 
 
 class Peak(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ pytest.importorskip(
 )
 import transformers
 
-from hvd_ckpt.app.integrations.transformers import Seq2SeqTrainer, Trainer
+from hvd_ckpt.app.integrations.transformers import SaveOnSignal, Seq2SeqTrainer, Trainer
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
@@ -211,6 +213,35 @@ def test_a_resume_in_the_same_bits(folder, shard: str, checkpointing: bool) -> N
     same_bits(resumed.model, whole.model)
     stored = torch.load(path / "training_args.bin", weights_only=False)
     assert type(stored) is transformers.TrainingArguments
+
+
+class Asks(transformers.TrainerCallback):
+    """Asks for a stop before the third step: rank 1 by a signal, or rank 0 by the file."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2 and self.way == "signal" and hc.rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        if state.global_step == 2 and self.way == "file" and hc.rank() == 0:
+            Path(args.output_dir, "stop").touch()
+
+
+@pytest.mark.parametrize("way, shard", [("signal", "none"), ("file", "parameters")])
+def test_a_request_to_one_rank_stops_all_with_a_checkpoint(folder, monkeypatch, way: str, shard: str) -> None:
+    monkeypatch.setattr("hvd_ckpt.snapshots.stopping.LOOK_SECONDS", 0.0)
+    data = Rows(causal=True)
+    extra = {"shard": shard}
+    whole = trained(folder, causal(0.1), data, extra=extra)
+    handler = signal.getsignal(signal.SIGTERM)
+    stop = SaveOnSignal(folder / "run")
+    with pytest.raises(SystemExit) as ended:
+        trained(folder, causal(0.1), data, extra={**extra, "callbacks": [stop, Asks(way)]})
+    assert ended.value.code == (128 + signal.SIGTERM if way == "signal" else 0)
+    assert signal.getsignal(signal.SIGTERM) is handler and not (folder / "run" / "stop").exists()
+    resumed = trained(folder, causal(0.1), data, resume=stop.checkpoint, seed=50, extra=extra)
+    same_bits(resumed.model, whole.model)
 
 
 def test_gradient_checkpointing_and_a_budget_keep_the_bits(folder, quick_planner) -> None:

@@ -7,13 +7,14 @@ distributed optimizers, reduces gradients before hooks and clipping, and adds ea
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -30,6 +31,8 @@ from hvd_ckpt.app.integrations.lightning_ending import Ending
 from hvd_ckpt.app.integrations.lightning_optimizer import hand_on
 from hvd_ckpt.app.integrations.lightning_state import load_states, states_of_ranks
 from hvd_ckpt.app.integrations.loading import ResumableLoader, SeededLoader, local_replicas, take_own_batches
+from hvd_ckpt.app.integrations.stopping import Stopping
+from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import stage_name
@@ -411,6 +414,54 @@ class HorovodStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             if optimizer.shard_stage == 3 and not optimizer.is_offloaded:
                 optimizer.unshard()
+
+
+class SaveOnSignal(Stopping, Callback):
+    """Saves a checkpoint and exits when a rank gets SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, or the folder has a file ``stop``.
+
+    ::
+
+        stop = SaveOnSignal("runs/digits")
+        trainer = Trainer(strategy=HorovodStrategy(), callbacks=[stop])
+        trainer.fit(module, data, ckpt_path=stop.ckpt_path)
+
+    All ranks stop after the same step. The exit status is 128 + the number of the signal, 0 after the file. A second Ctrl-C
+    interrupts at once.
+
+    Args:
+        folder: where ``stopped.ckpt`` is written. A training that ends by itself removes it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    @property
+    def ckpt_path(self) -> Path | None:
+        """The checkpoint of an earlier stop, or None; as rank 0 finds it. Collective."""
+        path = self._folder / "stopped.ckpt"
+        return path if of_first_process(path.is_file(), "SaveOnSignal") else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's own handler ends this rank alone. One of the user's stays.
+        handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", ())
+        if len(handlers) == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.begin(self._folder)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.is_asked(trainer.strategy.optimizers):
+            path = self._folder / "stopped.ckpt"
+            trainer.save_checkpoint(path)
+            self.leave(f"ckpt_path={str(path)!r}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.end()
+        if hc.rank() == 0:
+            (self._folder / "stopped.ckpt").unlink(missing_ok=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.end()
 
 
 class TrainingStep(nn.Module):

@@ -70,6 +70,8 @@ class Ending(_Launcher):
 
     def _end(self, error: BaseException) -> None:
         self.error = error
+        if isinstance(error, SystemExit):  # of all ranks, as SaveOnSignal's
+            return
         if not isinstance(error, Exception):  # Lightning ends the process without a word
             _say(f"ended by {type(error).__name__}")
         callbacks = [] if self._trainer is None else self._trainer.callbacks

@@ -21,8 +21,10 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DistributedSampler
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import get_last_checkpoint
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.integrations.stopping import Stopping
 from hvd_ckpt.reduction.agreement import agree_on_options, described, of_all_processes, of_first_process
 from hvd_ckpt.utils.own_state import load_own_state, own_state
 from hvd_ckpt.utils.rules import TRAINER, check
@@ -86,13 +88,13 @@ class _Callbacks(CallbackHandler):
     def agree(self) -> None:
         """Collects the events for which some rank has a callback of the user's. Collective.
 
-        Those of transformers decide by what is the same on all ranks, and need no message.
+        Those of transformers and of this library decide by what is the same on all ranks, and need no message.
         """
         own = {
             event
             for event in (*OF_LOOP, *IN_LOOP)
             for callback in self.callbacks
-            if getattr(callback, event).__module__.partition(".")[0] != "transformers"
+            if getattr(callback, event).__module__.partition(".")[0] not in ("transformers", "hvd_ckpt")
         }
         self.agreed = frozenset().union(*of_all_processes(own, "Trainer: callbacks"))
 
@@ -341,6 +343,47 @@ class Trainer(_OverHorovod, transformers.Trainer):  # type: ignore[misc]
 
 class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """``transformers.Seq2SeqTrainer`` in the same way: it generates during evaluation."""
+
+
+class SaveOnSignal(Stopping, transformers.TrainerCallback):  # type: ignore[misc]
+    """Saves a checkpoint and exits when a rank gets SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, or the folder has a file ``stop``.
+
+    ::
+
+        stop = SaveOnSignal(arguments.output_dir)
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[stop])
+        trainer.train(resume_from_checkpoint=stop.checkpoint)
+
+    All ranks stop after the same step. The exit status is 128 + the number of the signal, 0 after the file. A second Ctrl-C
+    interrupts at once.
+
+    Args:
+        folder: ``output_dir`` of the training arguments.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The newest checkpoint in the folder, or None; as rank 0 finds it. Collective."""
+        found = get_last_checkpoint(self._folder) if self._folder.is_dir() else None
+        return of_first_process(found, "SaveOnSignal")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begin(self._folder)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if self.is_asked([getattr(optimizer, "optimizer", optimizer)]):
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._reason is not None:
+            self.leave(f"resume_from_checkpoint={str(self._folder / f'checkpoint-{state.global_step}')!r}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.end()
 
 
 def _check(args: Any, budget: Any, shard: Any, options: dict[str, Any]) -> None:

@@ -1,0 +1,60 @@
+"""A request to one rank of a trainer, by a signal or a file ``stop``, of which all ranks learn after the same step.
+
+The flag travels with the gradients, as in the training command. All ranks then save one checkpoint and exit, with the status that
+the command has: 128 + the number of the signal, or 0 for the file.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hvd_ckpt as hc
+from hvd_ckpt.reduction.agreement import of_all_processes
+from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest
+
+
+class Stopping:
+    """What the callbacks of both trainers share."""
+
+    def __init__(self) -> None:
+        self._request: StopRequest | None = None
+        self._reason: str | None = None
+
+    def begin(self, folder: Path) -> None:
+        """Watches for requests, from now on."""
+        self.end()
+        self._reason = None
+        self._request = StopRequest(folder if hc.rank() == 0 else None)
+        self._request.__enter__()
+
+    def end(self) -> None:
+        """Gives signals their former handlers again."""
+        if self._request is not None:
+            self._request.__exit__(None, None, None)
+            self._request = None
+
+    def is_asked(self, optimizers: Iterable[Any]) -> bool:
+        """Whether some rank was asked to stop; the same on all ranks. Call it after each step."""
+        assert self._request is not None
+        distributed = list(optimizers)
+        if any(optimizer.notified for optimizer in distributed):
+            reasons = of_all_processes(self._request.reason, "Trainer: stop")
+            self._reason = next((reason for reason in reasons if reason is not None), None)
+        elif self._request.reason is not None:
+            for optimizer in distributed:
+                optimizer.notify()
+        return self._reason is not None
+
+    def leave(self, where: str) -> NoReturn:
+        """Ends the process after all ranks have saved. Collective."""
+        hc.barrier()
+        if hc.rank() == 0:
+            print(f"Stopped by {self._reason}; to resume: {where}", file=sys.stderr, flush=True)
+        if self._request is not None:
+            self._request.acknowledge()
+        self.end()
+        sys.exit(0 if self._reason in (None, STOP_FILE) else 128 + signal.Signals[str(self._reason)])
