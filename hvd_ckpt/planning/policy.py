@@ -7,7 +7,6 @@ identity, parameters, hooks and ``state_dict``, remains an instance of its class
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from torch import nn
 from hvd_ckpt.recompute.checkpoint import run_checkpointed
 from hvd_ckpt.recompute.deferred import defer
 from hvd_ckpt.recompute.tape import Policy, run_selectively
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.schema import shown
 from hvd_ckpt.utils.torch_private import is_compiled
 
@@ -125,10 +125,9 @@ def _check_autocast(module: nn.Module) -> None:
         made, runs_so = (
             "without autocast" if dtype is None else f"under autocast to {dtype}" for dtype in (planned, runs)
         )
-        warnings.warn(
+        run_warnings.warn(
             f"The plan was made {made}, and the model runs {runs_so}: its peak is another one, and may be over the budget. Make "
-            f"the plan with hc.plan(..., autocast={'None' if runs is None else f'torch.{runs}'}).",
-            stacklevel=3,
+            f"the plan with hc.plan(..., autocast={'None' if runs is None else f'torch.{runs}'})."
         )
 
 

@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 LINK_VARIABLE, LINKS = "HVD_CKPT_LINK", ("nccl", "host", "gloo")
@@ -53,7 +54,7 @@ def local_device() -> torch.device:
         return torch.device("cpu")
     if not has_gpu_operations():
         if current().number == 0:
-            warnings.warn(f"training on the CPU, since {NO_GPU_OPERATIONS}: {BUILD_HOROVOD}", stacklevel=2)
+            run_warnings.warn(f"training on the CPU, since {NO_GPU_OPERATIONS}: {BUILD_HOROVOD}")
         return torch.device("cpu")
     number = current().local_rank if visible > 1 else 0
     if number >= visible and hvd.nccl_built():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 from hvd_ckpt.processes import device_link, grid, links, rendezvous, single_copy, uncaught, watchdog
 from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.rules import check
 
@@ -179,10 +179,9 @@ def init(
         torch.set_num_threads(threads_per_rank(grid.current().local_size))
     if not repeatable() and not _state.warned and hvd.rank() == 0:
         _state.warned = True
-        warnings.warn(
+        run_warnings.warn(
             f"{_fusion_reason()}: results are right, but two runs need not agree bit for bit "
-            f"(unset it, or set {FUSION_VARIABLE}=0, for repeatable runs).",
-            stacklevel=2,
+            f"(unset it, or set {FUSION_VARIABLE}=0, for repeatable runs)."
         )
 
 

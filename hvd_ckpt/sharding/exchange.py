@@ -2,9 +2,9 @@
 
 Horovod moves data, and this module adds. A reduce-scatter is an alltoall and a sum in rank order, or on several hosts two of each.
 A gather is an allgather into its destination, or over MPI a few broadcasts if the shard is there already. Horovod's own
-reduce-scatter takes 1 to 8 times as long as this one, and its allreduce 1 to 3 times. This was measured from 16 KiB to 25 MiB on 2
-and 4 ranks over Gloo and MPI on two cores (25 MiB over Gloo on 4 ranks: 80 ms, its own 358, its allreduce 189). mpi4py saves a cycle of Horovod on small messages, but little
-on large ones, and cannot overlap.
+reduce-scatter takes 1 to 8 times as long as this one, and its allreduce 1 to 3 times: measured from 16 KiB to 25 MiB on 2 and 4
+ranks over Gloo and MPI, on two cores (25 MiB on 4 ranks over Gloo: 80 ms, its reduce-scatter 358, its allreduce 189). mpi4py saves
+a cycle of Horovod on small messages, but little on large ones, and cannot overlap.
 """
 
 from __future__ import annotations

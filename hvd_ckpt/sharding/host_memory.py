@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import tempfile
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.text import show_bytes
 
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -49,10 +49,9 @@ class MappedFiles:
         self._maps: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         kind = _filesystem(self._folder)
         if kind in _IN_MEMORY:
-            warnings.warn(
+            run_warnings.warn(
                 f"the folder for offloaded state, '{self._folder}', is itself in memory ({kind}), so nothing is saved: "
-                f"name one on a disk (offload_folder=, hvd-ckpt train --offload WHAT,folder=)",
-                stacklevel=2,
+                f"name one on a disk (offload_folder=, hvd-ckpt train --offload WHAT,folder=)"
             )
 
     def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import read_shards, read_weights
 from hvd_ckpt.snapshots.schema import libraries
 from hvd_ckpt.snapshots.slices import cuts_of
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.own_state import set_extra_states
 
 
@@ -230,10 +230,9 @@ def _warn_of_changes(snapshot: Snapshot, device: str) -> None:
         f"{name} {then[name]} (now {now[name]})" for name in now if then.get(name, now[name]) != now[name]
     ]
     if changed:
-        warnings.warn(
+        run_warnings.warn(
             f"The run had {', '.join(changed)}: the bits of its results may change; give the same for the same, such as "
-            f"OMP_NUM_THREADS={snapshot.replicated['threads']}.",
-            stacklevel=2,
+            f"OMP_NUM_THREADS={snapshot.replicated['threads']}."
         )
 
 

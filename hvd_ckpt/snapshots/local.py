@@ -6,7 +6,6 @@ The weights and optimizer state of the snapshot are those of rank 0 or its group
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from hvd_ckpt.snapshots.order import parameter_names
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.resume import check_shard
 from hvd_ckpt.snapshots.schema import DAMAGED, ShardMetadata
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.schema import Wrong
 
 
@@ -107,7 +107,7 @@ def load_local(
         return snapshot, None
     if own is None or fault is not None:
         if hvd.rank() == 0:
-            warnings.warn("A new period of local SGD begins; outer momentum, if any, is zero.", stacklevel=2)
+            run_warnings.warn("A new period of local SGD begins; outer momentum, if any, is zero.")
         return snapshot, None
     if own["pieces"] is None:
         with torch.no_grad():

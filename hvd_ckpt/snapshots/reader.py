@@ -22,6 +22,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.files import SnapshotFiles, open_snapshot
 from hvd_ckpt.snapshots.folder import SnapshotError, Warn, is_left_over, list_snapshots, names_in, remove
 from hvd_ckpt.snapshots.schema import REPLICATED, Manifest, ShardingMetadata, rank_file
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.cuts import Cut
 
 
@@ -166,7 +167,7 @@ def find_files(folder: Path) -> SnapshotFiles | None:
             for name in files.manifest.files:
                 files.verify(name)
         except SnapshotError as error:
-            warnings.warn(f"{str(error)[:-1]}. Looking for the one before.", stacklevel=2)
+            run_warnings.warn(f"{str(error)[:-1]}. Looking for the one before.")
             first = first or error
         else:
             return files

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import secrets
 import signal
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -61,6 +60,7 @@ from hvd_ckpt.snapshots.state import (
 )
 from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest, forget_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.own_state import extra_states
 from hvd_ckpt.utils.schema import Wrong
 
@@ -262,10 +262,9 @@ class Snapshots:
                 "count the steps on from the number that resume() returned, or give another folder"
             )
         if self._optimizer.has_unreduced:
-            warnings.warn(
+            run_warnings.warn(
                 f"Snapshots: the snapshot of step {step} lacks the gradients of backward passes since the last optimizer.step(), "
-                "so a run that resumes from it has other results: save after step()",
-                stacklevel=2,
+                "so a run that resumes from it has other results: save after step()"
             )
         scheduler, loader = (
             # The writer's thread reads the state later, when the loop has changed it.
@@ -534,4 +533,4 @@ class Snapshots:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
+    run_warnings.warn(text)

@@ -522,9 +522,7 @@ class Signal(pl.Callback):
 
 
 @pytest.mark.parametrize("shard, number", [("none", signal.SIGTERM), ("parameters", signal.SIGINT)])
-def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
-    folder, shard: str, number: signal.Signals
-) -> None:
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder, shard: str, number: signal.Signals) -> None:
     whole, stopped, resumed = Regression(), Regression(), Regression()
     fitted(whole, strategy=HorovodStrategy(shard=shard))
     handler, stop = signal.getsignal(number), SaveOnSignal(folder)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from pathlib import Path
 
 import click
@@ -83,10 +82,7 @@ def snapshot_of(path: Path) -> Path:
     # One snapshot: its folder is not a run's.
     if (path / "manifest.json").is_file():
         return path
-    with warnings.catch_warnings():
-        # A damaged snapshot is passed over with a warning, which is one line here, without the place in the code.
-        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
-        snapshot = find(path / "snapshots")
+    snapshot = find(path / "snapshots")
     if snapshot is None:
         raise BadArgument(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
     return snapshot

@@ -89,6 +89,7 @@ inline CycleSleep cycle_sleep;
 # - a new function sleeps until an operation is done, in place of one look after the other;
 # - Gloo says that it is ready to receive from a rank before it sends to that rank. Said after the message, which may be long, it
 #   let messages between two ranks pass one way at a time, at half the speed of the network;
+# - horovodrun says in one line which rank has failed, whose own error stands above, instead of a traceback of its own;
 # - g++ 13 and newer need a header that other headers no longer include, and members that an assignment changes must not be const.
 PATCHES = (
     (
@@ -265,6 +266,12 @@ PATCHES = (
         "      out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);\n"
         "      out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);\n"
         "      continue;\n",
+    ),
+    (
+        "horovod/runner/launch.py",
+        "    _run(args)\n\n",
+        "    try:\n        _run(args)\n    except RuntimeError as error:\n"
+        "        sys.exit('horovodrun: ' + ' '.join(str(error).split()))\n\n",
     ),
     ("horovod/common/group_table.h", "#include <queue>", "#include <queue>\n#include <string>"),
     (_FLATBUFFERS, "pointer const data_;", "pointer data_;"),

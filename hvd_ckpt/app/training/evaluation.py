@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.averaging import AveragedWeights
+from hvd_ckpt.utils import run_warnings
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,8 @@ def _over_ranks(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> dict[str,
     names = next((list(sums) for _, sums in everyone if sums), [])
     if names and not total:
         if hvd.rank() == 0:
-            warnings.warn(
-                "The loss and the metrics of an evaluation are nan: its samples have no target that counts. Evaluate more samples.",
-                stacklevel=1,
+            run_warnings.warn(
+                "The loss and the metrics of an evaluation are nan: its samples have no target that counts. Evaluate more samples."
             )
         return dict.fromkeys(names, math.nan)
     return {name: sum(sums.get(name, 0.0) for _, sums in everyone) / total for name in names}

@@ -18,6 +18,7 @@ from hvd_ckpt.app.training.field_types import first_and_last
 from hvd_ckpt.app.training.report import Report
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.parts import alone
+from hvd_ckpt.utils import run_warnings
 
 # Dense half-precision TFLOP/s by a part of the device's name, from the vendors' data sheets; the first that fits counts.
 PEAKS = {
@@ -117,7 +118,7 @@ def utilization_of_a_unit(config: Config, parts: Assembly, device: torch.device)
     # The counter does not know every operation. The run itself may well succeed, and only has no MFU.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        warnings.warn(f"No MFU: the operations of one sample cannot be counted: {reason}", stacklevel=2)
+        run_warnings.warn(f"No MFU: the operations of one sample cannot be counted: {reason}")
         return None
     finally:
         model.train(training)

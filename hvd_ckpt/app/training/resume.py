@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
 from hvd_ckpt.snapshots.stopping import forget_file
 from hvd_ckpt.snapshots.tensors import map_tensors
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.folders import new_folder
 from hvd_ckpt.utils.schema import Strict, Wrong
 from hvd_ckpt.utils.states import NUMBER, Count, Positive, Weight
@@ -111,7 +111,7 @@ def _resumed(path: Path) -> ResumePoint:
     if newest is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
     if newest is None:
-        warnings.warn(f"'{path}' has no snapshot yet: the run starts from its beginning.", stacklevel=1)
+        run_warnings.warn(f"'{path}' has no snapshot yet: the run starts from its beginning.")
         return ResumePoint(path.resolve())
     return ResumePoint(path.resolve(), dataclasses.replace(newest, path=newest.path.resolve()))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from hvd_ckpt.parallel.tensor.twins import How, Pass, prepared, twin_of
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute.containers import Arguments
+from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.memory import free_memory
 from hvd_ckpt.utils.torch_private import disable_dynamo
@@ -141,9 +141,8 @@ class Verification:
         alike = len({int(row) for row in parts.gather(torch.tensor(state))}) == 1
         if best is None and name == "" and current().part == 0:
             # It may be written for parts. If the arguments are wrong, the model itself raises an error.
-            warnings.warn(
-                f"tensor_parallel does not verify the split model: the whole one raises {error!r}",
-                stacklevel=2,
+            run_warnings.warn(
+                f"tensor_parallel does not verify the split model: the whole one raises {error!r}"
             )
         return best if alike else None
 
@@ -195,9 +194,8 @@ def verification_of(model: nn.Module, split: Split) -> Verification | None:
         return Verification(twin_of(model), split)
     except Exception as error:
         if current().number == 0:
-            warnings.warn(
-                f"tensor_parallel does not verify the split model, which cannot be copied ({error})",
-                stacklevel=3,
+            run_warnings.warn(
+                f"tensor_parallel does not verify the split model, which cannot be copied ({error})"
             )
         return None
 
@@ -267,9 +265,8 @@ def _fits(whole: nn.Module, device: torch.device) -> bool:
     if all(map(bool, parts.gather(torch.tensor(enough)))):
         return True
     if grid.number == 0:
-        warnings.warn(
-            f"tensor_parallel does not verify the split model, which takes {need / 2**30:.1f} GiB of memory in each process",
-            stacklevel=2,
+        run_warnings.warn(
+            f"tensor_parallel does not verify the split model, which takes {need / 2**30:.1f} GiB of memory in each process"
         )
     return False
 
