@@ -5,8 +5,10 @@ A small package stands in for Horovod's source: it has the lines that are patche
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -250,6 +252,22 @@ def test_the_patched_source_suits_newer_compilers(tmp_path: Path) -> None:
     command += ["-isystem", str(source / "third_party" / "flatbuffers" / "include")]
     result = subprocess.run(command, input=ASSIGNMENT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_horovodrun_tells_of_a_failed_rank_in_one_line() -> None:
+    (old, new) = next(patch[1:] for patch in recipe.PATCHES if patch[0] == "horovod/runner/launch.py")
+    spec = importlib.util.find_spec("horovod.runner.launch")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text().replace(old, new)  # it may be built with the patch already
+
+    def fails(_: object) -> None:
+        raise RuntimeError("one or more processes exited:\nProcess name: 1\nExit code: 3\n")
+
+    launch = {"__name__": "launch"}
+    exec(compile(source, spec.origin, "exec"), launch)
+    launch.update(parse_args=lambda: argparse.Namespace(log_level=None), _run=fails)
+    with pytest.raises(SystemExit, match="^horovodrun: one or more .* Process name: 1 Exit code: 3$"):
+        launch["run_commandline"]()
 
 
 def test_the_key_names_everything_a_wheel_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
