@@ -73,7 +73,7 @@ def plan() -> None:
         top = 40 + row * 106
         picture.text(14, top - 12, title, size=13)
         for layer in range(6):
-            x = 14.0 + (layer % 2) * 400
+            x = 14.0 + (layer % 2) * 420
             y = top + (layer // 2) * 26
             picture.text(x, y + 11, f"{layer + 1}")
             x += 14
