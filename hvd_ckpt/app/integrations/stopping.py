@@ -51,10 +51,11 @@ class Stopping:
 
     def leave(self, where: str) -> NoReturn:
         """Ends the process after all ranks have saved. Collective."""
+        reason, request = str(self._reason), self._request
+        if request is not None:
+            request.acknowledge()
+        self.end()
         hc.barrier()
         if hc.rank() == 0:
-            print(f"Stopped by {self._reason}; to resume: {where}", file=sys.stderr, flush=True)
-        if self._request is not None:
-            self._request.acknowledge()
-        self.end()
-        sys.exit(0 if self._reason in (None, STOP_FILE) else 128 + signal.Signals[str(self._reason)])
+            print(f"Stopped by {reason}; to resume: {where}", file=sys.stderr, flush=True)
+        sys.exit(0 if reason == STOP_FILE else 128 + signal.Signals[reason])
