@@ -521,7 +521,7 @@ class Signal(pl.Callback):
             signal.raise_signal(self.number)
 
 
-@pytest.mark.parametrize("shard, number", [("none", signal.SIGTERM), ("parameters", signal.SIGINT)])
+@pytest.mark.parametrize("shard, number", [("none", signal.SIGTERM), ("parameters", signal.SIGUSR1)])
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder, shard: str, number: signal.Signals) -> None:
     whole, stopped, resumed = Regression(), Regression(), Regression()
     fitted(whole, strategy=HorovodStrategy(shard=shard))
