@@ -345,7 +345,7 @@ class Seq2SeqTrainer(_OverHorovod, transformers.Seq2SeqTrainer):  # type: ignore
     """``transformers.Seq2SeqTrainer`` in the same way: it generates during evaluation."""
 
 
-class SaveOnSignal(Stopping, transformers.TrainerCallback):  # type: ignore[misc]
+class SaveOnSignal(Stopping, transformers.TrainerCallback):
     """Saves a checkpoint and exits when a rank gets SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP, or the folder has a file ``stop``.
 
     ::
