@@ -39,7 +39,7 @@ def combinations():
 
     apart = (rule for rule in RULES if not rule.needs)
     needed = (rule for rule in RULES if rule.needs)
-    lines = ["# What goes with what", "", "All that is not named here can be combined. The rest is one error, on every rank."]
+    lines = ["# Combinations", "", "Everything that is not named here can be combined. The rest is one error, on every rank."]
     for title, rules in (("cannot be used with", apart), ("needs", needed)):
         lines += ["", f"| setting, argument or feature | {title} | reason | way out |", "|---|---|---|---|"]
         lines += [
