@@ -73,6 +73,37 @@ def test_equals_the_whole_batch_weighted_by_tokens(parts: int) -> None:
     assert model[0].runs == min(parts, 7)
 
 
+def test_losses_in_half_precision_are_added_up_in_float32() -> None:
+    weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    parts: list[Tensor] = []
+
+    def compute(part: Tensor) -> Tensor:
+        parts.append(part)
+        return (weight * part).mean()
+
+    loss, _ = hc.accumulate(compute, torch.ones(300, 1).bfloat16(), 400)
+    assert len(parts) == 300 and all(len(part) == 1 for part in parts)  # at most as many as samples
+    assert loss.dtype is torch.float32 and abs(float(loss) - 1) < 1e-4
+
+
+class Overflowing(torch.autograd.Function):
+    """The same values; the gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, float("inf"))
+
+
+def test_an_overflow_is_seen_where_no_term_counts() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    hc.accumulate(lambda part: Overflowing.apply(weight).sum(), torch.ones(2, 1), 1, weight=lambda part: 0)
+    assert weight.grad is not None and weight.grad.isinf().all()
+
+
 def test_any_tensors_weighted_by_samples() -> None:
     data: Any = {"inputs": (torch.randn(5, 6, dtype=torch.float64), None), "scale": 2.0}
 

@@ -97,6 +97,8 @@ def test_what_would_wait_for_ever_is_refused() -> None:
         check_schedule([[*reverse[0], reverse[0][0]]])
     with pytest.raises(ValueError, match="lacks"):
         check_schedule([reverse[0][:-1]])
+    with pytest.raises(ValueError, match="wait for each other"):
+        check_schedule([make_schedule("gpipe", 1, 1)[0][::-1]])  # backward before forward
 
 
 @pytest.mark.parametrize(("blocks", "most", "chains"), [(9, 9, 300), (40, 3, 50), (20, 5, 20)])
