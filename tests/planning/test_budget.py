@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import pytest
 import torch
 
-from hvd_ckpt.planning.budget import parse_budget
+from hvd_ckpt.planning.budget import BudgetError, parse_budget
 from hvd_ckpt.utils.text import show_bytes
 
 CPU = torch.device("cpu")
@@ -62,3 +65,9 @@ def test_share_of_the_device():
 )
 def test_bytes_for_people(count, text):
     assert show_bytes(count) == text
+
+
+def test_an_error_reaches_other_ranks_with_the_nearest_plan() -> None:
+    nearest: Any = {"a": "plan"}
+    error = pickle.loads(pickle.dumps(BudgetError("too small", 7, nearest)))
+    assert (str(error), error.smallest, error.nearest) == ("too small", 7, nearest)
