@@ -9,6 +9,7 @@ finds, and ends with status 1 if there are any.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -37,11 +38,12 @@ def chosen(names: Sequence[str]) -> Iterator[Path]:
 
 def outcome(patch: Path, copy: Path, environment: dict[str, str]) -> str:
     """``found``, or why a fault was not."""
-    _, command, *_ = patch.read_text().splitlines()
-    for number in ("--check", "--apply"):
-        done = subprocess.run(["git", "apply", number, str(patch)], cwd=copy, capture_output=True, text=True)
-        if done.returncode:
-            return f"the patch does not apply: {done.stderr.strip().splitlines()[-1]}"
+    text = patch.read_text()
+    command = text.splitlines()[1]
+    apply = functools.partial(subprocess.run, input=text, cwd=copy, capture_output=True, text=True)
+    done = apply(["git", "apply"])
+    if done.returncode:
+        return f"the patch does not apply: {done.stderr.strip().splitlines()[-1]}"
     try:
         words = shlex.split(command.replace("horovodrun", shlex.join(HOROVODRUN), 1))
         words = [sys.executable if word == "python" else word for word in words]
@@ -51,7 +53,7 @@ def outcome(patch: Path, copy: Path, environment: dict[str, str]) -> str:
     except subprocess.TimeoutExpired:
         return f"the tests did not end within {SECONDS:g} seconds"
     finally:
-        subprocess.run(["git", "apply", "--reverse", str(patch)], cwd=copy, check=True)
+        apply(["git", "apply", "--reverse"], check=True)
     if done.returncode and re.search(r"^FAILED |\n\S+::test_\S+\n|\b\d+ failed", done.stdout + done.stderr):
         return "found"
     said = (done.stdout + done.stderr).strip().splitlines()
