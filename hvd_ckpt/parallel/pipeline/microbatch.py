@@ -167,7 +167,7 @@ def add_loss(mean: Tensor | None, loss: Tensor, terms: float, own: float) -> Ten
         # At least float32: a sum in half precision would lose the small shares of many micro-batches.
         mean = torch.zeros((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device)
     # A loss without terms may be nan, which 0 as a factor would keep.
-    return mean + loss.detach().reshape(()) * (terms / own) if terms else mean
+    return mean + loss.detach().reshape(()).to(mean.dtype) * (terms / own) if terms else mean
 
 
 def run_backward(
