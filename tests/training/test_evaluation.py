@@ -45,7 +45,7 @@ def test_samples_without_targets_do_not_count(objective: NextOrHiddenToken, firs
     model, data = nn.Embedding(9, 5).train(first > 0), Tokens(first)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        options = EvaluationOptions(2, torch.device("cpu"), in_step=first > 0)
+        options = EvaluationOptions(2, torch.device("cpu"), in_step=first == 0)
         found = evaluate(model, data, objective, options)
     assert [hc.rank() == 0 for one in heard if "no target that counts" in str(one.message)] == (
         [True] if first == len(data) and hc.rank() == 0 else []

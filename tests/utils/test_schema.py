@@ -65,7 +65,7 @@ def test_schema_of_json():
         b"",
         b"\xff",
         b"[" * 100_000,
-        b'{"parts": {}, "parts": {}}',
+        b'{"parts": {"x": {"name": "y"}}, "parts": {"x": {"name": "y"}}}',
         b'{"parts": {"x": {"name": "y"}}, "share": NaN}',
         b'{"parts": {"x": {"name": "y"}}, "share": 1e999}',
         b'{"parts": {"x": {"name": "y"}}, "share": true}',
@@ -75,3 +75,9 @@ def test_schema_of_json():
 def test_hostile_json(content):
     with pytest.raises(Wrong, match=r": (give|repair)$"):
         parse_json(Whole, content, "give", "repair")
+
+
+@pytest.mark.parametrize("content", [b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1.0, "a": 1.0}'])
+def test_what_json_does_not_have_is_refused_whatever_the_schema(content):
+    with pytest.raises(Wrong, match=r": repair$"):
+        parse_json(dict[str, float], content, "give", "repair")
