@@ -93,9 +93,11 @@ def test_a_parameter_that_is_not_listed_is_an_error():
         y.sum().backward()
 
 
-def test_an_input_changed_in_place_is_an_error():
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_input_changed_in_place_is_an_error(nested):
     x, weight = torch.randn(2), torch.randn(2, requires_grad=True)
-    y = CheckpointFunction.apply(lambda x: x * weight, 1, x, weight)
+    given = {"x": [x]} if nested else x
+    y = CheckpointFunction.apply(lambda one: (one["x"][0] if nested else one) * weight, 1, given, weight)
     x.add_(1)
     with pytest.raises(RuntimeError, match="inplace operation"):
         y.sum().backward()
