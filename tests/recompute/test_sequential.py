@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -298,3 +298,16 @@ def test_module_refuses_what_it_would_not_run() -> None:
         CheckpointSequential(Own(nn.ReLU()), 1)
     with pytest.raises(TypeError, match="layer 0 is of type"):
         CheckpointSequential([torch.sin], 1)  # type: ignore[list-item]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@VARIANTS
+def test_a_result_of_named_parts_reaches_the_next_layer_as_it_is(use_reentrant: bool) -> None:
+    layers = [lambda x: Pair(x.sin(), x.cos()), lambda pair: pair.first * pair.second]
+    x = torch.randn(3, requires_grad=True)
+    y = checkpoint_sequential(layers, 1, x, use_reentrant=use_reentrant, keep_last=False)
+    assert torch.equal(y, x.sin() * x.cos())

@@ -571,3 +571,19 @@ def test_a_block_that_is_frozen_inside_and_unfrozen_after(way: str) -> None:
     assert all(parameter.requires_grad for parameter in block.parameters())
     assert block.linear.weight.grad is None and block.norm.weight.grad is not None
     assert x.grad is not None
+
+
+def test_a_buffer_with_two_names_is_one_in_a_recomputation() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+            self.register_buffer("same", self.steps)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps.add_(1)
+            return x.sin() * self.same.clone()
+
+    module, x = Twice(), torch.ones(2, requires_grad=True)
+    checkpoint(module, x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(2).cos()) and module.same == 1
