@@ -20,16 +20,18 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvd_ckpt.parallel.pipeline.stages import Solvers, StageLayout, StagePlanner, spans_of
+from hvd_ckpt.parallel.pipeline.stages import Solvers, StageLayout, StagePlanner
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
 from hvd_ckpt.planning.blocks import children_of
-from hvd_ckpt.planning.chain import Block, Choice, Item, Run
+from hvd_ckpt.planning.chain import Block, Choice, Item, Run, Solution, simulate
 from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.planning.planner import Planner
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.processes import parts
 from hvd_ckpt.recompute.calls import tensors_in
 from hvd_ckpt.utils.torch_private import DisableTorchFunction, flash_attention, identity_of
+
+NOTABLE = 0.03  # of a step: what measurements of blocks can tell apart
 
 
 class Sample(NamedTuple):
@@ -47,12 +49,14 @@ class Passes(NamedTuple):
         peak: bytes of activations at most.
         forward, backward: seconds of each block.
         recomputing: seconds of recomputation among them.
+        planned: whether they need a plan.
     """
 
     peak: int
     forward: list[float]
     backward: list[float]
     recomputing: float
+    planned: bool = True
 
 
 @dataclass
@@ -60,15 +64,12 @@ class Computation:
     """A model's chain of blocks for micro-batches of one size.
 
     Attributes:
-        model: the model, or its first part if its layers are split.
         chain: its blocks between the code before and the code behind them.
-        blocks: the modules of each block, and their names.
+        names: of the modules of each block.
         in_chain: whether the model can be cut into pipeline stages.
     """
 
-    model: nn.Module
     chain: Sequence[Block]
-    blocks: Sequence[nn.Module]
     names: Sequence[Sequence[str]]
     in_chain: bool
     _solvers: Solvers = field(default_factory=dict)
@@ -76,6 +77,12 @@ class Computation:
     @functools.cached_property
     def _solver(self) -> Solver:
         return Solver(self.chain)
+
+    @functools.cached_property
+    def kept(self) -> Solution:
+        """The schedule without recomputation."""
+        items = tuple(Run(block, 0) for block in range(len(self.chain)))
+        return Solution(items, *simulate(self.chain, items))
 
     @property
     def smallest(self) -> int:
@@ -89,8 +96,12 @@ class Computation:
 
     def passes(self, budget: int) -> Passes | None:
         """The fastest passes within so many bytes of activations, or None if none fit."""
-        fastest = self._solver.fastest
-        solution = fastest if fastest.peak <= budget else self._solver.solve(budget)
+        kept, fastest = self.kept, self._solver.fastest
+        # Plans that are hardly faster than no recomputation may not be faster at all.
+        planned = kept.peak > budget or fastest.seconds < (1 - NOTABLE) * kept.seconds
+        solution: Solution | None = kept
+        if planned:
+            solution = fastest if fastest.peak <= budget else self._solver.solve(budget)
         if solution is None or solution.peak > budget:
             return None
         total, forward = [0.0] * len(self.chain), [block.forward_seconds for block in self.chain]
@@ -99,8 +110,10 @@ class Computation:
         # What runs before and behind the blocks counts with the first and with the last one.
         inner[0] += begin
         inner[-1] += end
-        kept = sum(block.choices[0].seconds for block in self.chain)
-        return Passes(solution.peak, forward[1:-1], inner, max(solution.seconds - kept, 0.0))
+        again = max(solution.seconds - kept.seconds, 0.0)
+        # A planner that measures both may prefer no recomputation, if it fits.
+        peak = kept.peak if kept.peak <= budget else solution.peak
+        return Passes(peak, forward[1:-1], inner, again, planned)
 
     def _add(self, items: Sequence[Item], total: list[float]) -> None:
         for item in items:
@@ -111,16 +124,14 @@ class Computation:
                     total[block] += self.chain[block].forward_seconds
                 self._add(item.items, total)
 
-    def stages(self, layout: StageLayout, budget: int) -> tuple[int, PipelinePlan | None]:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of each block."""
+        return [nn.ModuleList(map(model.get_submodule, names)) for names in self.names]
+
+    def stages(self, model: nn.Module, layout: StageLayout, budget: int) -> tuple[int, PipelinePlan | None]:
         """The smallest budget of a stage for which there is a plan, and the fastest plan within ``budget``."""
-        planner = StagePlanner(self.chain, self.blocks, layout, self._solvers)
+        planner = StagePlanner(self.chain, self.blocks(model), layout, self._solvers)
         return planner.smallest, planner.pipeline(budget)[0] if planner.smallest <= budget else None
-
-
-def bubble_of(pipeline: PipelinePlan) -> float:
-    """Seconds of a step in which the first stage waits."""
-    spans = spans_of(pipeline)[0]
-    return spans[-1].end - sum(span.end - span.start for span in spans)
 
 
 @contextlib.contextmanager
@@ -133,32 +144,22 @@ def as_part(model: nn.Module, tensor: int) -> Iterator[nn.Module]:
         yield tensor_parallel(copy.deepcopy(model))
 
 
-def measured(
-    model: nn.Module,
-    sample: Sample,
-    tensor: int,
-    say: Callable[[str], None],
-    **options: Any,
-) -> Computation:
+def measured(model: nn.Module, sample: Sample, say: Callable[[str], None], **options: Any) -> Computation:
     """The computation as the planner measures it on the model's device.
 
     Args:
-        tensor: number of parts of each layer, of which the first is measured.
         options: of :class:`hvd_ckpt.planning.planner.Planner`.
 
     Raises:
-        ValueError: the model has no blocks, or its layers cannot be split so.
+        ValueError: the model has no blocks.
     """
     in_chain = isinstance(model, nn.Sequential)
-    with as_part(model, tensor) as part:
-        if in_chain:
-            options = {**options, "blocks": children_of(part)}
-        planner = Planner(part, *sample.args, kwargs=sample.kwargs, loss=sample.loss, say=say, **options)
-        found = planner.profile.blocks
-        blocks = [nn.ModuleList([part.get_submodule(name) for name in block.members]) for block in found]
-        chain = planner.chain
-        planner.release()
-        return Computation(part, chain, blocks, [block.members for block in found], in_chain)
+    if in_chain:
+        options = {**options, "blocks": children_of(model)}
+    planner = Planner(model, *sample.args, kwargs=sample.kwargs, loss=sample.loss, say=say, **options)
+    names = [block.members for block in planner.profile.blocks]
+    planner.release()
+    return Computation(planner.chain, names, in_chain)
 
 
 class _FlashAttention(TorchFunctionMode):
@@ -173,46 +174,40 @@ class _FlashAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def counted(model: nn.Module, sample: Sample, tensor: int, rate: float) -> Computation:
+def counted(model: nn.Module, sample: Sample, rate: float) -> Computation:
     """The computation by the operations of matrix products and the tensors that autograd saves, of a chain on the meta device.
 
     Args:
-        tensor: number of parts of each layer, of which the first is counted.
         rate: operations a second.
 
     Raises:
-        ValueError: the model is not a chain, or its layers cannot be split so.
+        ValueError: the model is not a chain.
     """
-    with as_part(model, tensor) as part:
-        names = children_of(part)
-        children = [part.get_submodule(name) for name in names]
-        own = {identity_of(parameter.untyped_storage()) for parameter in part.parameters()}
-        values: Any = sample.args
-        chain = [Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)]
-        for child in children:
-            arguments = values if isinstance(values, tuple) else (values,)
-            given = {identity_of(tensor.untyped_storage()) for tensor in tensors_in(arguments)} | own
-            saved: dict[int, int] = {}
+    names = children_of(model)
+    own = {identity_of(parameter.untyped_storage()) for parameter in model.parameters()}
+    values: Any = sample.args
+    chain = [Block((Choice(0.0, 0, 0, 0),), 0, 0.0, 0)]
+    for child in map(model.get_submodule, names):
+        arguments = values if isinstance(values, tuple) else (values,)
+        given = {identity_of(tensor.untyped_storage()) for tensor in tensors_in(arguments)} | own
+        saved: dict[int, int] = {}
 
-            def pack(tensor: Tensor, given: set[int] = given, saved: dict[int, int] = saved) -> Tensor:
-                storage = tensor.untyped_storage()
-                if identity_of(storage) not in given:
-                    saved[identity_of(storage)] = storage.nbytes()
-                return tensor
+        def pack(tensor: Tensor, given: set[int] = given, saved: dict[int, int] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            if identity_of(storage) not in given:
+                saved[identity_of(storage)] = storage.nbytes()
+            return tensor
 
-            counter = FlopCounterMode(display=False)
-            with (
-                _FlashAttention(),
-                counter,
-                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            ):
-                values = child(*arguments, **sample.kwargs)
-            outputs = {identity_of(tensor.untyped_storage()): tensor.nbytes for tensor in tensors_in(values)}
-            chain.append(_block(counter.get_total_flops() / rate, sum(saved.values()), outputs, saved))
-        # The loss keeps the logarithms of the last output, and its gradient comes beside them.
-        last = chain[-1].output
-        chain.append(Block((Choice(0.0, last, 2 * last, 3 * last),), 0, 0.0, 0))
-        return Computation(part, chain, children, [[name] for name in names], True)
+        counter = FlopCounterMode(display=False)
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with _FlashAttention(), counter, saving:
+            values = child(*arguments, **sample.kwargs)
+        outputs = {identity_of(tensor.untyped_storage()): tensor.nbytes for tensor in tensors_in(values)}
+        chain.append(_block(counter.get_total_flops() / rate, sum(saved.values()), outputs, saved))
+    # The loss keeps the logarithms of the last output, and its gradient comes beside them.
+    last = chain[-1].output
+    chain.append(Block((Choice(0.0, last, 2 * last, 3 * last),), 0, 0.0, 0))
+    return Computation(chain, [[name] for name in names], True)
 
 
 def _block(seconds: float, inside: int, outputs: dict[int, int], saved: dict[int, int]) -> Block:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,86 +27,33 @@ from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.budget import parse_budget
 from hvd_ckpt.planning.plan import PipelinePlan
 from hvd_ckpt.prediction import links
-from hvd_ckpt.prediction.computation import Computation, Passes, Sample, bubble_of, counted, measured
-from hvd_ckpt.prediction.measured_memory import seconds_of_update
+from hvd_ckpt.prediction.computation import (
+    Computation,
+    Passes,
+    Sample,
+    as_part,
+    counted,
+    measured,
+)
+from hvd_ckpt.prediction.links import NOTHING_SHARED, Sharing
+from hvd_ckpt.prediction.measured_memory import Update
 from hvd_ckpt.prediction.memory import Estimator, TrainingStep
+from hvd_ckpt.prediction.memory_estimate import LocalMemory, MemoryEstimate
 from hvd_ckpt.prediction.network import Network
 from hvd_ckpt.prediction.step_time import ModelSizes, Split, StepTime
-from hvd_ckpt.processes import watchdog
-from hvd_ckpt.reduction.agreement import of_first_process
-from hvd_ckpt.utils.text import STAGES, show_bytes
+from hvd_ckpt.prediction.training_layout import Key, LayoutRow, TrainingLayout
+from hvd_ckpt.processes import parts, watchdog
+from hvd_ckpt.reduction.agreement import errors_on_all, of_all_processes, of_first_process
+from hvd_ckpt.utils.text import STAGES
 
 SHARES = (1, 2, 4)  # micro-batches of a step for each stage and part: more are slower and save little
 TFLOPS = 50.0  # of a rank that is not there
+EVERY = 50  # steps of local SGD between two averages
 NOTABLE = 0.15  # of a step: what takes more limits it
-UPDATE_BYTES_PER_SECOND = 1e12  # of an optimizer's step, where nothing is measured
-UPDATE_BYTES = 28  # that Adam reads and writes for each float32
+UPDATE = Update(0.0, 28 / 1e12)  # where nothing is measured: Adam reads and writes 28 bytes for each float32
 OFFLOADED_BYTES = 16  # of them that pass the bus if its state is in host memory
 BUS_BYTES_PER_SECOND = 12e9
-
-
-@dataclass(frozen=True)
-class TrainingLayout:
-    """How the ranks of a job share a global batch and a model.
-
-    Attributes:
-        ranks: of the job.
-        shard, offload: as for :func:`hvd_ckpt.DistributedOptimizer`.
-        stages, tensor: as for :func:`hvd_ckpt.init`.
-        micro_batches: of a step of each replica.
-    """
-
-    ranks: int
-    shard: str = "none"
-    offload: str | None = None
-    stages: int = 1
-    tensor: int = 1
-    micro_batches: int = 1
-
-    @property
-    def replicas(self) -> int:
-        """Replicas of the model, among which the batch is divided."""
-        return self.ranks // (self.stages * self.tensor)
-
-    def samples(self, batch: int) -> int:
-        """Samples of a micro-batch."""
-        return batch // (self.replicas * self.micro_batches)
-
-    def __str__(self) -> str:
-        words = [f"shard {self.shard}"] if self.shard != "none" else []
-        words += [f"offload {self.offload}"] if self.offload else []
-        words += [f"{self.stages} stages"] if self.stages > 1 else []
-        words += [f"{self.tensor} parts"] if self.tensor > 1 else []
-        words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
-        return ", ".join(words) or "data parallel"
-
-
-@dataclass(frozen=True)
-class LayoutRow:
-    """A layout with its predicted cost.
-
-    Attributes:
-        layout: the layout.
-        fits: whether a step stays within the memory.
-        peak: bytes of a rank; if it does not fit, the least that it needs.
-        budget: of its plan: bytes of activations, in stages of all that a stage holds. None if it needs no recomputation.
-        seconds: of a step; 0 if it does not fit.
-        recomputing: the part of a step that is recomputation.
-        limit: what limits it: ``"computation"``, ``"link"``, ``"waiting for stages"`` or ``"memory"``.
-    """
-
-    layout: TrainingLayout
-    fits: bool
-    peak: int
-    budget: int | None = None
-    seconds: float = 0.0
-    recomputing: float = 0.0
-    limit: str = "memory"
-
-    def __str__(self) -> str:
-        if not self.fits:
-            return f"{self.layout}: needs {show_bytes(self.peak)}"
-        return f"{self.layout}: {show_bytes(self.peak)}, {self.seconds:.3f} s ({self.limit})"
+FILE_BYTES_PER_SECOND = 2e9  # of mapped files, whose pages a processor finds again in each step
 
 
 @dataclass
@@ -121,11 +68,11 @@ class Job:
         network: what connects them.
         sample: makes a batch of so many samples, where the model is.
         optimizer, precision: as for :func:`hvd_ckpt.estimate_memory`.
-        compute: gives the computation of a sample on the first of so many parts of each layer; raises ``ValueError`` if layers
-            cannot be split so.
-        update: seconds of the optimizer's step for each element.
-        crowding: how much longer a rank computes while all ranks of its host do.
+        compute: gives the computation of the model or of a part of it.
+        update: seconds of the optimizer's step.
+        sharing: what the ranks of a host share.
         rank: this process's in a job that is measured, of which the first answers; None where nothing is measured.
+        inexact: the layouts are those that change results, in place of those that do not.
         refused: by number of parts, why layers cannot be split so.
     """
 
@@ -137,76 +84,106 @@ class Job:
     sample: Callable[[int], Sample]
     optimizer: str = "adamw"
     precision: str = "fp32"
-    compute: Callable[[Sample, int], Computation] | None = None
-    update: float = UPDATE_BYTES / UPDATE_BYTES_PER_SECOND
-    crowding: float = 1.0
+    compute: Callable[[nn.Module, Sample, Key], Computation] | None = None
+    update: Update = UPDATE
+    sharing: Sharing = NOTHING_SHARED
     rank: int | None = None
+    inexact: bool = False
     refused: dict[int, str] = field(default_factory=dict)
-    _estimators: dict[int, Estimator] = field(default_factory=dict)
-    _computations: dict[tuple[int, int], Computation] = field(default_factory=dict)
+    _parts: dict[int, tuple[nn.Module, Estimator]] = field(default_factory=dict)
+    _computations: dict[Key, Computation] = field(default_factory=dict)
 
     def counted(self, tflops: float = TFLOPS) -> Job:
         """The job with its computation counted in operations, of which a rank does so many TFLOP/s. Takes no time or memory."""
-
-        def compute(sample: Sample, tensor: int) -> Computation:
-            return counted(self.model, sample, tensor, tflops * 1e12)
-
-        return dataclasses.replace(self, compute=compute)
+        return dataclasses.replace(
+            self, compute=lambda model, sample, key: counted(model, sample, tflops * 1e12)
+        )
 
     def measured(self, say: Callable[[str], None] = lambda text: None) -> Job:
         """The job with the ranks, links and computation of this one, which are measured. Collective."""
         say("measuring links")
-        network = links.measure()
-        crowding, rank = links.crowding(), hvd.rank()
-        device = next(self.model.parameters()).device
+        network, sharing = links.measure(), links.sharing()
+        autocast = AUTOCAST.get(self.precision)
 
-        def compute(sample: Sample, tensor: int) -> Computation:
-            samples = next(value.shape[0] for value in sample.args if isinstance(value, Tensor))
-
-            def saying(text: str) -> None:
-                say(f"{samples} samples{f', {tensor} parts' if tensor > 1 else ''}: {text}")
-
-            autocast = AUTOCAST.get(self.precision)
-            return measured(self.model, sample, tensor, saying, autocast=autocast, chunk_head=False)
+        def compute(model: nn.Module, sample: Sample, key: Key) -> Computation:
+            what = f"{key.samples} samples{f', {key.tensor} parts' if key.tensor > 1 else ''}"
+            return measured(
+                model,
+                sample,
+                lambda text: say(f"{what}: {text}"),
+                autocast=autocast,
+                chunk_head=key.chunk_head,
+            )
 
         return dataclasses.replace(
             self,
             ranks=hvd.size(),
             network=network,
             compute=compute,
-            update=0.0 if rank else seconds_of_update(self.optimizer, device),
-            crowding=crowding,
-            rank=rank,
+            update=Update.measure(self.optimizer, next(self.model.parameters()).device),
+            sharing=sharing,
+            rank=hvd.rank(),
         )
-
-    def computation(self, tensor: int, samples: int) -> Computation:
-        """That of a micro-batch of so many samples on the first of so many parts of each layer."""
-        assert self.compute is not None
-        if (tensor, samples) not in self._computations:
-            self._computations[tensor, samples] = self.compute(self.sample(samples), tensor)
-        return self._computations[tensor, samples]
 
     def rows(self) -> list[LayoutRow]:
         """All layouts: those that fit, the fastest first, then the others, that with the least memory first. Collective in a job
-        that is measured."""
+        that is measured.
+
+        Raises:
+            ValueError: the model has no blocks.
+        """
+        wanted = dict.fromkeys(layout.key(self.batch) for layout in self.layouts())
+        missing = [key for key in wanted if key not in self._computations]
         if self.rank is None:
+            self._compute(missing)
             return self._sorted()
-        answer: Any = None
-        if self.rank == 0:
-            try:
-                answer = self._sorted()
-            except Exception as error:  # the other ranks wait for an answer
-                answer = error
+        rows: list[LayoutRow] = []
         with watchdog.unlimited():
-            answer = of_first_process(answer, "hvd_ckpt.layouts")
-        if isinstance(answer, Exception):
-            raise answer
-        rows: list[LayoutRow] = answer
+            self._share(missing)
+            with errors_on_all("hvd_ckpt.layouts.sorted"):
+                if self.rank == 0:  # the others would only take its processors
+                    rows = self._sorted()
+            rows[:] = of_first_process(rows, "hvd_ckpt.layouts")
         return rows
+
+    def _share(self, missing: Sequence[Key]) -> None:
+        """Computations from all ranks that work alone, each of which has others to measure."""
+        ranks = of_all_processes(links.works_alone(), "hvd_ckpt.layouts.ranks")
+        working = [rank for rank, works in enumerate(ranks) if works]
+        own = missing[working.index(self.rank) :: len(working)] if self.rank in working else []
+        with errors_on_all("hvd_ckpt.layouts.computed"):
+            self._compute(own)
+        found = {key: self._computations[key] for key in own if key in self._computations}
+        for computations, refused in of_all_processes((found, self.refused), "hvd_ckpt.layouts.found"):
+            self._computations |= computations
+            self.refused |= refused
+
+    def _compute(self, keys: Iterable[Key]) -> None:
+        assert self.compute is not None
+        # Ctrl-C ends the search, and what is known is the answer.
+        with contextlib.suppress(KeyboardInterrupt):
+            for key in keys:
+                if key.tensor in self.refused:
+                    continue
+                try:
+                    part, _ = self._part(key.tensor)
+                    with parts.alone(key.tensor) if key.tensor > 1 else contextlib.nullcontext():
+                        self._computations[key] = self.compute(part, self.sample(key.samples), key)
+                except ValueError as error:
+                    if key.tensor == 1:
+                        raise
+                    self.refused[key.tensor] = str(error)
+
+    def _part(self, tensor: int) -> tuple[nn.Module, Estimator]:
+        """The model, or the first of so many parts of each of its layers, with estimates of its memory."""
+        if tensor not in self._parts:
+            step = TrainingStep(optimizer=self.optimizer, precision=self.precision)
+            with as_part(self.model, tensor) as part:
+                self._parts[tensor] = part, Estimator(part, step)
+        return self._parts[tensor]
 
     def _sorted(self) -> list[LayoutRow]:
         found: list[LayoutRow] = []
-        # Ctrl-C ends the search, and what is known is the answer.
         with contextlib.suppress(KeyboardInterrupt):
             for layout in self.layouts():
                 row = self._row(layout)
@@ -228,7 +205,19 @@ class Job:
                     most = 1 if replicas == 1 else 2 if stages > 1 and self._has_shared else len(STAGES)
                     for shard in STAGES[:most]:
                         for offload in (None, "optimizer") if shard != "none" else (None,):
-                            yield TrainingLayout(self.ranks, shard, offload, stages, tensor, count)
+                            layout = TrainingLayout(self.ranks, shard, offload, stages, tensor, count)
+                            yield from self._inexact(layout) if self.inexact else [layout]
+
+    def _inexact(self, layout: TrainingLayout) -> Iterator[TrainingLayout]:
+        """What changes the results of a layout."""
+        if layout.tensor > 1 or layout.stages > 1:
+            return
+        if layout.shard in STAGES[2:]:
+            yield dataclasses.replace(layout, wire="int8")
+        if layout.shard == "none" and self.ranks > 1:
+            yield dataclasses.replace(layout, every=EVERY)
+        if self.rank is not None:
+            yield dataclasses.replace(layout, chunk_head=True)
 
     @functools.cached_property
     def _has_shared(self) -> bool:
@@ -236,47 +225,66 @@ class Job:
         return max(users.values(), default=0) > 1
 
     def _row(self, layout: TrainingLayout) -> LayoutRow | None:
-        if layout.tensor in self.refused:
+        computation = self._computations.get(layout.key(self.batch))
+        if computation is None:
             return None
-        try:
-            computation = self.computation(layout.tensor, layout.samples(self.batch))
-        except ValueError as error:
-            if layout.tensor == 1:
-                raise
-            self.refused[layout.tensor] = str(error)
-            return None
-        if layout.tensor not in self._estimators:
-            step = TrainingStep(optimizer=self.optimizer, precision=self.precision)
-            self._estimators[layout.tensor] = Estimator(computation.model, step)
-        estimate = functools.partial(
-            self._estimators[layout.tensor].estimate, layout.replicas, layout.shard, layout.offload
-        )
+        part, estimator = self._part(layout.tensor)
+        local = LocalMemory(layout.ranks, {"every": layout.every}) if layout.every else None
+        slots = _slots(layout, computation, part)
+
+        def estimate(activations: int = 0) -> MemoryEstimate:
+            activations += slots
+            ranks = layout.replicas if local is None else local.group
+            found = estimator.estimate(
+                ranks,
+                layout.shard,
+                layout.offload,
+                layout.wire,
+                activations=activations,
+                micro_batches=layout.micro_batches,
+            )
+            if local is None:
+                return found
+            return local.added_to(found, estimator.parameters.values(), estimator.place)
+
         if layout.stages > 1:
-            if not computation.in_chain or layout.stages > len(computation.blocks):
+            if not computation.in_chain or layout.stages > len(computation.names):
                 return None
-            return self._in_stages(layout, computation, estimate())
-        beside = estimate(activations=self.memory).peak - self.memory
+            return self._in_stages(layout, computation, part, estimate())
+        beside = estimate(self.memory).peak - self.memory
         budget = self.memory - beside
         passes = computation.passes(budget) if estimate().peak <= self.memory else None
-        if passes is None:
-            return LayoutRow(layout, False, estimate(activations=computation.smallest).peak)
-        peak = estimate(activations=passes.peak).peak
-        return self._timed(layout, computation, peak, budget, passes)
+        first = slots + self._first_call(layout, part)
+        if passes is None or first > self.memory:
+            smallest = computation.smallest
+            return LayoutRow(layout, False, max(estimate(smallest).peak, first), smallest)
+        return self._timed(layout, computation, max(estimate(passes.peak).peak, first), budget, passes)
 
-    def _in_stages(self, layout: TrainingLayout, computation: Computation, states: Any) -> LayoutRow:
-        held = states.parameters + states.gradients + states.optimizer_state + states.master_weights
-        whole = sum(parameter.nbytes for parameter in computation.model.parameters())
-        staged = StageLayout(layout.stages, layout.micro_batches, param_scale=held / whole)
-        beside = states.buckets // layout.stages
-        smallest, pipeline = computation.stages(staged, self.memory - beside)
+    def _first_call(self, layout: TrainingLayout, part: nn.Module) -> int:
+        """Bytes of the first call of a model in parts, which is compared with a call of the whole model."""
+        whole = self._computations.get(layout.key(self.batch)._replace(tensor=1))
+        if layout.tensor == 1 or whole is None:
+            return 0
+        own, others = (
+            sum(parameter.nbytes for parameter in each.parameters()) for each in (part, self.model)
+        )
+        return own + 2 * others + whole.kept.peak
+
+    def _in_stages(
+        self, layout: TrainingLayout, computation: Computation, part: nn.Module, states: MemoryEstimate
+    ) -> LayoutRow:
+        whole = sum(parameter.nbytes for parameter in part.parameters())
+        staged = StageLayout(layout.stages, layout.micro_batches, param_scale=states.model_state / whole)
+        beside = states.buckets // layout.stages + _slots(layout, computation, part)
+        budget = self.memory - beside
+        smallest, pipeline = computation.stages(part, staged, budget)
         if pipeline is None:
-            return LayoutRow(layout, False, smallest + beside)
+            return LayoutRow(layout, False, smallest + beside, smallest)
         forward, backward = (
-            [getattr(part, name) for part in pipeline.parts]
+            [getattr(stage, name) for stage in pipeline.parts]
             for name in ("forward_seconds", "backward_seconds")
         )
         passes = Passes(0, forward, backward, 0.0)
-        budget = self.memory - beside
         return self._timed(layout, computation, max(pipeline.memory) + beside, budget, passes, pipeline)
 
     def _timed(
@@ -295,33 +303,42 @@ class Job:
             forward,
             backward,
             activation=computation.boundary * count,
-            blocks=[nn.ModuleList(map(self.model.get_submodule, names)) for names in computation.names],
+            blocks=computation.blocks(self.model),
             cuts=None if pipeline is None else (passes.forward, passes.backward),
         )
-        split = Split(layout.ranks, layout.stages, layout.tensor, count)
-        step = sizes.step(layout.shard, split, self.network)
-        elements = (
-            sum(parameter.numel() for parameter in self.model.parameters()) / layout.tensor / layout.stages
-        )
-        elements /= 1 if layout.shard == "none" else layout.replicas
-        bus = OFFLOADED_BYTES / BUS_BYTES_PER_SECOND if layout.offload else 0.0
-        # Ranks that share a processor take as long as their work together, also where they wait for each other.
-        if pipeline is None:
-            seconds, waits = step.seconds + (self.crowding - 1) * step.computing, 0.0
-        else:
-            seconds, waits = max(step.seconds, self.crowding * step.computing), bubble_of(pipeline)
-        recomputing = passes.recomputing * count / step.seconds
-        limit = _limit(step, waits, recomputing)
-        kept = pipeline is None and not passes.recomputing
+        split = Split(layout.ranks, layout.stages, layout.tensor, count, layout.every or 1, wire=layout.wire)
+        step = sizes.step("local" if layout.every else layout.shard, split, self.network)
+        steps = split.every
+        seconds = self._beside_each_other(step, pipeline is not None)
+        recomputing = passes.recomputing * count * steps / step.seconds
         return LayoutRow(
             layout,
             True,
             peak,
-            None if kept else budget,
-            seconds + elements * (self.update + bus),
+            budget if passes.planned else None,
+            seconds / steps + self._update_seconds(layout),
             recomputing,
-            limit,
+            _limit(seconds - step.computing - step.bubble, step.bubble, recomputing, seconds),
         )
+
+    def _beside_each_other(self, step: StepTime, staged: bool) -> float:
+        """Seconds of a step on shared processors."""
+        crowding, hidden = self.sharing
+        computing = crowding * step.computing
+        exposed = step.seconds - step.computing
+        behind = max(step.communicating - exposed, 0.0) * (1 - hidden)
+        # Ranks take as long as their work together, also where stages wait for each other.
+        return behind + (max(step.seconds, computing) if staged else computing + exposed)
+
+    def _update_seconds(self, layout: TrainingLayout) -> float:
+        number = layout.stages * (1 if layout.shard == "none" else layout.replicas)
+        elements = sum(parameter.numel() for parameter in self.model.parameters()) / layout.tensor / number
+        bus = 0.0
+        if layout.offload:
+            on_cpu = next(self.model.parameters()).device.type == "cpu"
+            bus = OFFLOADED_BYTES / (FILE_BYTES_PER_SECOND if on_cpu else BUS_BYTES_PER_SECOND)
+        each = len(list(self.model.parameters())) / number * self.update.parameter
+        return each + elements * (self.update.element + bus)
 
 
 def layouts(
@@ -336,6 +353,7 @@ def layouts(
     ranks: int | None = None,
     network: Network | None = None,
     tflops: float = TFLOPS,
+    inexact: bool = False,
 ) -> list[LayoutRow]:
     """The layouts in which a job can train a model, with the memory of a rank and the time of a step.
 
@@ -352,6 +370,8 @@ def layouts(
         ranks: of a job that need not exist.
         network: what connects these ranks, by default hosts of 8 ranks with 25 Gbit/s.
         tflops: operations of each of these ranks, in TFLOP/s.
+        inexact: the layouts that change results, in place of those that do not: a lossy format of messages (int8), local SGD,
+            and in a job a head in chunks.
 
     Returns:
         The layouts that fit, the fastest first, then the others, that which needs least memory first. Those that do not divide
@@ -369,16 +389,33 @@ def layouts(
         return Sample(made if isinstance(made, tuple) else (made,), {}, loss)
 
     given = Job(
-        model, batch, int(limit.value), ranks or 1, network or Network(), sample, optimizer, precision
+        model,
+        batch,
+        int(limit.value),
+        ranks or 1,
+        network or Network(),
+        sample,
+        optimizer,
+        precision,
+        inexact=inexact,
     )
     if ranks is not None:
         return given.counted(tflops).rows()
     return given.measured().rows()
 
 
-def _limit(step: StepTime, waits: float, recomputing: float) -> str:
-    exposed = max(step.seconds - step.computing - waits, 0.0)
-    if max(exposed, waits) > NOTABLE * step.seconds:
+def _slots(layout: TrainingLayout, computation: Computation, part: nn.Module) -> int:
+    """Bytes of shared memory in which parts of a layer send, which stays: slots of each size for both directions."""
+    largest = max(
+        *(layout.tensor * block.output for block in computation.chain),
+        *(parameter.nbytes for parameter in part.parameters()),
+    )
+    # Of sizes that double, the smaller ones take as much together as the largest one.
+    return (layout.tensor - 1) * 2 * 2 * (1 << (largest - 1).bit_length())
+
+
+def _limit(exposed: float, waits: float, recomputing: float, seconds: float) -> str:
+    if max(exposed, waits) > NOTABLE * seconds:
         return "link" if exposed > waits else "waiting for stages"
     return "memory" if recomputing > NOTABLE else "computation"
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -36,10 +36,12 @@ class MeasuredNetwork(Network):
 
     Attributes:
         measured: seconds of an empty collective and of each byte, by the formula's name.
+        barrier: seconds in which all ranks agree on what is ready.
     """
 
     ranks: int = 1
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)
+    barrier: float = 0.0
 
     def _corrected(self, name: str, formula: Callable[[float, int], Cost], nbytes: float, ranks: int) -> Cost:
         cost, empty = formula(nbytes, ranks), formula(0, ranks).seconds
@@ -63,7 +65,8 @@ class MeasuredNetwork(Network):
         return self._corrected("scatter", formula, nbytes, ranks)
 
     def agreement(self, ranks: int) -> Cost:
-        return Cost(0.0)  # is in each measured collective
+        own = super().agreement(self.ranks).seconds
+        return Cost(self.barrier * super().agreement(ranks).seconds / own if own else 0.0)
 
 
 def measure() -> MeasuredNetwork:
@@ -81,13 +84,16 @@ def measure() -> MeasuredNetwork:
         messages = [_message(grid, distance) for distance in (1, grid.local_size % size or 1)]
         hvd.shutdown()
     runtime.init()
-    local, fits = hvd.local_size(), [_fitted(start) for start in _STARTS.values()] if size > 1 else []
+    local, barrier = hvd.local_size(), _median(hvd.barrier)
+    fits = [_fitted(start, barrier) for start in _STARTS.values()] if size > 1 else []
     if fits and not messages:
         start, unit = fits[-1]
         messages = [(start / (size - 1), unit * size / (size - 1))] * 2
-    own = torch.tensor([messages + fits or [(Network.local_latency, 1 / Network.local_bandwidth)] * 2])
+    own = torch.tensor(
+        [[(barrier, 0.0)] + (messages + fits or [(Network.local_latency, 1 / Network.local_bandwidth)] * 2)]
+    )
     everyone = mpi_ops.allgather(own.double(), name="hvd_ckpt.links")
-    near, far, *rest = everyone.median(0).values.tolist()
+    (barrier, _), near, far, *rest = everyone.median(0).values.tolist()
     return MeasuredNetwork(
         local=local,
         bandwidth=local / far[1],
@@ -99,29 +105,64 @@ def measure() -> MeasuredNetwork:
         controller=runtime.controller(),
         ranks=size,
         measured=dict(zip(_STARTS, map(tuple, rest))),
+        barrier=barrier,
     )
 
 
-def crowding() -> float:
-    """How much longer a rank computes while all ranks do, than alone. Collective."""
-    values = torch.ones(BUSY)
+def works_alone() -> bool:
+    """Whether this rank is one of those of its host that have a processor for each of their threads."""
+    alone: bool = hvd.local_rank() < max(1, runtime.allowed_cpus() // torch.get_num_threads())
+    return alone
 
-    def seconds() -> float:
-        start = time.perf_counter()
+
+class Sharing(NamedTuple):
+    """What ranks of a host share.
+
+    Attributes:
+        crowding: how much longer a rank computes while all ranks do, than while those do that work alone.
+        hidden: the part of a collective that computation hides beside it, where both take as long; the rest is work of the same
+            processors.
+    """
+
+    crowding: float
+    hidden: float
+
+
+NOTHING_SHARED = Sharing(1.0, 1.0)
+
+
+def sharing() -> Sharing:
+    """What the ranks of this job share. Collective."""
+    values, name = torch.ones(BUSY), "hvd_ckpt.links.sharing"
+
+    def computed() -> None:
         for _ in range(20):
             values.mul_(1.0001)
             torch.mm(values[: 1 << 16].view(256, 256), values[: 1 << 16].view(256, 256))
-        return time.perf_counter() - start
 
-    alone, together = [], []
-    for number in range(2 * ROUNDS):
-        hvd.barrier()
-        if number % 2:
-            together.append(seconds())
-        elif hvd.rank() == 0:
-            alone.append(seconds())
-    ratio = statistics.median(together) / statistics.median(alone) if alone else 1.0
-    return max(1.0, float(mpi_ops.broadcast(torch.tensor(ratio), 0, name="hvd_ckpt.crowding")))
+    def sent(beside: Callable[[], None] = lambda: None) -> None:
+        handle = _allreduce(SIZES[-1], name)
+        beside()
+        wait(handle, name)
+
+    kinds: dict[str, Callable[[], None]] = {
+        "alone": computed if works_alone() else lambda: None,
+        "together": computed,
+        "sent": sent,
+        "both": lambda: sent(computed),
+    }
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(ROUNDS):
+        for kind, run in kinds.items():
+            hvd.barrier()
+            start = time.perf_counter()
+            run()
+            times[kind].append(time.perf_counter() - start)
+    alone, together, collective, both = map(statistics.median, times.values())
+    hidden = (together + collective - both) / min(together, collective)
+    own = torch.tensor([together / alone, hidden], dtype=torch.float64)
+    crowding, hidden = mpi_ops.broadcast(own, 0, name="hvd_ckpt.sharing").tolist()
+    return Sharing(max(1.0, crowding), min(max(hidden, 0.0), 1.0))
 
 
 def _message(grid: Grid, distance: int) -> tuple[float, float]:
@@ -159,16 +200,16 @@ def _all_gather(nbytes: int, name: str) -> int:
 _STARTS = {"allreduce": _allreduce, "scatter": _scatter, "all_gather": _all_gather}
 
 
-def _fitted(start: Callable[[int, str], int]) -> tuple[float, float]:
+def _fitted(start: Callable[[int, str], int], barrier: float) -> tuple[float, float]:
     def together(nbytes: int) -> None:
         hvd.barrier()
         names = [f"hvd_ckpt.links.{number}" for number in range(TOGETHER)]
         for handle, name in [(start(nbytes, name), name) for name in names]:
             wait(handle, name)
 
-    barrier = _median(lambda: hvd.barrier())
     base, unit = _line(together)
-    return max(base - barrier, LEAST) / TOGETHER, unit / TOGETHER
+    # One barrier is before them, and they begin with the same agreement of all ranks.
+    return max(base - 2 * barrier, LEAST) / TOGETHER, unit / TOGETHER
 
 
 def _line(run: Callable[[int], None]) -> tuple[float, float]:

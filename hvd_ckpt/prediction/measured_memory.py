@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import statistics
 from typing import Any, NamedTuple
 
 import torch
@@ -173,14 +174,26 @@ def check_optimizer(name: str) -> None:
     check_elementwise(make_optimizer(name, nn.Linear(1, 1)))
 
 
-def seconds_of_update(optimizer: str, device: torch.device) -> float:
-    """Seconds of a step of the optimizer of that name, for each element of float32."""
-    parameter = nn.Parameter(torch.zeros(1 << 22, device=device))
-    parameter.grad = torch.ones_like(parameter)
-    made = type(make_optimizer(optimizer, nn.Linear(1, 1)))([parameter])  # type: ignore[call-arg]
-    times = []
-    for _ in range(4):
-        start = now(device)
-        made.step()
-        times.append(now(device) - start)
-    return min(times) / parameter.numel()
+class Update(NamedTuple):
+    """Seconds of an optimizer's step, for each parameter and for each of its elements."""
+
+    parameter: float
+    element: float
+
+    @classmethod
+    def measure(cls, optimizer: str, device: torch.device) -> Update:
+        """Measures steps of the optimizer of that name, on a large parameter and on many small ones of float32."""
+        kind: Any = type(make_optimizer(optimizer, nn.Linear(1, 1)))
+
+        def seconds(count: int, numel: int) -> float:
+            parameters = [nn.Parameter(torch.zeros(numel, device=device)) for _ in range(count)]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            made, times = kind(parameters), []
+            for _ in range(5):
+                start = now(device)
+                made.step()
+                times.append(now(device) - start)
+            return statistics.median(times[1:])
+
+        return cls(seconds(128, 64) / 128, seconds(1, 1 << 22) / (1 << 22))

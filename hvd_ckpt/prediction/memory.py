@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.prediction.computation import as_part
@@ -41,7 +42,6 @@ from hvd_ckpt.utils.unmaterialized import is_absent
 __all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def estimate_memory(
@@ -161,7 +161,7 @@ class TrainingStep:
             dict(self.kwargs or {}),
         )
         args, kwargs = map_tensors(lambda tensor: _moved(tensor, device, self.dtype), Tensor, arguments)
-        return measure_step(Step(model, args, kwargs, self.loss, _AUTOCAST.get(self.precision)))
+        return measure_step(Step(model, args, kwargs, self.loss, AUTOCAST.get(self.precision)))
 
 
 @dataclass
@@ -230,11 +230,13 @@ class Estimator:
         wire: str | Mapping[str, str] = "fp32",
         within: int | None = None,
         activations: int = 0,
+        micro_batches: int = 1,
     ) -> MemoryEstimate:
         """The estimate for this number of ranks and this stage.
 
         Args:
             activations: bytes of them at the peak, of a step that was not measured.
+            micro_batches: of a step, whose gradients are sent while the next one runs, where they are in shards.
 
         Raises:
             ValueError: an argument is wrong, or the optimizer cannot be split.
@@ -259,7 +261,9 @@ class Estimator:
         )
         if offload == "parameters":
             offloaded, reduced = offloaded + reduced, 0
-        moments = self._passes(stage, np, trained, units, reduced, gradients, weights, activations)
+        moments = self._passes(
+            stage, np, trained, units, reduced, gradients, weights, activations, micro_batches
+        )
         moments += self._step(stage, trained, weights, offload, reduced)
         highest = max(moments, key=lambda moment: moment.total)
         at_peak = {
@@ -295,7 +299,7 @@ class Estimator:
     ) -> tuple[dict[str, int], int]:
         """Bytes that are there all the time, by part, and those that are offloaded."""
         shards = sum(group.shard_numel * group.dtype.itemsize for group in groups)
-        whole = sum(map(_flat_bytes, groups))
+        whole = sum(group.padded_bytes for group in groups)
         if stage == 0:
             parameters = sum(parameter.nbytes for parameter in self.parameters.values())
         elif stage < 3:  # beside them the exact values, where the wire rounds
@@ -337,11 +341,12 @@ class Estimator:
         wire: WireFormat,
         weights: WireFormat,
         activations: int,
+        micro_batches: int,
     ) -> list[_Moment]:
         """Forward and backward pass: measured activations, and what gradients and gathered parameters take beside them."""
         whole = sum(group.nbytes for group in trained)
         travelling = trained if stage < 3 else [group for unit in units[:-1] for group in unit] or trained
-        sizes = [_flat_bytes(group) for group in travelling]
+        sizes = [group.padded_bytes for group in travelling]
         moments = []
         for stretch in self._stretches:
             final = min(stretch.final, whole)
@@ -360,7 +365,11 @@ class Estimator:
                 # As in InFlight.make_room(): two groups, or more as long as they are small together.
                 on_way = min(final, max(_in_flight(sizes), SMALL_BYTES))
                 moment.gradients = final * reduced // whole
-                moment.buckets = on_way
+                if micro_batches > 1:
+                    on_way = max(_in_flight(sizes * 2), SMALL_BYTES)
+                    moment.gradients = reduced
+                    moment.buckets = max(sizes)  # and what is packed beside them
+                moment.buckets += on_way
                 if ranks > 1:
                     encoded = on_way * sum(_wire_bytes(group, wire) for group in trained) // whole
                     moment.received = encoded
@@ -373,7 +382,7 @@ class Estimator:
     def _gather(moment: _Moment, units: Sequence[Sequence[Group]], wire: WireFormat, left: int) -> None:
         """Adds the parameters that stage 3 gathers: the last unit all the time, and one of the others with the next ahead of it;
         in the backward pass no more than those whose gradients are ``left``."""
-        *others, rest = [sum(map(_flat_bytes, unit)) for unit in units]
+        *others, rest = [sum(group.padded_bytes for group in unit) for unit in units]
         moment.buckets += rest + min(left, max(map(sum, pairwise(others)), default=sum(others)))
         rows = (sum(_wire_bytes(group, wire) for group in unit if group.ranks > 1) for unit in units[:-1])
         moment.received += min(left, max(rows, default=0))
@@ -408,10 +417,6 @@ class Estimator:
             encoded = 0 if weights is FP32 else received // trained[0].ranks
             moments.append(_Moment("gather", gradients=gradients, buckets=encoded, received=received))
         return moments
-
-
-def _flat_bytes(group: Group) -> int:
-    return group.padded * group.dtype.itemsize
 
 
 def _wire_bytes(group: Group, wire: WireFormat) -> int:

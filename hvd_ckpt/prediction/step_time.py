@@ -13,6 +13,7 @@ out.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,15 +22,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hvd_ckpt.parallel.pipeline.schedule import make_schedule, timeline
+from hvd_ckpt.parallel.pipeline.schedule import Schedule, make_schedule, timeline
 from hvd_ckpt.prediction.network import Cost, Network
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.tree import SMALL_BYTES as TREE_SMALL_BYTES
 from hvd_ckpt.reduction.weights import Sums
+from hvd_ckpt.sharding.formats import FP32, wire_formats
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
-from hvd_ckpt.sharding.layout import RUN_BYTES, Group, Layout
+from hvd_ckpt.sharding.layout import RUN_BYTES, Layout
 from hvd_ckpt.sharding.units import find_units
 
 Kind = Literal["allreduce", "scatter", "ring_scatter", "alltoall", "all_gather", "message", "exchange"]
@@ -65,6 +67,7 @@ class Split:
         micro_batches: of a step, one after the other.
         every: steps between two averages of local SGD.
         cap: bytes of a bucket.
+        wire: format of sharded gradients and parameters, as for :func:`hvd_ckpt.DistributedOptimizer`.
     """
 
     ranks: int
@@ -73,6 +76,12 @@ class Split:
     micro_batches: int = 1
     every: int = 50
     cap: float = 25 * MEBIBYTE
+    wire: str = "fp32"
+
+    def sent(self, nbytes: int, gradients: bool = False) -> int:
+        """Bytes on the wire of so many bytes of parameters or gradients in shards."""
+        shares = [each.bytes_per_element / FP32.bytes_per_element for each in wire_formats(self.wire)]
+        return round(nbytes * shares[0 if gradients else 1])
 
     @property
     def replicas(self) -> int:
@@ -89,6 +98,7 @@ class StepTime:
     Attributes:
         now: seconds until here.
         computing, communicating: seconds of computation, and in which collectives or messages run, hidden or not.
+        bubble: seconds in which the first stage waits, by its schedule.
         sent, messages: bytes and messages that a rank sends.
         agreement: seconds in which all ranks agree on what is ready, in each cycle.
         operations: kind and bytes of each collective or message, in the order of launches.
@@ -97,7 +107,7 @@ class StepTime:
     def __init__(self, network: Network, split: Split, cycles: bool = True) -> None:
         self._ranks, self._split = split.replicas, split
         self._network, self._links = network.every(split.parts), network
-        self.now = self.computing = self.communicating = self.sent = self.messages = 0.0
+        self.now = self.computing = self.communicating = self.sent = self.messages = self.bubble = 0.0
         self.operations: list[tuple[Kind, int]] = []
         self.cycles = cycles
         agreement = self._network.agreement(self._ranks).seconds if cycles else 0.0
@@ -285,7 +295,7 @@ class ModelSizes:
     def _gather_weights(self, step: StepTime, split: Split) -> None:
         gathers = _InFlight(step, "all_gather")
         for nbytes, _ in self._groups(split):
-            gathers.add(nbytes)
+            gathers.add(split.sent(nbytes))
         gathers.wait()
 
     def _groups(self, split: Split) -> list[tuple[int, int]]:
@@ -294,7 +304,7 @@ class ModelSizes:
         groups = layout.add(list(reversed(self._named)), split.cap * divisor)
         return [
             (
-                _padded(group) // divisor,
+                group.padded_bytes // divisor,
                 min(self._block_of[id(parameter)] for parameter in layout.parameters_of([group])),
             )
             for group in groups
@@ -307,7 +317,7 @@ class ModelSizes:
         for block in reversed(range(len(backward))):
             step.compute(backward[block])
             while left < len(groups) and groups[left][1] >= block:
-                launched.add(groups[left][0])
+                launched.add(split.sent(groups[left][0], gradients=True))
                 left += 1
         self._shard_flags(step)
         launched.wait()
@@ -327,7 +337,10 @@ class ModelSizes:
         layout = Layout(split.replicas)
         found = find_units(self.model)
         *units, root = [
-            sum(map(_padded, layout.add([(str(id(parameter)), parameter) for parameter in unit.parameters])))
+            sum(
+                group.padded_bytes
+                for group in layout.add([(str(id(parameter)), parameter) for parameter in unit.parameters])
+            )
             // split.parts
             for unit in found
         ]
@@ -343,22 +356,26 @@ class ModelSizes:
             return seconds
 
         def through(order: Sequence[int], seconds: Sequence[float], after: Callable[[int], None]) -> None:
-            gathered = step.launch("all_gather", units[order[0]])
+            gathered = step.launch("all_gather", split.sent(units[order[0]]))
             for place, unit in enumerate(order):
                 step.wait(gathered)
                 if place + 1 < len(order):
-                    gathered = step.launch("all_gather", units[order[place + 1]])
+                    gathered = step.launch("all_gather", split.sent(units[order[place + 1]]))
                 step.compute(seconds[unit])
                 after(unit)
 
-        step.wait(step.launch("all_gather", root))
+        step.wait(step.launch("all_gather", split.sent(root)))
         if units:
             numbers = range(len(units))
             through(numbers, seconds_of(forward), lambda unit: None)
-            through(numbers[::-1], seconds_of(backward), lambda unit: launched.add(units[unit]))
+            through(
+                numbers[::-1],
+                seconds_of(backward),
+                lambda unit: launched.add(split.sent(units[unit], gradients=True)),
+            )
         else:
             step.compute(sum(forward) + sum(backward))
-        launched.add(root)
+        launched.add(split.sent(root, gradients=True))
         self._shard_flags(step)
         launched.wait()
 
@@ -369,10 +386,10 @@ class ModelSizes:
         step.wait(step.launch("all_gather", numbers))  # of samples, the weights of the mean
         # Rows to all, and the means of rows to all.
         for group in Layout(split.ranks).add(list(reversed(self._named)), RUN_BYTES):
-            scattered = step.launch("alltoall", _padded(group))
+            scattered = step.launch("alltoall", group.padded_bytes)
             # Two runs are under way at a time: one is added up while the one before is gathered.
             step.wait(*gathers[-2:-1], scattered)
-            gathers.append(step.launch("all_gather", _padded(group)))
+            gathers.append(step.launch("all_gather", group.padded_bytes))
         step.wait(
             *gathers[-2:], step.launch("all_gather", numbers)
         )  # the distances of the ranks from the mean
@@ -384,10 +401,11 @@ class ModelSizes:
             [sum(seconds) / split.stages / split.parts / count] * split.stages
             for seconds in (self.forward, self.backward)
         )
-        spans = timeline(make_schedule("1f1b", split.stages, count), forward, backward)[0]
+        spans = timeline(_schedule(split.stages, count), forward, backward)[0]
         *others, last = spans
         busy = sum(span.end - span.start for span in others)
         step.compute(busy)
+        step.bubble = last.start - busy
         step.wait(last.start)
         for _ in range(2 * (split.stages - 1)):
             step.wait(step.launch("message", self.activation // count))
@@ -412,6 +430,11 @@ class ModelSizes:
             step.wait(step.launch("exchange", each))
 
 
+@functools.lru_cache(maxsize=1)
+def _schedule(stages: int, micro_batches: int) -> Schedule:
+    return make_schedule("1f1b", stages, micro_batches)
+
+
 class _InFlight:
     """Reduce-scatters or gathers, of which this library has few under way at a time."""
 
@@ -429,7 +452,3 @@ class _InFlight:
     def wait(self) -> None:
         self._step.wait(*(end for end, _ in self._sent))
         self._sent.clear()
-
-
-def _padded(group: Group) -> int:
-    return group.padded * group.dtype.itemsize

@@ -124,7 +124,7 @@ class InFlight:
         Returns:
             False if patience has run out.
         """
-        nbytes = group.padded * group.dtype.itemsize
+        nbytes = group.padded_bytes
         self.poll()
         while len(self._launches) >= IN_FLIGHT:
             if sum(launch.nbytes for launch in self._launches) + nbytes <= SMALL_BYTES:

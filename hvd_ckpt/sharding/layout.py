@@ -122,6 +122,11 @@ class Group:
         return self.shard_numel * self.ranks
 
     @property
+    def padded_bytes(self) -> int:
+        """Bytes of the group with its padding, as it is sent."""
+        return self.padded * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its parameters, padding not counted."""
         return self.numel * self.dtype.itemsize

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -68,10 +69,23 @@ def recording_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
 
 
 def bytes_since(before: dict[int, torch.UntypedStorage], device: str = "cpu") -> int:
-    """Bytes of the memory of all tensors that Python knows, and that is not one of these, which are kept meanwhile."""
+    """Bytes of the memory of all tensors that Python knows, and that is not one of these, which are kept meanwhile. What lies in
+    mapped files does not count."""
+    files = mapped_files()
     return sum(
-        memory.nbytes() for address, memory in memory_of_tensors(device).items() if address not in before
+        memory.nbytes()
+        for address, memory in memory_of_tensors(device).items()
+        if address not in before and not any(address in file for file in files)
     )
+
+
+def mapped_files() -> list[range]:
+    """Addresses at which this process has mapped files of a disk."""
+    return [
+        range(*(int(address, 16) for address in region.addr.split("-")))
+        for region in psutil.Process().memory_maps(grouped=False)
+        if region.path.startswith("/") and not region.path.startswith("/memfd:")
+    ]
 
 
 def memory_of_tensors(device: str = "cpu") -> dict[int, torch.UntypedStorage]:

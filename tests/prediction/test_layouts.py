@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+
 import pytest
 import torch
 import yaml
@@ -14,8 +17,10 @@ from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.planning.chain import Run, simulate
 from hvd_ckpt.prediction.computation import Sample, counted, measured
-from hvd_ckpt.prediction.layouts import Job, LayoutRow
+from hvd_ckpt.prediction.layouts import Job
+from hvd_ckpt.prediction.links import Sharing
 from hvd_ckpt.prediction.network import Network
+from hvd_ckpt.prediction.training_layout import LayoutRow
 
 SIZES = {"vocabulary": 1024, "length": 128, "width": 256, "heads": 8, "layers": 6}
 MIB = 1 << 20
@@ -85,6 +90,32 @@ def test_parts_of_layers_stay_within_a_host() -> None:
     assert {row.layout.tensor for row in job(4000, network=Network(local=2)).rows()} == {1, 2}
 
 
+def test_layouts_that_change_results_are_asked_for() -> None:
+    slow = Network(local=4, bandwidth=1e7)
+    exact, others = (
+        dataclasses.replace(job(400, network=slow), inexact=inexact).rows() for inexact in (False, True)
+    )
+    assert all(row.layout.wire == "fp32" and not row.layout.every for row in exact)
+    assert all(row.layout.wire == "int8" or row.layout.every for row in others)
+    of = {str(row.layout): row for row in [*exact, *others]}
+    assert of["local SGD, every 50"].seconds < of["data parallel"].seconds / 10
+    rounded, whole = of["shard gradients, wire int8"], of["shard gradients"]
+    assert whole.seconds / 4 < rounded.seconds < whole.seconds / 2
+
+
+def test_processors_that_collectives_share_with_computation_hide_nothing() -> None:
+    whole = job(4000, network=Network(local=4, bandwidth=1e9))
+    alone, crowded, busy = (
+        dataclasses.replace(whole, sharing=Sharing(*shared))
+        for shared in ((1.0, 1.0), (2.0, 1.0), (1.0, 0.0))
+    )
+    seconds = [
+        {str(row.layout): row.seconds for row in each.rows()}["shard parameters"]
+        for each in (alone, crowded, busy)
+    ]
+    assert seconds[0] < min(seconds[1:])
+
+
 def test_counted_computation_is_near_the_measured_one() -> None:
     torch.manual_seed(0)
     sizes = {**SIZES, "layers": 2, "width": 128}
@@ -96,15 +127,15 @@ def test_counted_computation_is_near_the_measured_one() -> None:
     def loss(output: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
 
-    by_hand = counted(meta, Sample((tokens.to("meta"),), {}, loss), 1, 1e12)
-    real = measured(model, Sample((tokens,), {}, loss), 1, lambda text: None, chunk_head=False)
+    by_hand = counted(meta, Sample((tokens.to("meta"),), {}, loss), 1e12)
+    real = measured(model, Sample((tokens,), {}, loss), lambda text: None, chunk_head=False)
     # Without recomputation, whatever is fastest on this machine just now.
     whole = [
         simulate(each.chain, [Run(block, 0) for block in range(len(each.chain))]) for each in (by_hand, real)
     ]
     assert whole[0][0] == pytest.approx(whole[1][0], rel=0.2)
     assert by_hand.smallest == pytest.approx(real.smallest, rel=0.3)
-    assert len(by_hand.blocks) == len(real.blocks)
+    assert len(by_hand.names) == len(real.names)
 
 
 OWN = """
@@ -140,6 +171,28 @@ def test_the_command_writes_settings_of_the_best(tmp_path) -> None:
     replicas = 4 // settings.get("pipeline", 1) // settings.get("tensor", 1)
     assert settings["batch"] * replicas == 32
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "these change results" not in result.output
+    assert "these change results" in CliRunner().invoke(command, [*given, "--inexact"]).output
+
+
+def test_a_plan_within_the_memory_keeps_results(tmp_path) -> None:
+    file = tmp_path / "best.yaml"
+    given = [
+        "--model",
+        "gpt-tiny",
+        "--batch",
+        "32",
+        "--memory",
+        "40MiB",
+        "--ranks",
+        "2",
+        "--output",
+        str(file),
+    ]
+    result = CliRunner().invoke(command, given)
+    assert result.exit_code == 0, result.output
+    budget = Config.make(yaml.safe_load(file.read_text())).budget
+    assert budget is not None and not budget.chunk_head
 
 
 def test_a_file_of_settings_goes_in_and_one_that_fits_comes_out(tmp_path) -> None:
@@ -178,7 +231,7 @@ def test_what_is_wrong_is_one_line_with_status_2(arguments, message) -> None:
 def test_a_model_of_ones_own(tmp_path, monkeypatch) -> None:
     (tmp_path / "own_layouts.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     given = ["--model", "own_layouts:make", "--batch", "16", "--memory", "64MiB", "--ranks", "2"]
     result = CliRunner().invoke(command, given)
     assert result.exit_code == 0, result.output

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from controllers import HOROVODRUN, run_ranks
+from controllers import run_ranks
 
 pytestmark = pytest.mark.launch
 SCRIPT = Path(__file__).parents[1] / "helpers" / "scripts" / "layouts.py"
@@ -22,16 +20,18 @@ def test_all_ranks_have_the_rows_that_the_first_has_measured(controller: str) ->
 
 def test_the_command_trains_with_the_best_and_writes_it(tmp_path: Path) -> None:
     file = tmp_path / "best.yaml"
-    sizes = ["--model-option", "layers=2", "--model-option", "width=32", "--length", "16"]
-    command = [sys.executable, "-m", "hvd_ckpt.app.cli.main", "layout", "--model", "gpt-tiny", "--batch", "4"]
-    options = ["--memory", "64MiB", "--try", "2", "--output", str(file)]
-    done = subprocess.run(
-        [*HOROVODRUN, "-np", "2", "--gloo", *command, *sizes, *options],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "tried" in done.stdout and "Best:" in done.stdout
+    model = [
+        "--model",
+        "gpt-tiny",
+        "--model-option",
+        "layers=2",
+        "--model-option",
+        "width=32",
+        "--length",
+        "16",
+    ]
+    options = ["--batch", "2", "--memory", "64MiB", "--try", "2", "--output", str(file)]
+    status, output = run_ranks(2, SCRIPT, "layout", *model, *options)
+    assert status == 0 and "tried" in output and "Best:" in output, output
     settings = yaml.safe_load(file.read_text())
     assert settings["model"] == "gpt-tiny" and settings["model_options"] == {"layers": 2, "width": 32}

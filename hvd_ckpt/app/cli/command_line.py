@@ -89,6 +89,44 @@ def split_names(
     return names
 
 
+_OF_MODELS = (
+    click.option("--model", "name", metavar="NAME", help="A name, a folder, or module:function."),
+    click.option(
+        "--model-option",
+        "options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Option of the model, such as layers=2; may be given several times.",
+    ),
+    click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]"),
+    click.option(
+        "--vocabulary",
+        type=click.IntRange(2),
+        help="Number of different tokens.  [default: bytes and special tokens]",
+    ),
+    click.option("--pixels", type=click.IntRange(1), help="Side of an image or volume.  [default: by model]"),
+    click.option("--channels", type=click.IntRange(1), help="Channels of an image or volume.  [default: 1]"),
+    click.option(
+        "--classes",
+        type=click.IntRange(2),
+        help="Classes of images or voxels.  [default: those of train's data]",
+    ),
+    click.option(
+        "--precision",
+        type=click.Choice(["fp32", "bf16", "fp16"]),
+        help="bf16 and fp16 run under autocast.  [default: fp32]",
+    ),
+    click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N."),
+)
+
+
+def takes_model(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say which model runs, the sizes of its batches beside their samples, and where and how it runs."""
+    for option in reversed(_OF_MODELS):
+        command = option(command)
+    return command
+
+
 def take_options(options: dict[str, Any], names: tuple[str, ...], needed: str) -> dict[str, Any]:
     """Takes options that are given out of the command's; none of ``names`` can do without the first."""
     # Taken out: what is left of the options goes to the model as sizes, which refuses unknown ones.

@@ -5,16 +5,9 @@ The exit status is 0 if a layout fits. It is 2 for an invalid argument, and if n
 
 from __future__ import annotations
 
-import contextlib
-import io
-import math
+import dataclasses
 import shlex
-import shutil
-import statistics
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +23,7 @@ from hvd_ckpt.app.cli.command_line import (
     console_for_tables,
     saying,
     take_options,
+    takes_model,
 )
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.planning.budget import parse_budget
@@ -39,11 +33,12 @@ from hvd_ckpt.utils.plain_data import write_text
 from hvd_ckpt.utils.text import show_bytes
 
 if TYPE_CHECKING:
+    from hvd_ckpt.app.training.trial import Trial
     from hvd_ckpt.prediction.computation import Sample
-    from hvd_ckpt.prediction.layouts import Job, LayoutRow
+    from hvd_ckpt.prediction.layouts import Job
     from hvd_ckpt.prediction.network import Network
+    from hvd_ckpt.prediction.training_layout import LayoutRow
 
-TRIED_STEPS = 7
 SHOWN = 10  # layouts that fit, and as many that do not
 WIDTH = 120  # of the table where the output is not a terminal
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
@@ -81,22 +76,10 @@ def _rate(flag: str, help: str, default: float) -> Callable[[Any], Any]:
 
 @click.command("layout", cls=OneLineErrors, help=HELP)
 @click.argument("file", required=False, metavar="[FILE]")
-@click.option("--model", "name", metavar="NAME", help="A name, a folder, or module:function.")
-@click.option("--model-option", "options", multiple=True, metavar="NAME=VALUE", help="Option of the model.")
+@takes_model
 @click.option("--batch", type=click.IntRange(1), help="Samples of a step of all ranks.")
 @click.option("--memory", required=True, metavar="BYTES", help="Of each rank, such as 3GiB.")
-@click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]")
-@click.option("--vocabulary", type=click.IntRange(2), help="Number of different tokens.")
-@click.option("--pixels", type=click.IntRange(1), help="Side of an image or volume.  [default: by model]")
-@click.option("--channels", type=click.IntRange(1), help="Channels of an image or volume.")
-@click.option("--classes", type=click.IntRange(2), help="Classes of images or voxels.")
 @click.option("--optimizer", help="A class of torch.optim, lower case.  [default: adamw]")
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="bf16 and fp16 run under autocast.  [default: fp32]",
-)
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N; of each rank.")
 @click.option("--ranks", type=click.IntRange(1, 1 << 20), help="Of a cluster that is not there.")
 @click.option("--local", type=click.IntRange(1), help="Its ranks on each host.  [default: 8]")
 @_rate("--link", "Gbit/s between its hosts.", 25)
@@ -111,6 +94,11 @@ def _rate(flag: str, help: str, default: float) -> Callable[[Any], Any]:
     help="Train a few steps with each of the K best, and take the fastest.",
 )
 @click.option(
+    "--inexact",
+    is_flag=True,
+    help="Also show, apart, layouts that change results: int8 messages, local SGD, a head in chunks.",
+)
+@click.option(
     "--output",
     metavar="FILE",
     help="Write the layout as settings of `hvd-ckpt train`, and a picture beside it.",
@@ -123,6 +111,7 @@ def layout(
     device: str,
     output: str | None,
     trials: int | None,
+    inexact: bool,
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
@@ -153,15 +142,16 @@ def layout(
     sizes = {key: value for key, value in others.items() if value is not None}
     fixed = {key: value for key, value in values.items() if key not in CHOSEN}
 
-    def settings_of(row: LayoutRow) -> dict[str, Any]:
-        return {**fixed, **_settings(name, sizes, model_options, row, job)}
+    def settings_for(row: LayoutRow) -> dict[str, Any]:
+        return {**fixed, **settings_of(name, sizes, model_options, row, job)}
 
     with saying("layouts") as say:
-        job = _job(name, sizes, model_options, int(limit.value), cluster, device, say, **given)
+        job = job_of(name, sizes, model_options, int(limit.value), cluster, device, say, **given)
         say("comparing layouts")
         rows = job.rows()
+        changing = dataclasses.replace(job, inexact=True).rows() if inexact else []
         tried = [row for row in rows if row.fits][: trials or 0]
-        measured = [_tried(settings_of(row), say) for row in tried]
+        found = [_tried(settings_for(row), say) for row in tried]
     if job.rank:
         return
     if not rows:
@@ -169,19 +159,29 @@ def layout(
             f"--batch {job.batch}: it cannot be divided among {job.ranks} ranks; give a multiple"
         )
     _print(rows, job)
+    for tensor, reason in job.refused.items():
+        click.echo(f"{tensor} parts: {reason}")
+    if inexact:
+        _print(changing, job, "; these change results")
     best = rows[0]
-    if measured:
-        best = rows[_print_trials(rows, measured, job.memory)]
     if not best.fits:
         raise BadArgument(
             f"--memory {memory}: no layout fits; the smallest memory that would do is {best.peak} bytes "
             f"({show_bytes(best.peak)}), with {best.layout}"
         )
-    settings = settings_of(best)
+    if tried:
+        _print_trials(tried, found)
+        ran = [
+            (each.peak > job.memory, each.seconds, row)
+            for row, each in zip(tried, found)
+            if not isinstance(each, str)
+        ]
+        best = min(ran, default=(False, 0.0, best), key=lambda entry: entry[:2])[2]
+    settings = settings_for(best)
     flags = " ".join(_flags(settings))
     click.echo(f"Best: {best.layout}\n  horovodrun -np {job.ranks} hvd-ckpt train {flags}")
     if output is not None:
-        _write(Path(output), settings, rows, job)
+        _write(Path(output), settings, [best, *(row for row in rows if row is not best)], job)
 
 
 def _values_of(file: str, cluster: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _values_of(file: str, cluster: dict[str, Any]) -> dict[str, Any]:
     return {**values, "batch": config.global_batch(replicas)}
 
 
-def _job(
+def job_of(
     name: str,
     sizes: dict[str, int],
     options: dict[str, Any],
@@ -212,24 +212,19 @@ def _job(
     """The job that is meant: a cluster that is not there, or this one, which is measured."""
     import torch
 
-    from hvd_ckpt.app.cli.plan_models import build
+    from hvd_ckpt.app.cli.plan_models import build_asked
     from hvd_ckpt.prediction.computation import Sample
     from hvd_ckpt.prediction.layouts import TFLOPS, Job
 
     tflops, network = cluster.pop("tflops", TFLOPS), _network(cluster)
     place = torch.device("meta") if cluster else check_device(device)
-
-    def built(samples: int) -> Any:
-        try:
-            return build(name, {**sizes, "batch": samples}, options, place)
-        except ValueError as error:
-            raise BadArgument(f"--model: {error}") from None
+    model = build_asked(name, {**sizes, "batch": 1}, options, place).model
 
     def sample(samples: int) -> Sample:
-        made = built(samples)
+        made = build_asked(name, {**sizes, "batch": samples}, options, place, model)
         return Sample(made.sample, made.kwargs, made.loss)
 
-    job = Job(built(1).model, batch, memory, cluster.get("ranks", 1), network, sample, **others)
+    job = Job(model, batch, memory, cluster.get("ranks", 1), network, sample, **others)
     return job.counted(tflops) if cluster else job.measured(say)
 
 
@@ -257,9 +252,9 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _print(rows: Sequence[LayoutRow], job: Job) -> None:
+def _print(rows: Sequence[LayoutRow], job: Job, remark: str = "") -> None:
     columns = ("layout", "MiB of a rank", "s of a step", "samples/s", "recomputing", "limit")
-    table = _table(f"{job.ranks} ranks, {job.batch} samples", columns)
+    table = _table(f"{job.ranks} ranks, {job.batch} samples{remark}", columns)
     fit = [row for row in rows if row.fits]
     for row in fit[:SHOWN]:
         table.add_row(
@@ -270,42 +265,33 @@ def _print(rows: Sequence[LayoutRow], job: Job) -> None:
             f"{row.recomputing:.0%}",
             row.limit,
         )
-    console = console_for_tables(WIDTH)
-    console.print(table)
+    console_for_tables(WIDTH).print(table)
     others = rows[len(fit) :]
     if len(fit) > SHOWN:
-        console.print(f"{len(fit) - SHOWN} others fit.")
+        click.echo(f"{len(fit) - SHOWN} others fit.")
     for row in others[:SHOWN] if not fit else others[:3]:
-        console.print(f"{row.layout}: {show_bytes(row.peak - job.memory)} too large")
-    for tensor, reason in job.refused.items():
-        console.print(f"{tensor} parts: {reason}")
+        click.echo(f"{row.layout}: {show_bytes(row.peak - job.memory)} too large")
 
 
-def _settings(
+def settings_of(
     name: str, sizes: dict[str, int], options: dict[str, Any], best: LayoutRow, job: Job
 ) -> dict[str, Any]:
     """The layout as settings of ``hvd-ckpt train``."""
     layout = best.layout
+    usual = {"accumulate": 1, "shard": "none", "pipeline": 1, "tensor": 1, "precision": "fp32"}
     chosen = {
         "model": name,
         "batch": job.batch // layout.replicas,
         "accumulate": layout.micro_batches,
         "shard": layout.shard,
-        "offload": layout.offload or "none",
+        "offload": layout.offload,
         "pipeline": layout.stages,
         "tensor": layout.tensor,
         "precision": job.precision,
         "optimizer": job.optimizer,
-        "budget": best.budget,
+        # Results stay the same only with a whole head.
+        "budget": None if best.budget is None else f"{best.budget},chunk_head=false",
         **{SETTINGS_OF.get(size, size): value for size, value in sizes.items()},
-    }
-    usual = {
-        "accumulate": 1,
-        "shard": "none",
-        "offload": "none",
-        "pipeline": 1,
-        "tensor": 1,
-        "precision": "fp32",
     }
     kept = {key: value for key, value in chosen.items() if value is not None and usual.get(key) != value}
     return {**kept, **({"model_options": options} if options else {})}
@@ -320,60 +306,27 @@ def _flags(settings: dict[str, Any]) -> Iterator[str]:
             yield f"{flag} {shlex.quote(str(value))}"
 
 
-def _print_trials(rows: Sequence[LayoutRow], measured: Sequence[tuple[float, int] | str], memory: int) -> int:
-    """Prints what was measured beside what was predicted; returns the number of the fastest that stays within the memory."""
+def _print_trials(rows: Sequence[LayoutRow], found: Sequence[Trial | str]) -> None:
+    """Prints what was measured beside what was predicted."""
     table = _table("tried", ("layout", "s of a step", "predicted", "MiB of a rank", "estimated"))
-    best, least = 0, (True, math.inf)
-    for number, (row, found) in enumerate(zip(rows, measured)):
-        if isinstance(found, str):
-            table.add_row(Text(f"{row.layout}: {found}"))
+    for row, each in zip(rows, found):
+        if isinstance(each, str):
+            table.add_row(Text(f"{row.layout}: {each}"))
             continue
-        seconds, peak = found
-        mib = (f"{value / 2**20:.0f}" for value in (peak, row.peak))
-        table.add_row(Text(str(row.layout)), f"{seconds:.4g}", f"{row.seconds:.4g}", *mib)
-        if (peak > memory, seconds) < least:
-            best, least = number, (peak > memory, seconds)
+        mib = (f"{value / 2**20:.0f}" for value in (each.peak, row.peak))
+        table.add_row(Text(str(row.layout)), f"{each.seconds:.4g}", f"{row.seconds:.4g}", *mib)
     console_for_tables(WIDTH).print(table)
-    return best
 
 
-def _tried(settings: dict[str, Any], say: Callable[[str], None]) -> tuple[float, int] | str:
-    """Seconds of a step of training with these settings, and bytes of its peak, of the rank that needs most; or why it does not
-    run. Starts Horovod anew. Collective."""
-    import horovod.torch as hvd
-
-    from hvd_ckpt.app.training.build import assemble_in_turn
-    from hvd_ckpt.app.training.config import Config
-    from hvd_ckpt.app.training.trainer import Trainer
-    from hvd_ckpt.processes import runtime
-    from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process
-    from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
-
-    hvd.shutdown()
-    runtime.init(stages=settings.get("pipeline", 1), tensor=settings.get("tensor", 1))
-
-    def run(steps: int, recording: bool) -> tuple[list[float], int]:
-        folder = of_first_process(tempfile.mkdtemp(prefix="hvd_ckpt-layout-"), "hvd_ckpt.layout.folder")
-        config = Config.make({**settings, "steps": steps, "output": f"{folder}/run"})
-        ends: list[float] = []
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            before = memory_of_tensors()
-            trainer = Trainer(config, *assemble_in_turn(config))
-            held = bytes_since(before)
-            with recording_peak(trainer.device) if recording else contextlib.nullcontext() as peak:
-                trainer.run(lambda: ends.append(time.perf_counter()))
-        shutil.rmtree(folder, ignore_errors=True)
-        return ends, 0 if peak is None else held + peak.peak_bytes
+def _tried(settings: dict[str, Any], say: Callable[[str], None]) -> Trial | str:
+    """What is measured with these settings, or why they do not run. Collective."""
+    from hvd_ckpt.app.training.trial import trial
 
     say("trying " + " ".join(_flags(settings)))
     try:
-        ends, _ = run(TRIED_STEPS, recording=False)
+        return trial(settings)
     except ValueError as error:
         return str(error)
-    _, peak = run(3, recording=True)  # by itself, since recording slows steps down
-    slowest = statistics.median(end - begin for begin, end in pairwise(ends[1:]))
-    values: list[tuple[float, int]] = of_all_processes((slowest, peak), "hvd_ckpt.layout.tried")
-    return max(value for value, _ in values), max(peak for _, peak in values)
 
 
 def _write(file: Path, settings: dict[str, Any], rows: Sequence[LayoutRow], job: Job) -> None:

@@ -25,12 +25,13 @@ from hvd_ckpt.app.cli.command_line import (
     output_folder,
     saying,
     take_options,
+    takes_model,
 )
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.parallel.pipeline.schedule import NAMES
 from hvd_ckpt.planning.budget import Budget, BudgetError, parse_budget
 from hvd_ckpt.utils import rules
-from hvd_ckpt.utils.extras import explain_import_error, say_no_pictures
+from hvd_ckpt.utils.extras import say_no_pictures
 from hvd_ckpt.utils.text import show_bytes
 
 if TYPE_CHECKING:
@@ -55,45 +56,17 @@ below that you give.
 
 
 @click.command("plan", cls=OneLineErrors, help=HELP)
-@click.option(
-    "--model", "name", required=True, metavar="NAME", help="A name, a folder, or module:function, see above."
-)
-@click.option(
-    "--model-option",
-    "options",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Option of the model, such as layers=2; may be given several times.",
-)
+@takes_model
 @click.option("--batch", type=click.IntRange(1), help="Samples in the batch.  [default: 8, or 2 volumes]")
-@click.option("--length", type=click.IntRange(2), help="Tokens of a sequence.  [default: by model]")
-@click.option(
-    "--vocabulary",
-    type=click.IntRange(2),
-    help="Number of different tokens.  [default: bytes and special tokens]",
-)
-@click.option("--pixels", type=click.IntRange(1), help="Side of an image or volume.  [default: by model]")
-@click.option("--channels", type=click.IntRange(1), help="Channels of an image or volume.  [default: 1]")
-@click.option(
-    "--classes", type=click.IntRange(2), help="Classes of images or voxels.  [default: those of train's data]"
-)
 @click.option(
     "--budget",
     help="Peak of a step: 6GiB, 0.3x (of no recomputation), 80% (of the device), min, fastest.  [default: fastest]",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
-    default="fp32",
-    show_default=True,
-    help="bf16 and fp16 run under autocast.",
 )
 @click.option(
     "--chunk-head/--no-chunk-head",
     default=True,
     help="The head of a language model may be computed in chunks, which changes results by rounding.",
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:N.")
 @click.option("--load", "file", metavar="FILE", help="Measure the plan in this file instead of making one.")
 @click.option(
     "--stages",
@@ -122,7 +95,7 @@ below that you give.
     "--output", metavar="FOLDER", help="Folder for the plan and the pictures.  [default: runs/plan-<time>]"
 )
 def plan(
-    name: str,
+    name: str | None,
     options: tuple[str, ...],
     device: str,
     file: str | None,
@@ -131,8 +104,12 @@ def plan(
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
+    from hvd_ckpt.app.cli.plan_models import build_asked
+    from hvd_ckpt.prediction.computation import as_part
     from hvd_ckpt.utils.plain_data import named
 
+    if name is None:
+        raise BadArgument("--model is missing: give a name, a folder, or module:function")
     request = Request.of(others)
     try:
         model_options = named("--model-option", options)
@@ -144,11 +121,14 @@ def plan(
         raise BadArgument(f"--{reason}")
     # A plan file is read first: a model may take minutes to build.
     loaded = _load(file) if file is not None else None
-    job = _job(
-        name, {size: value for size, value in others.items() if value is not None}, model_options, place
-    )
+    sizes = {size: value for size, value in others.items() if value is not None}
+    job = build_asked(name, sizes, model_options, place)
     if tensor > 1:
-        _split(job, tensor)
+        try:
+            part = click.get_current_context().with_resource(as_part(job.model, tensor))
+        except ValueError as error:
+            raise BadArgument(f"--tensor {tensor}: {error}") from None
+        job = job._replace(model=part)
     if loaded is not None:
         loaded = _fitting(loaded, job, request, place)
     folder = output_folder(output, "plan")
@@ -198,6 +178,7 @@ class Request:
         from hvd_ckpt.parallel.pipeline.stages import StageLayout
 
         given, precision, chunk_head = (options.pop(name) for name in ("budget", "precision", "chunk_head"))
+        precision = precision or "fp32"
         names = ("stages", "chunks", "schedule", "param_scale")
         stages = take_options(options, names, "--stages, the number of stages")
         layout = None
@@ -217,18 +198,6 @@ class Request:
         return AUTOCAST.get(self.precision)
 
 
-def _split(job: Job, tensor: int) -> None:
-    """Makes the model one of the parts that tensor parallelism splits it into, until the command ends."""
-    from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
-    from hvd_ckpt.processes import parts
-
-    click.get_current_context().with_resource(parts.alone(tensor))
-    try:
-        tensor_parallel(job.model)
-    except ValueError as error:
-        raise BadArgument(f"--tensor {tensor}: {error}") from None
-
-
 def _load(file: str) -> Plan:
     from hvd_ckpt.planning.plan import Plan, PlanError
 
@@ -238,21 +207,6 @@ def _load(file: str) -> Plan:
         raise BadArgument(f"--load: {error}") from None
     except OSError as error:
         raise BadArgument(f"--load: cannot read '{file}': {error.strerror}") from None
-
-
-def _job(name: str, sizes: dict[str, int], options: dict[str, Any], device: torch.device) -> Job:
-    from hvd_ckpt.app.cli.plan_models import build
-
-    here = str(Path.cwd())
-    # A command does not look in its folder by itself, and module:function is mostly there.
-    if "" not in sys.path and here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return build(name, sizes, options, device)
-    except ValueError as error:
-        raise BadArgument(f"--model: {error}") from None
-    except ModuleNotFoundError as error:
-        raise BadArgument(f"--model {name}: {explain_import_error(error) or error}") from None
 
 
 def _fitting(loaded: Plan, job: Job, request: Request, device: torch.device) -> Plan:

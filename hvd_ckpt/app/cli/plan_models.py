@@ -9,16 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.datasets.text import TEXTS
 from hvd_ckpt.app.models import catalog
 from hvd_ckpt.data.objectives import OBJECTIVES, Batch
 from hvd_ckpt.recompute.calls import map_tensors
+from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.named import import_named, is_named
 
 SEED = 0
@@ -42,11 +46,30 @@ class Job(NamedTuple):
     loss: Callable[[Any], Tensor] | None
 
 
+def build_asked(name: str, *args: Any) -> Job:
+    """:func:`build` for a command.
+
+    Raises:
+        BadArgument: there is no such model, or it cannot be built so.
+    """
+    here = str(Path.cwd())
+    # A command does not look in its folder by itself, and module:function is mostly there.
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return build(name, *args)
+    except ValueError as error:
+        raise BadArgument(f"--model: {error}") from None
+    except ModuleNotFoundError as error:
+        raise BadArgument(f"--model {name}: {explain_import_error(error) or error}") from None
+
+
 def build(
     name: str,
     sizes: Mapping[str, int],
     options: Mapping[str, Any] | None = None,
     device: torch.device = CPU,
+    model: nn.Module | None = None,
 ) -> Job:
     """The model of that name in :mod:`hvd_ckpt.app.models.catalog`, of that folder, or what ``module:function`` returns.
 
@@ -57,6 +80,7 @@ def build(
             ``channels`` and ``classes``.
         options: options of the model.
         device: for model and sample; on ``meta``, no memory is taken.
+        model: what was built before, for another batch; a function returns its own all the same.
 
     Raises:
         ValueError: there is no such model or function, it does not take what is given, or returns something else.
@@ -66,11 +90,15 @@ def build(
     torch.manual_seed(SEED)
     if is_named(name):
         return _returned(name, sizes, options, device)
-    return _of_catalogue(name, sizes, options, device)
+    return _of_catalogue(name, sizes, options, device, model)
 
 
 def _of_catalogue(
-    name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device
+    name: str,
+    sizes: Mapping[str, int],
+    options: Mapping[str, Any],
+    device: torch.device,
+    model: nn.Module | None,
 ) -> Job:
     entry = catalog.find(name)
     entry.check_options(options)
@@ -87,7 +115,7 @@ def _of_catalogue(
     known.update(sizes)
     try:
         with device if device.type == "meta" else contextlib.nullcontext():
-            model = entry.build(known, options)
+            model = entry.build(known, options) if model is None else model
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if entry.folder is not None:
