@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import psutil
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -22,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from hvd_ckpt.app.compare.runner.report import Column, in_mib
 from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.utils.measure import now
-from hvd_ckpt.utils.memory import MARK, Mark, Marks
+from hvd_ckpt.utils.memory import MARK, Mark, Marks, mapped_files
 
 if TYPE_CHECKING:
     from benchmarks.worker import Training
@@ -235,17 +234,14 @@ def probes_of(columns: Iterable[object]) -> Iterator[type[Probe]]:
 def storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Bytes of the tensors' storages in memory, each whole and once: those whose addresses are in ``seen`` do not count, nor
     does what lies in mapped files."""
-    regions = [
-        region for region in psutil.Process().memory_maps(grouped=False) if region.path.startswith("/")
-    ]
-    mapped = [tuple(int(address, 16) for address in region.addr.split("-")) for region in regions]
+    mapped = mapped_files()
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in seen:
             seen.add(address)
-            on_disk = not tensor.is_cuda and any(start <= address < end for start, end in mapped)
+            on_disk = not tensor.is_cuda and any(address in file for file in mapped)
             total += 0 if on_disk else storage.nbytes()
     return total
 

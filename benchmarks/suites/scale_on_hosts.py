@@ -33,7 +33,7 @@ def hosts(case: Case) -> list[str]:
     """The words of a command that runs the launcher on the first of the hosts."""
     helper = TESTS / "helpers" / "hosts.py"
     number, at = case.np // LOCAL[case.np], case.at
-    return [sys.executable, str(helper), str(number), "--link", str(at["link"]), str(at["delay"])]
+    return [sys.executable, str(helper), str(number), "--link", str(at["link"]), str(at.get("delay", 0))]
 
 
 def on_hosts(case: Case) -> list[str]:

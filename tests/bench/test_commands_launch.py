@@ -52,6 +52,21 @@ def test_methods_of_local_sgd_send_what_they_say(run: Run, tmp_path: Path) -> No
         assert len(row["rounds"]) == 1 and 0 < row["loss"] < 7
 
 
+def test_the_chosen_layout_is_beside_all_others(run: Run) -> None:
+    (row,) = run(bench, "layouts", "--quick")[1]["results"]
+    figures = {name: values[0] for name, values in row["figures"].items()}
+    assert figures["of_best"] >= 1 and 0 < figures["of_memory"] <= 1
+    assert len(figures["rows"]) > figures["layouts"] > 0
+    assert figures["rows"][0][0] == figures["chosen"]
+
+
+def test_layouts_of_clusters_are_predicted(run: Run) -> None:
+    slow, fast = run(bench, "clusters", "--quick")[1]["results"]
+    assert (slow["link"], fast["link"]) == ("25", "400")
+    assert 0 < slow["efficiency"] <= fast["efficiency"] <= 1
+    assert slow["alone_efficiency"] <= slow["efficiency"]
+
+
 def test_replicas_have_one_hash_on_any_number_of_ranks(run: Run) -> None:
     """On 1 and 4 ranks, and resumed; over MPI: tests/reduction/test_replicas_launch.py."""
     runs = ("--workloads", "gpt-fp16,densenet-short,losses", "--np", "4,1")
