@@ -41,7 +41,7 @@ def rooms() -> list[str]:
     )
     inner = {"app": application, "parallel": extensions[0].split(" | ")}
     return [f"{outer}.{room}" for outer in inner for room in inner[outer]] + [
-        room for room in package if room not in inner
+        room for room in package if room not in inner and (ROOT / "hvd_ckpt" / room).is_dir()
     ]
 
 

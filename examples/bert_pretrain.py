@@ -25,8 +25,10 @@ def main(text, steps, batch, length, width, layers, budget, bf16):
     hc.init()
     device = hc.local_device()
     sizes = {"width": width, "heads": 4, "layers": layers}
-    config = hc.Config("bert-mini", model_options=sizes, data=text and f"text:{text}", sequence_length=length)
-    model, objective, data, _ = hc.assemble(config)  # or any model and loss of your own
+    config = hc.training.Config(
+        "bert-mini", model_options=sizes, data=text and f"text:{text}", sequence_length=length
+    )
+    model, objective, data, _ = hc.training.assemble(config)  # or any model and loss of your own
     model.to(device)
 
     # Half a batch at a time: two micro-batches make a step.

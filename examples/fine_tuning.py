@@ -26,7 +26,7 @@ def main(steps, eval_every, patience, shard):
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)
     data = torch.utils.data.TensorDataset(images[:-400], labels[:-400])
-    loader = hc.DataLoader(data, hc.DistributedSampler(data, batch_size=32))
+    loader = hc.data.DataLoader(data, hc.data.DistributedSampler(data, batch_size=32))
     layers = [nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     layers[0].requires_grad_(False)  # before the optimizer is distributed

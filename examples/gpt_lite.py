@@ -25,13 +25,13 @@ import hvd_ckpt as hc
 def main(text, width, heads, layers, length, interval, **settings):
     hc.init()
     sizes = {"width": width, "heads": heads, "layers": layers}
-    config = hc.Config(
+    config = hc.training.Config(
         "gpt-lite", model_options=sizes, sequence_length=length, schedule="cosine", lr=1e-3, clip=1.0,
         eval_batches=20, data=text and f"text:{text}", **settings,
     )  # fmt: skip
-    parts = hc.assemble(config)
+    parts = hc.training.assemble(config)
     measure(parts, config.batch, interval)
-    outcome = hc.Trainer(config, *parts).run()
+    outcome = hc.training.Trainer(config, *parts).run()
     if hc.rank() == 0:
         print(f"validation loss {outcome.evaluation['loss']:.4f}")
         print(write(parts.model, "\n", 300, length))

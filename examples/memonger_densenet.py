@@ -30,10 +30,10 @@ import hvd_ckpt as hc
 def main(depth, efficient, segments, micro_batches, images, pixels, batch, steps):
     hc.init()
     options = {"efficient": efficient}
-    config = hc.Config(
+    config = hc.training.Config(
         f"densenet-{depth}", model_options=options, data=images and f"images:{images}", pixels=pixels
     )
-    model, _, data, _ = hc.assemble(config)
+    model, _, data, _ = hc.training.assemble(config)
     device = hc.local_device()
     model = model if efficient else hc.CheckpointSequential(model, segments)
     model = hc.DeferredBatchNorm.convert(model).to(device)

@@ -24,10 +24,10 @@ import hvd_ckpt as hc
 def main(depth, images, **settings):
     data = images and f"images:{images}"
     hc.init()
-    config = hc.Config(
+    config = hc.training.Config(
         f"resnet-{depth}", optimizer="sgd", lr=0.02, validation_split=0.1, data=data, **settings
     )
-    parts = hc.assemble(config)
+    parts = hc.training.assemble(config)
     batch = parts.train.batch(range(config.batch), [0] * config.batch)
     best = round(math.sqrt(len(parts.model)))
     for segments in (1, 2, best):
@@ -35,7 +35,7 @@ def main(depth, images, **settings):
             parts.model, segments
         )  # of the same modules; one segment keeps everything
         show_cost(model, batch, parts.objective)
-    outcome = hc.Trainer(config, model, parts.objective, parts.train, parts.test).run()
+    outcome = hc.training.Trainer(config, model, parts.objective, parts.train, parts.test).run()
     if hc.rank() == 0:
         loss, accuracy = outcome.evaluation["loss"], outcome.evaluation["accuracy"]
         print(f"validation loss {loss:.4f}, accuracy {accuracy:.3f}")

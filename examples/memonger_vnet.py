@@ -22,11 +22,11 @@ import hvd_ckpt as hc
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
 def main(width, volumes, **settings):
     hc.init()
-    config = hc.Config(
+    config = hc.training.Config(
         "vnet", model_options={"width": width}, lr=1e-3, weight_decay=1e-4, validation_split=0.1,
         eval_batches=4, data=volumes and f"volumes:{volumes}", **settings,
     )  # fmt: skip
-    trainer = hc.Trainer(config, *hc.assemble(config))
+    trainer = hc.training.Trainer(config, *hc.training.assemble(config))
     if hc.rank() == 0:
         for name, cost in (("kept", trainer.plan.baseline), ("recomputed", trainer.plan.measured)):
             print(f"{name}: peak {cost.peak_bytes / 2**20:.1f} MiB, {cost.seconds:.3f} s a step", flush=True)

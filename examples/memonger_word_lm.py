@@ -33,15 +33,15 @@ import hvd_ckpt as hc
 def main(text, words, width, length, **settings):
     hc.init()
     with tempfile.TemporaryDirectory() as folder:
-        config = hc.Config(
+        config = hc.training.Config(
             "lstm-small", model_options={"width": width, "dropout": 0.2, "tied": True}, data=text and f"text:{text}",
             tokenizer=word_tokenizer(text, words, Path(folder)), sequence_length=length, lr=2e-3,
             weight_decay=0, clip=5.0, eval_batches=20, **settings,
         )  # fmt: skip
-        chain, objective, train, test = hc.assemble(config)
+        chain, objective, train, test = hc.training.assemble(config)
     model = hc.CheckpointSequential(chain, segments=len(chain))
     show_costs(model, objective, train.batch(range(config.batch), [0] * config.batch))
-    held_out = hc.Trainer(config, model, objective, train, test).run().evaluation["loss"]
+    held_out = hc.training.Trainer(config, model, objective, train, test).run().evaluation["loss"]
     if hc.rank() == 0:
         print(f"validation perplexity: {math.exp(held_out):.1f}")
 

@@ -1,4 +1,4 @@
-"""A training loop of your own that saves, stops and resumes in the same bits: ``hc.Snapshots`` and ``hc.DistributedSampler``.
+"""A training loop of your own that saves, stops and resumes in the same bits: ``hc.Snapshots`` and ``hc.data.DistributedSampler``.
 
 horovodrun -np 2 python examples/own_loop.py
 """
@@ -25,8 +25,8 @@ def main(folder, epochs, save_every, shard):
     torch.manual_seed(hc.rank())
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32), torch.tensor(labels))
-    sampler = hc.DistributedSampler(data, batch_size=16, seed=0, epochs=epochs)
-    loader = hc.DataLoader(data, sampler)
+    sampler = hc.data.DistributedSampler(data, batch_size=16, seed=0, epochs=epochs)
+    loader = hc.data.DataLoader(data, sampler)
     model = nn.Sequential(
         nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10)
     )

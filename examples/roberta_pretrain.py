@@ -23,13 +23,13 @@ import hvd_ckpt as hc
 @click.option("--precision", default="fp32", help="fp32, bf16 or fp16.")
 def main(text, folder, length, **settings):
     hc.init()
-    config = hc.Config(
+    config = hc.training.Config(
         folder, sequence_length=length, accumulate=2, warmup=1, clip=1.0, validation_split=0.02,
         eval_batches=20, data=text and f"text:{text}", **settings,
     )  # fmt: skip
-    parts = hc.assemble(config)
+    parts = hc.training.assemble(config)
     parts.model.checkpoint_interval = 0 if config.budget else 1
-    outcome = hc.Trainer(config, *parts).run()
+    outcome = hc.training.Trainer(config, *parts).run()
     if hc.rank() == 0:
         loss, accuracy = outcome.evaluation["loss"], outcome.evaluation["accuracy"]
         print(f"validation loss {loss:.4f}, accuracy {accuracy:.3f}")

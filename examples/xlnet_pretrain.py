@@ -29,10 +29,10 @@ def main(text, steps, length, layers, width, segments, reentrant, bf16):
     hc.init()
     device = hc.local_device()
     sizes = {"width": width, "layers": layers}
-    config = hc.Config(
+    config = hc.training.Config(
         "xlnet-mini", model_options=sizes, data=text and f"text:{text}", sequence_length=length
     )
-    model, objective, data, _ = hc.assemble(config)
+    model, objective, data, _ = hc.training.assemble(config)
     model.to(device)
     hc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hc.DistributedOptimizer(

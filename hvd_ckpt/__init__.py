@@ -30,6 +30,10 @@ RENAMED = {  # earlier names of this library's own
     "stash": "skip.stash",
     "pop": "skip.pop",
     "skippable": "skip.skippable",
+    "balance_by_time": "Pipeline(balance='time', sample=...)",
+    "balance_by_size": "Pipeline(balance='size', sample=...)",
+    **{name: f"data.{name}" for name in ("Batch", "Objective", "DataLoader", "DistributedSampler")},
+    **{name: f"training.{name}" for name in ("Config", "Trainer", "assemble")},
 }
 
 
@@ -41,7 +45,7 @@ def __getattr__(name: str) -> Any:
     try:
         import_module("hvd_ckpt.utils.torch_private")  # refuses a PyTorch that does not fit
         module = import_module(place)
-        if not hasattr(module, name):  # a module of the room
+        if name not in vars(module):  # a room, or a module of one
             import_module(f"{place}.{name}")
     except ImportError as error:
         from hvd_ckpt.utils.extras import explain_import_error

@@ -58,27 +58,14 @@ from horovod.torch import (
     synchronize as synchronize,
 )
 
-from hvd_ckpt.app.training.build import (
-    assemble as assemble,
-)
-from hvd_ckpt.app.training.config import (
-    Config as Config,
-)
-from hvd_ckpt.app.training.trainer import (
-    Trainer as Trainer,
+from hvd_ckpt import (
+    data as data,
+    training as training,
 )
 from hvd_ckpt.batchnorm import (
     DeferredBatchNorm as DeferredBatchNorm,
     SyncBatchNorm as SyncBatchNorm,
     commit_batch_norm as commit_batch_norm,
-)
-from hvd_ckpt.data.objectives import (
-    Batch as Batch,
-    Objective as Objective,
-)
-from hvd_ckpt.data.sampler import (
-    DataLoader as DataLoader,
-    DistributedSampler as DistributedSampler,
 )
 from hvd_ckpt.distributed.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
@@ -98,10 +85,6 @@ from hvd_ckpt.parallel.local_sgd.options import (
 )
 from hvd_ckpt.parallel.pipeline import (
     skip as skip,
-)
-from hvd_ckpt.parallel.pipeline.balance import (
-    balance_by_size as balance_by_size,
-    balance_by_time as balance_by_time,
 )
 from hvd_ckpt.parallel.pipeline.microbatch import (
     accumulate as accumulate,

@@ -38,14 +38,14 @@ def balance(name: str, sizes: tuple[tuple[str, Any], ...], chunks: int) -> list[
     """The number of blocks of each chunk, such that all take about as long."""
     import torch
 
-    import hvd_ckpt as hc
     from benchmarks.workloads import workload
+    from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_costs
 
     trained, threads = workload(name, dict(sizes)), torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(1)
     sample = trained.draw(0, 0)[0].tensor_split(MICRO_BATCHES)[0]
-    found = list(hc.balance_by_time(chunks, trained.model(), sample, timeout=0.2))
+    found = balance_costs(block_costs("time", trained.model(), sample, seconds=0.2), chunks)
     torch.set_num_threads(threads)
     return found
 

@@ -4,3 +4,8 @@ objectives   batches, and losses with the number of terms that they are a mean o
 dataset      the protocol of data sets, random numbers by sample, splits
 sampler      the order of samples, whose position is one integer, and loaders
 """
+
+from hvd_ckpt.data.objectives import Batch, Objective
+from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
+
+__all__ = ["Batch", "DataLoader", "DistributedSampler", "Objective"]

@@ -189,7 +189,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __init__(self, dataset: Any, batch_sampler: DistributedSampler, **options: Any) -> None:
         if not isinstance(batch_sampler, DistributedSampler):
             raise TypeError(
-                f"DataLoader: batch_sampler is a {type(batch_sampler).__name__}: give an hc.DistributedSampler"
+                f"DataLoader: batch_sampler is a {type(batch_sampler).__name__}: give an hc.data.DistributedSampler"
             )
         if options.get("generator") is None:
             options["generator"] = torch.Generator()

@@ -36,7 +36,7 @@ def check_arguments(
         if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise TypeError(
                 f"Snapshots: {name} is a {type(value).__name__}, which has no state_dict() and load_state_dict(): give "
-                f"{'an hc.DistributedSampler or hc.DataLoader' if name == 'loader' else 'one that has'}"
+                f"{'an hc.data.DistributedSampler or hc.data.DataLoader' if name == 'loader' else 'one that has'}"
             )
     if keep < 1:
         raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")

@@ -98,9 +98,9 @@ class Snapshots:
         scheduler: a learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict`` that is the same on every
             rank.
         scaler: an :class:`hvd_ckpt.GradScaler`.
-        loader: an :class:`hvd_ckpt.DistributedSampler` or :class:`hvd_ckpt.DataLoader`, whose position is valid for any number of
-            ranks. Or any object with ``state_dict`` and ``load_state_dict``, such as a streaming data set. Its state is saved for
-            each rank, so the run must resume on as many ranks.
+        loader: an :class:`hvd_ckpt.data.DistributedSampler` or :class:`hvd_ckpt.data.DataLoader`, whose position is valid for any
+            number of ranks. Or any object with ``state_dict`` and ``load_state_dict``, such as a streaming data set. Its state is
+            saved for each rank, so the run must resume on as many ranks.
         average: :class:`hvd_ckpt.AveragedWeights` of the optimizer.
         keep: number of snapshots to keep, the newest ones.
         blocking: whether :meth:`save` returns only when the snapshot is on the disk. Nothing is copied then. It is always so if
@@ -475,7 +475,7 @@ class Snapshots:
         if snapshot.ranks != current().size:
             raise SnapshotError(
                 f"The snapshot of step {snapshot.step} has a {type(self._loader).__name__}'s position on each of {snapshot.ranks} "
-                f"ranks, and there are {current().size}: resume with as many, or give an hc.DistributedSampler as loader"
+                f"ranks, and there are {current().size}: resume with as many, or give an hc.data.DistributedSampler as loader"
             )
         return snapshot.per_rank["loader"]
 

@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
     )),
     *(Rule(setting, "a plan of stages", "the plan chooses it", "leave it out") for setting in (
         "balance", "checkpoint=always|except_last|never", "chunks of Pipeline", "schedule of Pipeline",
-        "virtual_stages of Pipeline", "costs",
+        "virtual_stages of Pipeline",
     )),
     *needs("checkpoint=auto", "stages", "it is of pipeline stages", "give stages as well"),
     *needs("schedule of pipeline", "stages", "it is of pipeline stages", "give stages as well"),
@@ -161,6 +161,7 @@ RULES: tuple[Rule, ...] = (
     *needs("balance", "stages", "it is of pipeline stages", "give stages as well"),
     *needs("virtual_stages", "schedule of pipeline=interleaved", "others have one part on each stage", "give that as well"),
     *needs("Pipeline", "chunks or plan", "it divides a batch into micro-batches", "give their number"),
+    *needs("balance of Pipeline=time|size", "sample", "blocks are measured on it", "give a micro-batch"),
     # ---------------------------------------------------------------- tensor parts
     *apart("tensor", (
         ("wire=*int8*|*int4*", "a block has one scale, so parts would round what all have alike differently", "use bf16 or fp16"),

@@ -36,7 +36,7 @@ def write_tokenizer(path: Path) -> None:
 
 def failure(**settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        hc.assemble(hc.Config(**{"model": "gpt-tiny", "sequence_length": 8, **settings}))
+        hc.training.assemble(hc.training.Config(**{"model": "gpt-tiny", "sequence_length": 8, **settings}))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -78,7 +78,7 @@ def test_the_vocabulary_is_given_or_that_of_a_tokenizer_beside_the_ids(folder: P
     }
 
     def size(model: str, **others: Any) -> int:
-        made = hc.assemble(hc.Config(model, **{**settings, **others})).model
+        made = hc.training.assemble(hc.training.Config(model, **{**settings, **others})).model
         assert isinstance(made, Chain)
         return max(
             len(one) for name, one in made.state_dict().items() if "tokens.weight" in name or "word_" in name
@@ -140,11 +140,11 @@ def test_bin_files_of_another_type_are_refused_until_it_is_given(
         assert "type=" in failure(data=f"tokens:ids.bin,vocabulary={vocabulary}")
     if kind[0] == "<" and above == vocabulary:
         given = {"u4": "uint32", "i4": "int32", "i8": "int64"}[kind[1:]]
-        config = hc.Config(
+        config = hc.training.Config(
             "gpt-tiny", data=f"tokens:ids.bin,vocabulary={vocabulary},type={given}",
             sequence_length=8, validation_split=0,
         )  # fmt: skip
-        train = hc.assemble(config).train
+        train = hc.training.assemble(config).train
         batch = train.batch(range(len(train)), [0] * len(train))
         assert batch.inputs[0].flatten().tolist() == ids[: len(train) * 8].tolist()
 
@@ -217,8 +217,10 @@ def test_documents_are_packed_and_nothing_is_predicted_across_their_ends(
         for token in [*([words[word] for word in text.split()] if tokenized else text.encode()), ends]
     ]
     settings: dict[str, Any] = {"tokenizer": "tokenizer.json"} if tokenized else {}
-    config = hc.Config("gpt-tiny", data=f"{form}:texts", sequence_length=16, validation_split=0, **settings)
-    train = hc.assemble(config).train
+    config = hc.training.Config(
+        "gpt-tiny", data=f"{form}:texts", sequence_length=16, validation_split=0, **settings
+    )
+    train = hc.training.assemble(config).train
     assert len(train) == (len(expected) - 1) // 16
     batch = train.batch(range(len(train)), [0] * len(train))
     inputs, targets = batch.inputs[0].flatten().tolist(), batch.targets.flatten().tolist()
@@ -242,4 +244,6 @@ def test_documents_that_cannot_be_read(folder: Path) -> None:
         (folder / name).write_bytes(content)
         assert said in failure(data=f"{form}:{name}")
     (folder / "half.jsonl").write_text('{"text": "a\\ud800b"}\n' * 9)
-    assert hc.assemble(hc.Config("gpt-tiny", data="jsonl:half.jsonl", sequence_length=8)).train
+    assert hc.training.assemble(
+        hc.training.Config("gpt-tiny", data="jsonl:half.jsonl", sequence_length=8)
+    ).train

@@ -95,7 +95,7 @@ def test_a_budget_below_the_whole_head_is_met(name):
 
 def test_in_evaluation_the_metrics_are_the_same_in_the_memory_of_chunks():
     model, args, _, _ = job_of("gpt-tiny")
-    objective, batch = NextOrHiddenToken(), hc.Batch(args, args[0].roll(-1, 1))
+    objective, batch = NextOrHiddenToken(), hc.data.Batch(args, args[0].roll(-1, 1))
 
     def run():
         def work():
@@ -125,7 +125,7 @@ def test_two_streams_and_any_number_of_targets(seed):
     targets = torch.randint(VOCABULARY, (BATCH, predicted))
     for counted in (BATCH * predicted, 7, 0):
         targets.view(-1)[torch.randperm(targets.numel())[counted:]] = -100
-        batch = hc.Batch(args, targets, kwargs)
+        batch = hc.data.Batch(args, targets, kwargs)
 
         def loss(output, batch=batch):
             return objective.loss(output, batch)

@@ -53,8 +53,8 @@ def test_a_run_of_the_command_in_one_folder(folder: Path, monkeypatch: pytest.Mo
     data = {"sequence_length": 8, "model_options": {"layers": 1, "width": 8, "heads": 1}, "eval_batches": 1}
 
     def run(steps: int, **settings: Any) -> Any:
-        config = hc.Config("gpt-tiny", steps=steps, **data, **settings)
-        return hc.Trainer(config, *hc.assemble(config))
+        config = hc.training.Config("gpt-tiny", steps=steps, **data, **settings)
+        return hc.training.Trainer(config, *hc.training.assemble(config))
 
     run(1, output=str(folder / "run")).run()
     first = run(2, resume=str(folder / "run"))

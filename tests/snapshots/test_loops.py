@@ -49,8 +49,8 @@ class Loop:
         torch.manual_seed(5)
         self.data = TensorDataset(torch.randn(60, 8), torch.arange(60) % 4)
         torch.manual_seed(seed)
-        self.sampler = hc.DistributedSampler(self.data, 5, seed=3, epochs=4)
-        self.loader: Any = hc.DataLoader(self.data, self.sampler)
+        self.sampler = hc.data.DistributedSampler(self.data, 5, seed=3, epochs=4)
+        self.loader: Any = hc.data.DataLoader(self.data, self.sampler)
         self.model = nn.Sequential(
             nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 4)
         )

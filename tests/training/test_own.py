@@ -63,7 +63,7 @@ def right(output, target): return (output.argmax(1) == target).double().mean()
 loss = functional.cross_entropy
 text = "model"
 
-class Doubled(hc.Objective):
+class Doubled(hc.data.Objective):
     unit = "pairs"
     def weight(self, batch): return 2.0 * len(batch)
     def loss(self, output, batch): return functional.cross_entropy(output, batch.targets)
@@ -83,7 +83,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def made(**settings: Any) -> Any:
     own = {"model": "own_module:model", "data": "own_module:data", "loss": "own_module:loss"}
     given = {name: value for name, value in {**own, **settings}.items() if value is not None}
-    return hc.assemble(hc.Config(**given))
+    return hc.training.assemble(hc.training.Config(**given))
 
 
 def test_the_parts_of_a_run(module: Any) -> None:
@@ -158,7 +158,7 @@ def test_functions_are_tried_before_the_first_step(
 ) -> None:
     parts = made(**settings)
     names = {"model": "own_module:model", "data": "own_module:data", "loss": "own_module:loss"}
-    config = hc.Config(**{**names, **settings})
+    config = hc.training.Config(**{**names, **settings})
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
         check_functions(config, parts.model, parts.objective, parts.train, torch.device("cpu"))

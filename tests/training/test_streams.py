@@ -68,7 +68,7 @@ def make(folder: Path, **changes: Any) -> Trainer:
     if "resume" not in changes:
         settings["output"] = str(folder)
     config = Config("own_streams:model", **settings)
-    parts = hc.assemble(config)
+    parts = hc.training.assemble(config)
     return Trainer(config, parts.model, parts.objective, parts.train, parts.test)
 
 

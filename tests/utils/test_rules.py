@@ -30,7 +30,7 @@ Provoke = Callable[[], Any]
 
 
 def config(**settings: Any) -> Provoke:
-    return lambda: hc.Config("gpt-tiny", **settings)
+    return lambda: hc.training.Config("gpt-tiny", **settings)
 
 
 def model() -> nn.Sequential:
@@ -225,6 +225,7 @@ CASES: dict[tuple[str, str], Provoke] = {
     ("balance", "stages"): config(pipeline="1,balance=[2,2]"),
     ("virtual_stages", "schedule of pipeline=interleaved"): config(pipeline="2,virtual_stages=2"),
     ("Pipeline", "chunks or plan"): lambda: hc.Pipeline(model()),
+    ("balance of Pipeline=time|size", "sample"): lambda: hc.Pipeline(model(), "time", chunks=2),
     ("tensor", "wire=*int8*|*int4*"): config(tensor=2, shard=2, wire="int8"),
     ("tensor", "offload=parameters"): config(tensor=2, shard=3, offload="parameters"),
     ("tensor", "optimizer=adafactor"): config(tensor=2, optimizer="adafactor"),
@@ -257,7 +258,7 @@ CASES: dict[tuple[str, str], Provoke] = {
     ("ema", rules.APEX): config(ema=0.9, precision=APEX),
     ("patience", "eval_every"): config(patience=2),
     ("patience", "validation_split=0.0"): config(patience=2, eval_every=1, validation_split=0.0),
-    ("prompt", "module:function"): lambda: hc.Config("my_module:build", prompt="To be"),
+    ("prompt", "module:function"): lambda: hc.training.Config("my_module:build", prompt="To be"),
     ("resume", "output"): config(resume="a", output="b"),
     ("np", "launcher"): without_launcher(
         command("train", "--model", "gpt-tiny", "--np", "2", "--launcher", "sh")
@@ -281,7 +282,6 @@ ELSEWHERE = {  # rules whose error needs more: three ranks, stages, a split mode
     ("chunks of Pipeline", "a plan of stages"): "tests/helpers/scripts/stages.py",
     ("schedule of Pipeline", "a plan of stages"): "tests/helpers/scripts/stages.py",
     ("virtual_stages of Pipeline", "a plan of stages"): "tests/helpers/scripts/stages.py",
-    ("costs", "a plan of stages"): "tests/helpers/scripts/stages.py",
     ("join()", "process_set"): "tests/reduction/test_apart.py",
     ("tensor", "dropout of attention with enable_gqa"): "tests/helpers/scripts/tensor_modes.py",
     ("tensor", "max_norm, sparse or scale_grad_by_freq"): "tests/helpers/scripts/tensor_modes.py",

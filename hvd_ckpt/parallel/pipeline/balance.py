@@ -15,90 +15,53 @@ from hvd_ckpt.planning.ranks import on_rank_0
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.utils.measure import undisturbed
 
+KINDS = ("time", "size")  # of measured costs
+PARAM_SCALE = (
+    4.0  # bytes of a parameter with its gradient and the state of Adam, for each byte of the parameter
+)
 
-def balance_by_time(
-    partitions: int, module: nn.Module, sample: Any, *, timeout: float = 1.0, **shared: Any
-) -> list[int]:
-    """The number of blocks in each part of a chain that minimizes the time of the longest part. The forward and backward passes of
-    each block are measured.
 
-    Name and arguments are those of torchgpipe (Kim et al., 2020); the cuts are the exact optimum. If Horovod runs on several ranks,
-    all ranks must call the function, and the first rank measures for all::
-
-        model = hc.Pipeline(model, hc.balance_by_time(hc.grid().stages, model, sample), chunks=8)
+def block_costs(kind: str, model: nn.Sequential, sample: Any, seconds: float = 1.0) -> list[float]:
+    """The cost of each block of a chain, measured by the first rank for all, as torchgpipe does (Kim et al., 2020). Collective.
 
     Args:
-        partitions: number of parts: the number of stages times the parts on each stage.
-        module: a chain of this library or an ``nn.Sequential``, in training mode.
-        sample: a micro-batch: the argument of the model, or a tuple of several positional arguments.
-        timeout: seconds of measurement for each kind of block; at least three rounds are measured.
-        shared: keyword arguments that all blocks share.
+        kind: ``"time"``: seconds of the forward and backward pass. ``"size"``: bytes that a micro-batch keeps for the backward
+            pass, and those of parameters with gradients and optimizer state (:data:`PARAM_SCALE`).
+        model: the chain, in training mode.
+        sample: a micro-batch: the argument of the model, a tuple of several positional arguments, or a
+            :class:`hvd_ckpt.data.Batch`.
+        seconds: of measurement for each kind of block; at least three rounds are measured.
 
     Raises:
-        ValueError: the model is not a chain of at least ``partitions`` blocks, or does not call each block once.
+        ValueError: the kind is unknown, or the model does not call each block once.
     """
-    return _balanced(
-        partitions, module, sample, shared, lambda block, runner: runner.seconds([KEEP], timeout)[0]
-    )
+    if kind not in KINDS:
+        raise ValueError(f"balance must be numbers of blocks, {' or '.join(map(repr, KINDS))}, not {kind!r}")
+    args, shared = sample if isinstance(sample, tuple) else (sample,), {}
+    if hasattr(sample, "inputs"):
+        args, shared = sample.inputs, sample.shared
+    step = Step(model, args, shared, None, None)
 
-
-def balance_by_size(
-    partitions: int,
-    module: nn.Module,
-    sample: Any,
-    *,
-    chunks: int = 1,
-    param_scale: float = 2.0,
-    **shared: Any,
-) -> list[int]:
-    """The number of blocks in each part of a chain that minimizes the bytes of the largest part.
-
-    The bytes of a block are those that a micro-batch keeps of it for the backward pass, and its parameters.
-
-    Args:
-        partitions, module, shared: as in :func:`balance_by_time`.
-        sample: a mini-batch, in the form of :func:`balance_by_time`.
-        chunks: number of micro-batches that the mini-batch is split into. The activations of one of them count.
-        param_scale: bytes of a parameter with its gradient and optimizer state, for each byte of the parameter: 2 for SGD, 4 for
-            Adam.
-
-    Raises:
-        ValueError: as in :func:`balance_by_time`.
-    """
-
-    def size(block: FoundBlock, runner: BlockRunner) -> float:
+    def cost(block: FoundBlock) -> float:
+        runner = BlockRunner(block, block.args or (), block.kwargs or {}, step.device, step.autocast)
+        if kind == "time":
+            return runner.seconds([KEEP], seconds)[0]
         runner.memory([KEEP])  # allocates the gradients, which must not count
         parameters = sum(parameter.nbytes for parameter in block.modules[0].parameters())
-        return runner.memory([KEEP])[0].kept / chunks + param_scale * parameters
-
-    return _balanced(partitions, module, sample, shared, size)
-
-
-def _balanced(
-    partitions: int,
-    module: nn.Module,
-    sample: Any,
-    shared: dict[str, Any],
-    cost: Callable[[FoundBlock, BlockRunner], float],
-) -> list[int]:
-    args = sample if isinstance(sample, tuple) else (sample,)
-    step = Step(module, args, shared, None, None)
+        return runner.memory([KEEP])[0].kept + PARAM_SCALE * parameters
 
     def measured(_: Any) -> list[float]:
-        with undisturbed(module, step.device):
-            blocks = find_blocks(module, step.forward, children_of(module))
-            check_called(module, blocks)
+        with undisturbed(model, step.device):
+            blocks = find_blocks(model, step.forward, children_of(model))
+            check_called(model, blocks)
             costs: dict[int, float] = {}
             for block in blocks:
                 if block.like not in costs:
-                    runner = BlockRunner(
-                        block, block.args or (), block.kwargs or {}, step.device, step.autocast
-                    )
-                    costs[block.like] = cost(block, runner)
+                    costs[block.like] = cost(block)
             return [costs[block.like] for block in blocks]
 
     # A budget means nothing here. None is one that all ranks share.
-    return balance_costs(on_rank_0(measured, None, step.device), partitions)
+    return on_rank_0(measured, None, step.device)
 
 
 def block_bytes(blocks: Sequence[nn.Module]) -> list[float]:

@@ -16,13 +16,12 @@ from hvd_ckpt.utils.rules import check
 class PipelineOptions:
     """Arguments of :class:`hvd_ckpt.Pipeline` besides the model."""
 
-    balance: Sequence[int] | None = None
+    balance: Sequence[int] | str | None = None
     plan: Plan | None = None
     chunks: int | None = None
     schedule: str | None = None
     checkpoint: str | None = None
     virtual_stages: int | None = None
-    costs: Sequence[float] | None = None
 
 
 def options_of(planned: PipelinePlan) -> PipelineOptions:

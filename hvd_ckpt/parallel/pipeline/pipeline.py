@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, check_balance
+from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_bytes, block_costs, check_balance
 from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.parallel.pipeline.clipping import clip_over_stages
 from hvd_ckpt.parallel.pipeline.cuts import PipelineOptions, cuts_of, options_of, release_weights
@@ -88,8 +88,10 @@ class Pipeline(nn.Module):
     Args:
         model: a chain of this library (including ``transformers`` models) or an ``nn.Sequential``, the same on every rank. Its own
             recomputation (``checkpoint_interval``) is not used; see ``checkpoint``.
-        balance: number of blocks in each chunk of the model, ``stages * virtual_stages`` numbers; by default the exact optimum for
-            ``costs``.
+        balance: number of blocks in each chunk of the model, ``stages * virtual_stages`` numbers. By default the largest chunk has
+            the fewest bytes of parameters and buffers; with ``"time"`` the slowest takes the fewest seconds, and with ``"size"``
+            the largest has the fewest bytes of states and kept activations, both measured on ``sample``.
+        sample: a micro-batch: the argument of the model, a tuple of several, or a :class:`hvd_ckpt.data.Batch`.
         plan: a plan of ``hc.plan(..., layout=hc.StageLayout(hc.grid().stages))``, which is applied to the model. It sets
             ``balance``, ``chunks``, ``schedule`` and ``virtual_stages``, which must not be given, and ``checkpoint="auto"``.
         chunks: number of micro-batches of a batch; required without a plan.
@@ -101,7 +103,6 @@ class Pipeline(nn.Module):
             policies.
         virtual_stages: number of chunks of the model on each rank; by default 2 with ``"interleaved"``, else 1. Chunk c is on stage
             ``c % stages``.
-        costs: cost of each block in any unit, such as measured seconds; by default the bytes of its parameters and buffers.
 
     Attributes:
         recorder: None, or a function that makes a context for each part of the next steps, for a timeline. It takes the kind
@@ -118,20 +119,22 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         model: nn.Sequential,
-        balance: Sequence[int] | None = None,
+        balance: Sequence[int] | str | None = None,
         *,
+        sample: Any = None,
         plan: Plan | None = None,
         chunks: int | None = None,
         schedule: str | None = None,
         checkpoint: str | None = None,
         virtual_stages: int | None = None,
-        costs: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        options = PipelineOptions(balance, plan, chunks, schedule, checkpoint, virtual_stages, costs)
-        agree_on_options("Pipeline", described(model=model, **vars(options)), None)
+        options = PipelineOptions(balance, plan, chunks, schedule, checkpoint, virtual_stages)
+        agree_on_options("Pipeline", described(model=model, **vars(options), sample=sample is not None), None)
+        check({"balance of Pipeline": balance, "sample": sample})
+        costs = block_costs(balance, model, sample) if isinstance(balance, str) and plan is None else None
         with errors_on_all("Pipeline"):
-            names, blocks, crossing, tied = self._lay_out(model, options)
+            names, blocks, crossing, tied = self._lay_out(model, options, costs)
         self._transport = Transport(self._grid) if self._grid.stages > 1 else None
         # Before any weight is freed: an error here leaves the whole model to the caller.
         self._check_equal(model, crossing, tied)
@@ -150,7 +153,7 @@ class Pipeline(nn.Module):
         self.training = model.training
 
     def _lay_out(
-        self, model: nn.Sequential, options: PipelineOptions
+        self, model: nn.Sequential, options: PipelineOptions, costs: Sequence[float] | None
     ) -> tuple[Sequence[str], Sequence[nn.Module], list[Edge], list[Tied]]:
         """Checks the arguments and lays out chunks and schedule.
 
@@ -167,7 +170,7 @@ class Pipeline(nn.Module):
             planned = cuts_of(options.plan, grid.stages, options)
             options.plan.apply(model)
             options = options_of(planned)
-        balance, chunks, costs = options.balance, options.chunks, options.costs
+        balance, chunks = options.balance, options.chunks
         schedule, checkpoint = options.schedule or "1f1b", options.checkpoint or "except_last"
         check({"Pipeline": True, "chunks": chunks})
         assert chunks is not None
@@ -177,10 +180,8 @@ class Pipeline(nn.Module):
         # Not named_children(), which skips the second place of a block that occurs twice, such as a shared activation.
         names, blocks = zip(*((name, block) for name, block in model._modules.items() if block is not None))
         parts = grid.stages * virtual
-        if costs is not None and len(costs) != len(blocks):
-            raise ValueError(f"costs must be {len(blocks)} numbers, one of each block, got {len(costs)}")
-        if balance is None:
-            balance = balance_costs(costs if costs is not None else block_bytes(blocks), parts)
+        if balance is None or isinstance(balance, str):
+            balance = balance_costs(costs or block_bytes(blocks), parts)
         self.balance = check_balance(balance, len(blocks), parts)
         self.micro_batches, self.schedule, self.checkpoint = chunks, schedule, checkpoint
         ends = [sum(self.balance[: part + 1]) for part in range(parts)]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.parallel.pipeline.balance import best_cuts
+from hvd_ckpt.parallel.pipeline.balance import PARAM_SCALE, best_cuts
 from hvd_ckpt.parallel.pipeline.schedule import (
     Schedule,
     Span,
@@ -44,7 +44,6 @@ from hvd_ckpt.planning.plan import Cost, PipelinePlan, Plan, StagePlan
 from hvd_ckpt.planning.solver import Solver
 from hvd_ckpt.utils.text import show_bytes
 
-PARAM_SCALE = 4.0
 _POINTS = 512  # points of a frontier
 _SEARCH = 30  # steps of the bisection for the budget "min"
 

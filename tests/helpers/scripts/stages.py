@@ -309,7 +309,7 @@ def planned() -> None:
     assert all(torch.equal(one, digests[0]) for one in digests)
     assert [part.recompute for part in plan.pipeline.parts] == [True, False]
     check("transformer", reference, {"plan": plan})
-    for given in ({"chunks": 4}, {"schedule": "gpipe"}, {"virtual_stages": 2}, {"costs": [1.0]}):
+    for given in ({"chunks": 4}, {"schedule": "gpipe"}, {"virtual_stages": 2}):
         with pytest.raises(ValueError, match="cannot be used with a plan of stages"):
             hc.Pipeline(make_model(), plan=plan, **given)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.plan_show import schedule_lines
+from hvd_ckpt.parallel.pipeline.balance import balance_costs, block_costs
 from hvd_ckpt.parallel.pipeline.stages import StageLayout, StagePlanner, spans_of
 from hvd_ckpt.planning.blocks import children_of
 from hvd_ckpt.planning.chain import Block, Choice, Run, Segment, simulate
@@ -287,15 +288,31 @@ class Slow(Layer):
 def test_cuts_by_measured_time_and_bytes() -> None:
     x = torch.randn(256, 16)
     model = nn.Sequential(Slow(), Slow(), Layer(), Layer())
-    assert hc.balance_by_time(2, model, x, timeout=0.05) == [1, 3]
+    assert balance_costs(block_costs("time", model, x, seconds=0.05), 2) == [1, 3]
     model = nn.Sequential(
         *(Layer() for _ in range(4)), Layer(), Layer(), nn.Linear(16, 20000), nn.Linear(20000, 16)
     )
-    assert hc.balance_by_size(2, model, torch.randn(1, 16)) == [7, 1]
-    assert hc.balance_by_size(3, model, torch.randn(1, 16)) == [6, 1, 1]
+    costs = block_costs("size", model, torch.randn(1, 16))
+    assert balance_costs(costs, 2) == [7, 1]
+    assert balance_costs(costs, 3) == [6, 1, 1]
     assert all(one.grad is None for one in model.parameters())
     with pytest.raises(ValueError, match="8 blocks"):
-        hc.balance_by_size(9, model, torch.randn(1, 16))
+        balance_costs(costs, 9)
+
+
+def test_a_pipeline_is_cut_by_a_sample() -> None:
+    """With two chunks of the model on one stage."""
+    for kind, model, expected in (
+        ("time", nn.Sequential(Layer(), Layer(), Layer(), Slow()), [3, 1]),
+        ("size", nn.Sequential(nn.Linear(16, 20000), nn.Linear(20000, 16), Layer(), Layer()), [1, 3]),
+    ):
+        sample = torch.randn(64, 16)
+        options = {"chunks": 2, "schedule": "interleaved", "virtual_stages": 2}
+        assert hc.Pipeline(model, kind, sample=sample, **options).balance == expected
+        with pytest.raises(ValueError, match=f"balance='{kind}' needs sample"):
+            hc.Pipeline(model, kind, **options)
+    with pytest.raises(ValueError, match="'bytes'"):
+        hc.Pipeline(chain(), "bytes", sample=torch.randn(4, 16), chunks=2)
 
 
 def test_a_tied_parameter_counts_in_its_first_block() -> None:
