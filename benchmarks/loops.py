@@ -16,7 +16,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from benchmarks.case import Case
-from benchmarks.worker import Found, Job, frozen
+from benchmarks.worker import Found, MeasuredJob, frozen
 from hvd_ckpt.app.compare.training import fingerprint
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config
@@ -123,13 +123,13 @@ class Measured(Trainer):
         return super().step(parts)
 
 
-def measure(job: Job) -> list[Found]:
+def measure(job: MeasuredJob) -> list[Found]:
     """For each case the seconds of its steps and a hash of its weights."""
     hc.init()
     return [_measured(job, case) for case in job.cases]
 
 
-def _measured(job: Job, case: Case) -> Found:
+def _measured(job: MeasuredJob, case: Case) -> Found:
     config = Config(
         model=case.workload,
         accumulate=case.at["accumulate"],

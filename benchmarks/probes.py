@@ -1,7 +1,7 @@
 """Probes: what is measured of a case beside the seconds of its steps. Each is a small object in the rank, and columns of the table.
 
-A probe is told of the examined step of a training, the third one: ``start`` comes before the model is built, ``settled`` before the
-step, ``ready`` when its gradients are there, ``stop`` after it or an error, ``note`` then, which may take further steps. Of a
+A probe is told of the examined step of a training, the third one: ``start`` comes before the model is built, ``before_step`` before
+the step, ``ready`` when its gradients are there, ``stop`` after it or an error, ``note`` then, which may take further steps. Of a
 training that was timed it is told when that has ended: ``finish`` returns figures, without a profiler, since others are timed
 after it.
 """
@@ -52,7 +52,7 @@ class Probe:
         self.figures: dict[str, Any] = {}
 
     def start(self, device: torch.device) -> None: ...
-    def settled(self, training: Training) -> None: ...
+    def before_step(self, training: Training) -> None: ...
     def ready(self, training: Training, loss: float) -> None: ...
     def stop(self) -> None: ...
     def note(self, training: Training) -> None: ...
@@ -106,9 +106,9 @@ class Memory(Probe):
         self._stack, self._memory = ExitStack(), SeenMarks(device)
         self._stack.enter_context(self._memory.recording())
 
-    def settled(self, training: Training) -> None:
+    def before_step(self, training: Training) -> None:
         gc.collect()
-        self._memory.mark("settled")
+        self._memory.mark("before_step")
 
     def ready(self, training: Training, loss: float) -> None:
         seen: set[int] = set()

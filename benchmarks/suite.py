@@ -108,7 +108,7 @@ class Suite:
         options: of a case that has none so far, by default its values of the axes.
         sizes, quick_sizes: of each workload; ``--set`` changes them.
         np, controllers, rounds, steps, warm_up: defaults; ``quick`` has other ones by name.
-        optimizer, lr, cosine: as in :class:`benchmarks.worker.Job`.
+        optimizer, lr, cosine: as in :class:`benchmarks.worker.MeasuredJob`.
         together: all engines of a condition are in one job, and a round is one step.
         apart: ``together``, but engines are examined before, each in a job of its own, so that what is timed was never profiled.
         threads: of each rank; by default this machine's processors are shared.
@@ -259,12 +259,12 @@ class Suite:
 
     def job(self, run: BenchRun, progress: Steps, name: str, group: Sequence[Row], turn: Turn) -> Any:
         """What each rank finds of each row; nothing if the job fails."""
-        from benchmarks.worker import Job
+        from benchmarks.worker import MeasuredJob
         from hvd_ckpt.processes.runtime import threads_per_rank
 
         place = re.sub("[ :/]", "-", f"{name}-{turn.number + 1}")
         first, probed = group[0].case, tuple(name for name in turn.columns if isinstance(name, str))
-        job = type("Job", (Job,), {"worker": self.worker})(
+        job = type("MeasuredJob", (MeasuredJob,), {"worker": self.worker})(
             run.jobs / place, first.np, tuple(row.case for row in group), probed, self.optimizer, self.lr, self.cosine,
             self.warm_up, turn.steps, self.together, turn.number, getattr(run.settings, "device", "cpu"),
         )  # fmt: skip

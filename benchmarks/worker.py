@@ -30,7 +30,7 @@ Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Job(RankJob):
+class MeasuredJob(RankJob):
     """Cases on the same ranks.
 
     Attributes:
@@ -85,7 +85,7 @@ class Training:
         steps: taken so far.
     """
 
-    def __init__(self, case: Case, job: Job, base: nn.Module | None = None, peaks: Any = None) -> None:
+    def __init__(self, case: Case, job: MeasuredJob, base: nn.Module | None = None, peaks: Any = None) -> None:
         options = dict(case.options)
         self._passes, recompute = options.pop("passes", 1), options.pop("recompute", False)
         self.workload: RandomBatch = workload(case.workload, case.sizes)
@@ -176,7 +176,7 @@ def twin(model: nn.Module) -> Any:
 class Bench:
     """All cases of a job on one rank."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: MeasuredJob) -> None:
         self.job = job
         self.found: list[Found] = [{"seconds": []} for _ in job.cases]
         self._trainings: dict[int, Training] = {}
@@ -211,7 +211,7 @@ class Bench:
                 training.step()
             training.prepare()
             for probe in probes:
-                probe.settled(training)
+                probe.before_step(training)
             loss = training.accumulate()
             for probe in probes:
                 probe.ready(training, loss)
@@ -297,7 +297,7 @@ def frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure(job: Job) -> list[Found]:
+def measure(job: MeasuredJob) -> list[Found]:
     """For each case its figures: ``seconds`` of each timed step, those of the probes by name, and maybe a ``failure``."""
     bench = Bench(job)
     bench.together() if job.together else bench.alone()

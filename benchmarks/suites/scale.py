@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.case import Case, Row
 from benchmarks.suite import Suite
-from benchmarks.worker import Found, Job
+from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.report import Column, in_mib, save_figure
 from hvd_ckpt.app.models.gpt import GPTBlock, gpt
@@ -59,7 +59,7 @@ def split_of(case: Case) -> Split:
     return Split(case.np, stages, parts, micro_batches, sizes["every"])
 
 
-def predict(job: Job) -> list[Found]:
+def predict(job: MeasuredJob) -> list[Found]:
     """What comes of each case."""
     return [predicted(case) for case in job.cases]
 

@@ -195,7 +195,7 @@ class Machine(ABC):
         else:
             # On another rank the step may have begun; it is dropped and renamed by
             # abandon() there. Names must stay equal on all.
-            self.rename_anew()
+            self.renew_names()
         indices = sorted(self._number_of[id(parameter)] for parameter in parameters)
         for index in indices:
             for handle in self._handles.pop(index, ()):
@@ -244,7 +244,7 @@ class Machine(ABC):
         self._identity, self._generation = identity, generation
         self._ranks.rename(f"hvd_ckpt.{identity}.{generation}")
 
-    def rename_anew(self) -> None:
+    def renew_names(self) -> None:
         """Gives tensors names that were not used before, since those with the last ones may still be on their way."""
         self.rename(self._identity, self._generation + 1)
 

@@ -407,7 +407,7 @@ class Reducer(Machine):
             bucket.free()  # Horovod may still write to this memory, so the next step must not use it
         for parameter in self.assignment.parameters:
             parameter.grad = None
-        self.rename_anew()
+        self.renew_names()
         self._end_step()
 
     def reset(self) -> None:

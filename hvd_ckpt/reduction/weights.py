@@ -47,7 +47,7 @@ _HOST_WORDS = 8
 _FACTS = 4 + _HOST_WORDS  # columns of a rank before its fingerprints
 
 
-class _Settings:
+class _Verification:
     """The arguments of the last call of :func:`verify_weights`."""
 
     enabled = os.environ.get("HVD_CKPT_VERIFY_WEIGHTS", "1") != "0"
@@ -56,7 +56,7 @@ class _Settings:
 
 def verifies_weights() -> bool:
     """Whether optimizers verify weights, see :func:`verify_weights`."""
-    return _Settings.enabled
+    return _Verification.enabled
 
 
 def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ()) -> None:
@@ -79,7 +79,7 @@ def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ())
                 f"list(module.parameters())"
             )
         ignored[parameter] = True
-    _Settings.enabled, _Settings.ignored = enabled, ignored
+    _Verification.enabled, _Verification.ignored = enabled, ignored
 
 
 class Sums:
@@ -212,7 +212,7 @@ class WeightVerification:
 
     @property
     def _takes_part(self) -> bool:
-        return _Settings.enabled and not self.alone
+        return _Verification.enabled and not self.alone
 
     @torch.no_grad()
     def _of_part(self, number: int) -> torch.Tensor:
@@ -246,7 +246,7 @@ class WeightVerification:
             yield pieces
 
     def _ignores(self, index: int) -> bool:
-        ignored = _Settings.ignored
+        ignored = _Verification.ignored
         return index in self._ignored or (bool(ignored) and self._parameters[index] in ignored)
 
     # ---------------------------------------------------------------------------------- what the ranks find

@@ -138,7 +138,7 @@ class InFlight:
             self._wait()
         return True
 
-    def take_out(self, group: Group, index: int) -> None:
+    def discard(self, group: Group, index: int) -> None:
         """Leaves out what has arrived of a parameter's gradient."""
         for part in group.spans(self._exchange.rank) if group.position in self.shards else ():
             if part.parameter == index:

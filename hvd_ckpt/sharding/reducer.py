@@ -212,7 +212,7 @@ class ShardReducer(Machine):
         if facts.dropped:
             self._in_flight.wait_all()
             for index in facts.dropped:
-                self._in_flight.take_out(self._layout.group_of[index], index)
+                self._in_flight.discard(self._layout.group_of[index], index)
                 self._gradients[index].begin_step()
         self._send_rest(needs)
         self.weights.prepare()
@@ -358,7 +358,7 @@ class ShardReducer(Machine):
         for gradient in self._gradients:
             gradient.abandon()
         self.used[:] = [False] * len(self.used)
-        self.rename_anew()
+        self.renew_names()
         self._agreed, self._may_wait = len(self._schedule.order), True
         self._end_step()
 

@@ -450,7 +450,7 @@ class Snapshots:
                 "device": next(self._model.parameters()).device.type,
                 "replicas": None if replicas is None else replicas.state_dict(),
                 "extra": extra,
-                "mid_period": isinstance(optimizer, LocalOptimizer) and not optimizer.settled,
+                "mid_period": isinstance(optimizer, LocalOptimizer) and not optimizer.in_sync,
                 **replicated,
             },
             "per_rank": {

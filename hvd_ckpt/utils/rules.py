@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     *needs("local + shard", "within", "it splits over the ranks of a group", "give within as well"),
     *needs("outer_momentum", "outer_lr", "it is the outer optimizer's", "give outer_lr as well"),
     *needs("LocalSGD in an elastic job", "elastic", "each rank has weights of its own between averages",
-           "commit when optimizer.settled, make the optimizer anew after each change of ranks, and give elastic=True"),
+           "commit when optimizer.in_sync, make the optimizer anew after each change of ranks, and give elastic=True"),
     *apart(ELASTIC, (
         ("stages", "a worker that dies takes its stage along", "start with a fixed -np"),
         ("tensor", "a worker that dies takes its parts of layers along", "start with a fixed -np"),

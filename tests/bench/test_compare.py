@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_ckpt.app.compare.cells import KEEP, Cell, Settings, make_cells
+from hvd_ckpt.app.compare.cells import KEEP, Cell, TrainingSettings, make_cells
 from hvd_ckpt.app.compare.launch import EventReader, Failure
 from hvd_ckpt.app.compare.recording import Recording, executed
 from hvd_ckpt.app.compare.reference import largest_difference, make_reference
@@ -62,7 +62,7 @@ class Toy(Workload):
 
 def test_reference_averages_the_ranks_gradients():
     """The gradient of w * x is x: the mean of 1, 2, 3 is 2, so w goes from 2 to 0 to -2; losses follow by hand."""
-    reference = make_reference(Toy(noisy=False), 3, Settings(2, 0))
+    reference = make_reference(Toy(noisy=False), 3, TrainingSettings(2, 0))
     assert reference.start["0.weight"].item() == 2.0
     assert reference.parameters["0.weight"].item() == -2.0
     assert reference.losses == [[2.0, 0.0], [4.0, 0.0], [6.0, 0.0]]
@@ -72,7 +72,7 @@ def test_reference_averages_the_ranks_gradients():
 def test_reference_gives_each_rank_its_own_buffers_and_random_state():
     """Of one step, each rank's buffers and loss are those of a process of its own with that rank's seed."""
     seed = 7
-    reference = make_reference(Toy(noisy=True), 2, Settings(1, seed))
+    reference = make_reference(Toy(noisy=True), 2, TrainingSettings(1, seed))
     toy = Toy(noisy=True)
     for rank in range(2):
         model = toy.model()
@@ -187,11 +187,11 @@ def test_timelines_tell_what_was_executed_in_order(tmp_path):
     ("name", "variant"), [(name, variant) for name, found in SCENARIOS.items() for variant in found.variants]
 )
 def test_scenarios_learn_the_same_recomputed_or_not_in_one_process(name, variant):
-    scenario = make_workload(name, Settings(4, 1, "quick"))
-    reference = make_reference(scenario, 1, Settings(4, 1))
+    scenario = make_workload(name, TrainingSettings(4, 1, "quick"))
+    reference = make_reference(scenario, 1, TrainingSettings(4, 1))
     engine = OneProcess()
     for chunks in (1, 3):
-        model = train(scenario, engine, Cell(name, variant, chunks), Settings(4, 1)).model
+        model = train(scenario, engine, Cell(name, variant, chunks), TrainingSettings(4, 1)).model
         far, _, worst = largest_difference(
             dict(model.named_parameters()), reference.parameters, reference.start
         )
@@ -221,13 +221,13 @@ def test_cells_are_every_workload_in_every_way_and_number_of_segments():
 def test_batches_follow_from_seed_rank_and_step_and_padding_is_not_predicted(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(b"z" * 5000)
-    text = make_workload("bert", Settings(1, 3, "quick", str(file)))
+    text = make_workload("bert", TrainingSettings(1, 3, "quick", str(file)))
     batch = text.batch(0, 2, 5)
     seen, predicted = batch.shared["attention_mask"].squeeze((1, 2)), batch.targets != IGNORED
     assert set(batch.inputs[0][seen & ~predicted].tolist()) == {ord("z")}
     assert set(batch.targets[predicted].tolist()) == {ord("z")}
     assert not (predicted & ~seen).any() and not seen.all()
-    for workload in (text, make_workload("densenet", Settings(1, 3, "quick"))):
+    for workload in (text, make_workload("densenet", TrainingSettings(1, 3, "quick"))):
         batch, again = workload.batch(0, 2, 5), workload.batch(0, 2, 5)
         assert torch.equal(batch.inputs[0], again.inputs[0])
         for other in (workload.batch(1, 2, 5), workload.batch(0, 2, 6)):

@@ -13,7 +13,7 @@ from benchmarks.__main__ import benchmarks as bench
 from benchmarks.case import Case
 from benchmarks.engines.recompute import NoRecomputation
 from benchmarks.suites.recompute import recompute
-from benchmarks.worker import Job, measure, twin
+from benchmarks.worker import MeasuredJob, measure, twin
 from benchmarks.workloads import workload
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_planner")
@@ -29,7 +29,7 @@ class Broken(NoRecomputation):
 def found(folder: Path, name: str, *engines: str) -> dict[str, dict[str, Any]]:
     """What a rank finds of these engines, each of which takes one timed step."""
     cases = tuple(Case(name, engine, 1, sizes=dict(recompute.quick_sizes[name])) for engine in engines)
-    job = Job(folder, 1, cases, tuple(recompute.columns), "SGD", 0.0, False, 1, 1, True, 0, "cpu")
+    job = MeasuredJob(folder, 1, cases, tuple(recompute.columns), "SGD", 0.0, False, 1, 1, True, 0, "cpu")
     return dict(zip(engines, measure(job)))
 
 

@@ -13,10 +13,10 @@ from faults.save import PHASES, SaveTest
 from faults.soak import soak
 
 from benchmarks.case import Case
-from benchmarks.worker import Found, Job
+from benchmarks.worker import Found, MeasuredJob
 
 
-def measure(job: Job) -> list[Found]:
+def measure(job: MeasuredJob) -> list[Found]:
     """What comes of each case: how many of how many are right, and lines about the others."""
     found = {"kill": _kill, "save": _save, "soak": _soak}
     return [found[case.engine](case, job.folder, case.sizes["seed"] + job.seed) for case in job.cases]

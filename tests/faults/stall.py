@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.worker import Found, Job
+from benchmarks.worker import Found, MeasuredJob
 from benchmarks.workloads import workload
 from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.snapshots.barrier import Participant
@@ -85,7 +85,7 @@ class _Run:
         return lambda: True
 
 
-def measure(job: Job) -> list[Found]:
+def measure(job: MeasuredJob) -> list[Found]:
     """Measures all ways in this process, in a folder that is made for it and removed."""
     job.folder.mkdir(parents=True)
     run = _Run(job.folder)

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.case import Case
 from benchmarks.suites.faults import faults
-from benchmarks.worker import Job
+from benchmarks.worker import MeasuredJob
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.writer import SnapshotWriter
@@ -69,7 +69,7 @@ def test_growth_is_told_from_what_comes_and_goes() -> None:
 
 def found(engine: str, folder: Path, **sizes: Any) -> dict[str, Any]:
     case = Case("ranks", engine, sizes={**faults.sizes["ranks"], **sizes})
-    (figures,) = measure(Job(folder / "job", 1, (case,), (), "", 0.0, False, 0, 1, False, 2, "cpu"))
+    (figures,) = measure(MeasuredJob(folder / "job", 1, (case,), (), "", 0.0, False, 0, 1, False, 2, "cpu"))
     return figures
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.cli.plan_models import Job, build
+from hvd_ckpt.app.cli.plan_models import PlannedModel, build
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
 
@@ -65,7 +65,7 @@ def main(models: str, bucket_cap_mb: float, width: int, layers: int) -> None:
     for name in models.split(","):
         for recompute in (False, True):
 
-            def job(name: str = name, recompute: bool = recompute) -> Job:
+            def job(name: str = name, recompute: bool = recompute) -> PlannedModel:
                 options = {
                     "width": width,
                     "layers": layers,

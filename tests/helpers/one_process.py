@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.cells import Cell, Settings
+from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
 from hvd_ckpt.app.compare.reference import largest_difference, make_reference
 from hvd_ckpt.app.compare.runner.engines import HvdCkpt
 from hvd_ckpt.app.compare.training import train as train_cell
@@ -148,7 +148,7 @@ def check(
         expected: what one process trains, if not the same.
         options: of the distributed optimizer, and ``clear``.
     """
-    settings, engine = Settings(steps, seed=7), Watched(**options)
+    settings, engine = TrainingSettings(steps, seed=7), Watched(**options)
     train_cell(
         workload,
         engine,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hvd_ckpt as hc
 from benchmarks.case import Case
-from benchmarks.worker import Found, Job
+from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config
@@ -53,7 +53,7 @@ OVERFLOWS_ONCE_IN = 9  # batches
 FIRST_SCALE = 2.0**16  # of the loss, which each step that is skipped halves
 
 
-def config_of(job: Job, case: Case) -> Config:
+def config_of(job: MeasuredJob, case: Case) -> Config:
     """The configuration of a run, whose snapshots are those of the middle and the end."""
     settings = dict(RUNS[case.workload])
     short = settings.pop("short", False)
@@ -110,7 +110,7 @@ class FewSamples:
         return self._data.batch(indices, epoch)
 
 
-def train(job: Job, case: Case) -> tuple[str, int]:
+def train(job: MeasuredJob, case: Case) -> tuple[str, int]:
     """The hash of a run, and the number of steps that it skipped. Collective."""
     config = config_of(job, case)
     parts = assemble(config)
@@ -138,7 +138,7 @@ def train(job: Job, case: Case) -> tuple[str, int]:
     return digest.hexdigest()[:12], round(math.log2(FIRST_SCALE / scale))
 
 
-def copy_half(job: Job, case: Case) -> None:
+def copy_half(job: MeasuredJob, case: Case) -> None:
     """Copies the run of the job before, as it was in the middle; of the first job its own."""
     whole = sorted(job.folder.parent.glob("whole*"), key=lambda folder: folder.stat().st_mtime_ns)
     *_, before = whole[:-1] or whole
@@ -148,12 +148,12 @@ def copy_half(job: Job, case: Case) -> None:
             shutil.rmtree(snapshot)
 
 
-def measure(job: Job) -> list[Found]:
+def measure(job: MeasuredJob) -> list[Found]:
     """All runs of the job, on one rank: hashes, and losses where these are asked for."""
     return [_measured(job, case) for case in job.cases]
 
 
-def _measured(job: Job, case: Case) -> Found:
+def _measured(job: MeasuredJob, case: Case) -> Found:
     if case.workload not in RUNS:
         losses = losses_of(case)
         return {"hash": hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:12], "losses": losses}

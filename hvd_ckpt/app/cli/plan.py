@@ -37,7 +37,7 @@ from hvd_ckpt.utils.text import show_bytes
 if TYPE_CHECKING:
     import torch
 
-    from hvd_ckpt.app.cli.plan_models import Job
+    from hvd_ckpt.app.cli.plan_models import PlannedModel
     from hvd_ckpt.parallel.pipeline.stages import StageLayout
     from hvd_ckpt.planning.plan import Cost, Plan
     from hvd_ckpt.planning.step import Step
@@ -209,7 +209,7 @@ def _load(file: str) -> Plan:
         raise BadArgument(f"--load: cannot read '{file}': {error.strerror}") from None
 
 
-def _fitting(loaded: Plan, job: Job, request: Request, device: torch.device) -> Plan:
+def _fitting(loaded: Plan, job: PlannedModel, request: Request, device: torch.device) -> Plan:
     """The loaded plan, with the budget asked for, if it fits the model."""
     from hvd_ckpt.planning.plan import PlanError, sample_shapes
 
@@ -231,7 +231,7 @@ def _fitting(loaded: Plan, job: Job, request: Request, device: torch.device) -> 
     return dataclasses.replace(loaded, budget=limit)
 
 
-def _planned(job: Job, loaded: Plan | None, request: Request) -> tuple[Plan, Cost | None, BudgetError | None]:
+def _planned(job: PlannedModel, loaded: Plan | None, request: Request) -> tuple[Plan, Cost | None, BudgetError | None]:
     """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan.
     A plan for stages is not measured."""
     from hvd_ckpt.planning.step import Step
@@ -251,7 +251,7 @@ def _planned(job: Job, loaded: Plan | None, request: Request) -> tuple[Plan, Cos
     return chosen, baseline, unmet
 
 
-def _made(job: Job, request: Request, say: Callable[[str], None]) -> tuple[Plan, BudgetError | None]:
+def _made(job: PlannedModel, request: Request, say: Callable[[str], None]) -> tuple[Plan, BudgetError | None]:
     """The plan, or the one that comes nearest, with the error that says so."""
     from hvd_ckpt.planning.request import make_plan
 

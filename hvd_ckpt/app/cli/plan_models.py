@@ -30,7 +30,7 @@ BATCH = 8  # samples; as in training
 CPU = torch.device("cpu")
 
 
-class Job(NamedTuple):
+class PlannedModel(NamedTuple):
     """A model to plan for and its batch, on their device.
 
     Attributes:
@@ -46,7 +46,7 @@ class Job(NamedTuple):
     loss: Callable[[Any], Tensor] | None
 
 
-def build_asked(name: str, *args: Any) -> Job:
+def build_asked(name: str, *args: Any) -> PlannedModel:
     """:func:`build` for a command.
 
     Raises:
@@ -70,7 +70,7 @@ def build(
     options: Mapping[str, Any] | None = None,
     device: torch.device = CPU,
     model: nn.Module | None = None,
-) -> Job:
+) -> PlannedModel:
     """The model of that name in :mod:`hvd_ckpt.app.models.catalog`, of that folder, or what ``module:function`` returns.
 
     Args:
@@ -99,7 +99,7 @@ def _of_catalogue(
     options: Mapping[str, Any],
     device: torch.device,
     model: nn.Module | None,
-) -> Job:
+) -> PlannedModel:
     entry = catalog.find(name)
     entry.check_options(options)
     draw, defaults = _SAMPLES[entry.kind]
@@ -130,10 +130,10 @@ def _of_catalogue(
             )
     batch = draw(**known).to(device)
     objective = OBJECTIVES[entry.kind]()
-    return Job(model.to(device), batch.inputs, batch.shared, lambda output: objective.loss(output, batch))
+    return PlannedModel(model.to(device), batch.inputs, batch.shared, lambda output: objective.loss(output, batch))
 
 
-def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device) -> Job:
+def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device) -> PlannedModel:
     function = import_named("model", name)
     known = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
@@ -156,7 +156,7 @@ def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], d
         )
     model, sample, loss = made
     sample = map_tensors(lambda tensor: tensor.to(device), torch.Tensor, sample)
-    return Job(model.to(device), sample, {}, loss)
+    return PlannedModel(model.to(device), sample, {}, loss)
 
 
 def _flags(names: Mapping[str, Any]) -> str:

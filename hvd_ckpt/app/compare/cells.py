@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """Settings that all training runs of a comparison share.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_ckpt.app.cli.command_line import BadArgument, split_names
 from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter the catalogue
-from hvd_ckpt.app.compare.cells import Cell, Settings, make_cells
+from hvd_ckpt.app.compare.cells import Cell, TrainingSettings, make_cells
 from hvd_ckpt.app.compare.launch import Event, Failure, Launcher, Trainings
 from hvd_ckpt.app.compare.report import make_report
 from hvd_ckpt.app.compare.runner.engines import ENGINES, HvdCkpt, find_engine
@@ -17,7 +17,7 @@ from hvd_ckpt.app.compare.runner.report import Report
 from hvd_ckpt.app.compare.runner.settings import check_devices
 from hvd_ckpt.app.compare.runner.stats import alternating
 from hvd_ckpt.app.compare.verdict import add_ratios, judge
-from hvd_ckpt.app.compare.worker import REFERENCE, Job
+from hvd_ckpt.app.compare.worker import REFERENCE, EngineJob
 from hvd_ckpt.app.compare.workloads import CATALOG
 from hvd_ckpt.distributed.precision import apex_unavailable
 from hvd_ckpt.processes.runtime import threads_per_rank
@@ -68,7 +68,7 @@ class Comparison:
                 f"--precision {options.precision}"
             )
         shared = ("steps", "seed", "scale", "text", "precision", "device")
-        self.settings = Settings(**{name: getattr(options, name) for name in shared})
+        self.settings = TrainingSettings(**{name: getattr(options, name) for name in shared})
         self.threads = threads_per_rank(self.size)
         self.launcher = Launcher(options.controller, self.size, options.timeout, self.threads)
         self._options, self._run, self._folder = options, run, run.jobs
@@ -155,8 +155,8 @@ class Comparison:
                 cells.append(cell)
         return cells
 
-    def _job(self, name: str, engine: str, cells: Iterable[Cell], checks: bool = False) -> Job:
-        return Job(
+    def _job(self, name: str, engine: str, cells: Iterable[Cell], checks: bool = False) -> EngineJob:
+        return EngineJob(
             folder=self._folder / f"{name}-{engine}".replace(":", "-"),
             references=self._folder,
             engine=engine,

@@ -30,7 +30,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from hvd_ckpt.app.compare.cells import Cell
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.engines import find_engine
-from hvd_ckpt.app.compare.worker import REFERENCE, Figures, Job, run_process
+from hvd_ckpt.app.compare.worker import REFERENCE, EngineJob, Figures, run_process
 from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.rendezvous import rank_variables
 
@@ -113,7 +113,7 @@ class Launcher:
     def __exit__(self, *_: object) -> None:
         self._server.stop()
 
-    def train(self, job: Job, listener: Listener) -> dict[Cell, Trainings | Failure]:
+    def train(self, job: EngineJob, listener: Listener) -> dict[Cell, Trainings | Failure]:
         """Trains a job's cells, with a fresh start after each one that fails."""
         found: dict[Cell, Trainings | Failure] = {}
         left, starts = list(job.cells), 0
@@ -136,7 +136,7 @@ class Launcher:
             left = unfinished[len(failed) :]
         return found
 
-    def start(self, job: Job, listener: Listener) -> tuple[list[Event], Failure | None]:
+    def start(self, job: EngineJob, listener: Listener) -> tuple[list[Event], Failure | None]:
         """Starts the processes of a job, and follows them to their end; returns their events and what went wrong."""
         job.save()
         # MPI can be joined once in the life of a process, and only under mpirun, so a fork will not do.
@@ -150,7 +150,7 @@ class Launcher:
         return self._follow(_Forked(processes), job, listener)
 
     def _follow(
-        self, ranks: _Forked | _Launched, job: Job, listener: Listener
+        self, ranks: _Forked | _Launched, job: EngineJob, listener: Listener
     ) -> tuple[list[Event], Failure | None]:
         """Follows ranks to their end, or to a reason to end them."""
         reader, events = EventReader(job.folder), list[Event]()
@@ -213,7 +213,7 @@ class _Launched(Process):
         return self.status is not None, self.status or 0
 
 
-def _failure(events: Sequence[Event], job: Job, status: int) -> Failure | None:
+def _failure(events: Sequence[Event], job: EngineJob, status: int) -> Failure | None:
     # The first error by its time is the cause. Other ranks fail after it, in collectives that it has left.
     for event in events:
         if event["event"] == "error":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.app.compare.cells import Settings
+from hvd_ckpt.app.compare.cells import TrainingSettings
 from hvd_ckpt.app.compare.runner.engines import OneProcess
 from hvd_ckpt.app.compare.training import Training, build_seed, step_seed
 from hvd_ckpt.app.compare.workloads import Workload
@@ -52,7 +52,7 @@ class Reference:
 def make_reference(
     workload: Workload,
     size: int,
-    settings: Settings,
+    settings: TrainingSettings,
     after_step: Callable[[int], object] = lambda step: None,
 ) -> Reference:
     """Trains ``workload`` as ``size`` ranks should, in this process.

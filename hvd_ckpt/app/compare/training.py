@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_ckpt.app.compare.cells import KEEP, Cell, Recompute, Settings
+from hvd_ckpt.app.compare.cells import KEEP, Cell, Recompute, TrainingSettings
 from hvd_ckpt.app.compare.recording import Recording, recording_of
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.workloads import Step, Workload
@@ -46,7 +46,12 @@ class Training:
     """
 
     def __init__(
-        self, workload: Workload, engine: Engine, settings: Settings, seed: int, recompute: Recompute = KEEP
+        self,
+        workload: Workload,
+        engine: Engine,
+        settings: TrainingSettings,
+        seed: int,
+        recompute: Recompute = KEEP,
     ) -> None:
         self.workload, self.engine, self.device = workload, engine, torch.device(settings.device)
         torch.manual_seed(seed)
@@ -119,7 +124,7 @@ def train(
     workload: Workload,
     engine: Engine,
     cell: Cell,
-    settings: Settings,
+    settings: TrainingSettings,
     *,
     record_in: Path | None = None,
     after_step: Callable[[int], object] = lambda step: None,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_ckpt.app.compare import scenarios  # noqa: F401  # whose classes enter the catalogue
-from hvd_ckpt.app.compare.cells import Cell, Settings
+from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
 from hvd_ckpt.app.compare.reference import Reference, apart, make_reference
 from hvd_ckpt.app.compare.runner.engine import Engine
 from hvd_ckpt.app.compare.runner.engines import start_engine
@@ -47,7 +47,7 @@ Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Job(RankJob):
+class EngineJob(RankJob):
     """One launch: which engine trains which cells, and how.
 
     Attributes:
@@ -62,7 +62,7 @@ class Job(RankJob):
     references: Path
     engine: str
     cells: tuple[Cell, ...]
-    settings: Settings
+    settings: TrainingSettings
     checks: bool
 
     @property
@@ -95,7 +95,7 @@ class Events:
 class Worker:
     """Trains the cells of a job on one rank."""
 
-    def __init__(self, job: Job, engine: Engine, events: Events) -> None:
+    def __init__(self, job: EngineJob, engine: Engine, events: Events) -> None:
         self._job, self._engine, self._events = job, engine, events
         self._workloads = {name: make_workload(name, job.settings) for name in job.workloads}
         self._references = {name: Reference.load(job.reference_file(name)) for name in job.workloads}
@@ -154,7 +154,7 @@ def run_process(job_file: str, variables: Mapping[str, str] | None = None) -> No
     Args:
         variables: for a process of the fork server, those that a launcher of ranks would set; a launcher also writes the log.
     """
-    job = load_json(Job, Path(job_file))
+    job = load_json(EngineJob, Path(job_file))
     gc.freeze()  # objects that the imports left behind need no collection in a rank
     if variables is not None:
         os.environ.update(variables)
@@ -182,7 +182,7 @@ def run_process(job_file: str, variables: Mapping[str, str] | None = None) -> No
     os._exit(status)  # after an error, a clean exit would wait for ranks that are not coming
 
 
-def train_cells(job: Job, events: Events) -> None:
+def train_cells(job: EngineJob, events: Events) -> None:
     """Joins the job's other ranks, trains, leaves."""
     engine = start_engine(job.engine, job, own_device(job.settings.device))
     worker = Worker(job, engine, events)
@@ -191,7 +191,7 @@ def train_cells(job: Job, events: Events) -> None:
     engine.stop()
 
 
-def compute_references(job: Job, events: Events) -> None:
+def compute_references(job: EngineJob, events: Events) -> None:
     """Computes the references of every workload in a job."""
     workloads = {name: make_workload(name, job.settings) for name in job.workloads}
     events.tell("ready")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvd_ckpt.app.compare.cells import Chain, Recompute, Settings
+from hvd_ckpt.app.compare.cells import Chain, Recompute, TrainingSettings
 from hvd_ckpt.app.datasets.images import Digits
 from hvd_ckpt.app.datasets.text import MaskedText
 from hvd_ckpt.app.datasets.tokens import Tokens
@@ -238,6 +238,6 @@ class BertOnText(Workload, name="bert"):
         return functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
-def make_workload(name: str, settings: Settings) -> Workload:
+def make_workload(name: str, settings: TrainingSettings) -> Workload:
     """The workload or scenario of that name."""
     return CATALOG[name](settings.scale, settings.seed, settings.text)

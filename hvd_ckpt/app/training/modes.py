@@ -387,8 +387,8 @@ class Local(Plain):
         return {"divergence": self._optimizer.divergence}
 
     def may_commit(self, step: int) -> bool:
-        settled: bool = self._optimizer.settled
-        return settled
+        in_sync: bool = self._optimizer.in_sync
+        return in_sync
 
     def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
         own = float(self._objective.weight(batch)) if samples else 0.0

@@ -92,7 +92,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
             #     status 2, 126, 127, or the file stop no restart: invalid settings, or the user has asked for it
             #     no restart left                      the status of the job
             #     anything else                        a restart from the newest snapshot that this job has written
-            job = _Job(commands, settings)
+            job = _Launch(commands, settings)
             status = job.follow(signals, grace)
             if signals.first is not None:
                 return _stopped(signals.first)
@@ -131,7 +131,7 @@ def supervise(commands: Commands, max_restarts: int, grace: float) -> int:
                 return _stopped(number)
 
 
-class _Job:
+class _Launch:
     """One launch, with everything that it starts on this machine."""
 
     def __init__(self, commands: Commands, settings: Sequence[str]) -> None:

@@ -85,7 +85,7 @@ class Averaging:
         return math.sqrt(sum(fragment.squares for fragment in self.fragments) / len(self._groups))
 
     @property
-    def settled(self) -> bool:
+    def in_sync(self) -> bool:
         """Whether all ranks have the same parameters: after an average of everything, and before the first step."""
         at_its_end = self.schedule.fragments == 1 and self.step % self.schedule.every == 0
         return at_its_end and self.fragments[0].sent_at is None
@@ -308,7 +308,7 @@ class Averaging:
         """
         kept = []
         for run in (run for fragment in self.fragments for run in fragment.runs):
-            if run.name.startswith(MOMENT) or self.settled or run.place.exchange.ranks == 1:
+            if run.name.startswith(MOMENT) or self.in_sync or run.place.exchange.ranks == 1:
                 continue
             own = [value.detach() for segment in run.segments if (value := segment.value()) is not None]
             kept += [(value, value.clone()) for value in own]

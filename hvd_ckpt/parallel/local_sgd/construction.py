@@ -70,7 +70,7 @@ def LocalSGD(
         process_set: the ranks that take part; a rank outside of it steps on its own.
         elastic: must be True in an elastic job. The program must then create the optimizer again after each change of ranks, in
             the function that ``hc.elastic.run`` calls. The weights must be those of a commit that was taken when
-            ``optimizer.settled``.
+            ``optimizer.in_sync``.
         offload, offload_folder: with ``shard``, the offload of the states that are split, as in :func:`DistributedOptimizer`.
 
     Returns:

@@ -90,9 +90,9 @@ class LocalOptimizer(_Base):
         return lambda: float(work.wait().item()) / members.size()
 
     @property
-    def settled(self) -> bool:
+    def in_sync(self) -> bool:
         """Whether all ranks have the same parameters: at the end of a period, with one fragment and no delay."""
-        return self.averaging is None or self.averaging.settled
+        return self.averaging is None or self.averaging.in_sync
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

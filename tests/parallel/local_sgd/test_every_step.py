@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.app.compare.cells import Cell, Settings
+from hvd_ckpt.app.compare.cells import Cell, TrainingSettings
 from hvd_ckpt.app.compare.reference import largest_difference, make_reference
 from hvd_ckpt.app.compare.runner.engines import ENGINES
 from hvd_ckpt.app.compare.scenarios import SCENARIOS
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks(gloo=(2, 3), mpi=(4,))
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_average_after_every_step_ends_in_the_weights_of_one_process(name: str, one_thread: None) -> None:
-    engine, settings = ENGINES["local"](), Settings(steps=4, seed=1)
+    engine, settings = ENGINES["local"](), TrainingSettings(steps=4, seed=1)
     engine.start(Path())
     workload = make_workload(name, settings)
     if engine.refuses(workload) is not None:

@@ -231,7 +231,7 @@ def test_within_averaged_a_model_is_the_mean_of_all_ranks() -> None:
     assert all(torch.equal(value, own[name]) for name, value in run.model.state_dict().items())
     before = dict(run.train(2).optimizer.traffic.sent)
     with run.optimizer.averaged():
-        assert run.optimizer.settled
+        assert run.optimizer.in_sync
     assert run.optimizer.traffic.sent == before  # all have the same
 
 
@@ -653,14 +653,14 @@ def test_a_loop_in_an_elastic_job_commits_the_model_at_averages(monkeypatch: pyt
     with pytest.raises(ValueError, match="give the model alone, and make the optimizer anew"):
         hc.elastic.TorchState(model=run.model, optimizer=run.optimizer)
     state = hc.elastic.TorchState(model=run.model)
-    settled = []
+    in_sync = []
     for _ in range(5):
         run.train(1)
-        settled.append(run.optimizer.settled)
-        if run.optimizer.settled:
+        in_sync.append(run.optimizer.in_sync)
+        if run.optimizer.in_sync:
             state.save()
             committed = digest(run.model)
-    assert settled == [False, True, False, True, False]
+    assert in_sync == [False, True, False, True, False]
     state.restore()
     assert digest(run.model) == committed
     assert_equal_on_all_ranks(run.model)
