@@ -84,33 +84,30 @@ class GradScaler(torch.amp.GradScaler):
                 super().unscale_(optimizer)
         except ValueError as exception:  # float16 gradients; another rank, stage or part may have none
             error = exception
-        grid = current()
-        if not self._enabled or not (optimizer.finds_overflow_alone or grid.model_parallel_size > 1):
+        if not self._enabled or not (optimizer.finds_overflow_alone or current().model_parallel_size > 1):
             if error is not None:
                 raise error
             return
         # What was found must be exchanged. A rank without gradients has found nothing, and takes part all the same.
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        anywhere = torch.tensor([float(any(bool(value) for value in found.values()))], dtype=torch.float64)
+        anywhere = any(bool(value) for value in found.values())
         # Errors first: a rank that raised alone would be missing from the exchanges below.
         members = optimizer.process_set
         if optimizer.finds_overflow_alone:
             try:
                 raise_together(error, members, "hvd_ckpt.unscale")
             except Exception as exception:
-                if grid.model_parallel_size == 1:
-                    raise
                 error = exception
-        if grid.model_parallel_size > 1:
-            raise_on_replica(error)
+        raise_on_replica(error)
         if optimizer.finds_overflow_alone:
-            mpi_ops.allreduce_(anywhere, op=Max, name="hvd_ckpt.found_inf", process_set=members)
-        if grid.model_parallel_size > 1:
-            anywhere = torch.stack(grid.gather(anywhere)).amax(0)
+            of_ranks = torch.tensor([float(anywhere)], dtype=torch.float64)
+            mpi_ops.allreduce_(of_ranks, op=Max, name="hvd_ckpt.found_inf", process_set=members)
+            anywhere = bool(of_ranks)
+        anywhere = current().on_any_stage(anywhere)
         # torch asserts in its step() that something was checked, also on a rank that has no gradients.
         found.setdefault(torch.device("cpu"), torch.zeros((), dtype=torch.float32))
         for value in found.values():
-            value.fill_(anywhere.item())
+            value.fill_(float(anywhere))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Reduces and unscales, unless that is done, and steps if no gradient is inf or nan on any rank.
@@ -136,7 +133,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin_on_every_stage(self) -> None:
         """Makes the scale where no loss has been scaled: losses are on the last pipeline stage only."""
-        if self._enabled and self._scale is None and current().stages > 1:
+        if self._enabled and self._scale is None and current().model_parallel_size > 1:
             self.scale(torch.zeros((), dtype=torch.float32, device=self._device))
 
 

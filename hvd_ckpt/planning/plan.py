@@ -30,9 +30,8 @@ from hvd_ckpt.planning.policy import (
     expect_autocast,
     remove_policy,
 )
-from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.whole_model import shape_of_first
 from hvd_ckpt.recompute.calls import tensors_in
-from hvd_ckpt.utils.cuts import shape_of_first
 from hvd_ckpt.utils.plain_data import dumps, parse_json, read_bytes, write_text
 from hvd_ckpt.utils.schema import Strict, Wrong, shown
 from hvd_ckpt.utils.text import one_line, show_bytes
@@ -447,11 +446,7 @@ def kind_of(members: Sequence[nn.Module]) -> str:
 
 def parameter_shapes(members: Sequence[nn.Module]) -> tuple[tuple[int, ...], ...]:
     """Shapes of the parameters of modules, in order; of slices those of the first part, which may be a row longer."""
-    return tuple(
-        tuple(shape_of_first(parameter, current().tensor))
-        for member in members
-        for parameter in member.parameters()
-    )
+    return tuple(tuple(shape_of_first(parameter)) for member in members for parameter in member.parameters())
 
 
 def sample_shapes(*values: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_ckpt.planning.budget import Budget, BudgetError, Given, parse_budget
-from hvd_ckpt.processes import parts, watchdog
+from hvd_ckpt.processes import watchdog, whole_model
 from hvd_ckpt.processes.grid import current
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def on_rank_0(make: Callable[[Budget], T], budget: Given, device: torch.device) 
     answer: T | Exception | None = None
     if current().number == 0:
         try:
-            with parts.alone():
+            with whole_model.alone():
                 answer = make(limit)
         except (BudgetError, ValueError) as error:
             answer = error if isinstance(error, BudgetError) else ValueError(str(error))

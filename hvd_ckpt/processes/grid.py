@@ -143,6 +143,33 @@ class Grid:
         last: T = self.gather_objects(value)[-1]
         return last
 
+    def of_replica(self, value: Any) -> list[Any]:
+        """The picklable values of all stages and parts of this replica, by process number; None for other processes. Collective
+        over these."""
+        values: list[Any] = [None] * self.size
+        for number, own in enumerate(self.gather_objects(value)):
+            stage, part = divmod(number, self.tensor)
+            values[self.process(stage, part=part)] = own
+        return values
+
+    def of_all(self, replicas: list[Any]) -> list[Any]:
+        """The values of all processes, by process number, from those of the replicas of each stage and part. Collective over the
+        stages and parts of a replica.
+        """
+        if self.model_parallel_size == 1:
+            return replicas
+        # Two stages with two replicas each have processes 0 to 3:
+        #
+        #   replicas   on 0 and 1: [v0, v1]         on 2 and 3: [v2, v3]
+        #   worlds     on all:     [[v0, v1], [v2, v3]]
+        worlds = self.gather_objects(replicas)
+        return [
+            worlds[stage * self.tensor + part][replica]
+            for stage in range(self.stages)
+            for replica in range(self.replicas)
+            for part in range(self.tensor)
+        ]
+
     def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value of every stage and part of this replica, ordered by stage, then part. Collective over these."""
         # gather() carries float64 of one length: first the sizes, then the pickles, padded to the largest one.

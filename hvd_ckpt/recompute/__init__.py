@@ -19,7 +19,6 @@ Single calls, dropped and replayed:
     keeper         tensors that are kept for that
     saved          kept masks in bits
     host           kept tensors in host memory
-    partition      kept tensors split over the parts of tensor parallelism
 
 Verification, and heads of language models:
 

@@ -26,7 +26,6 @@ The optimizer:
     optimizer     its methods
     phases        what its calls allow
     state, stats  its state, and counts of what has left
-    whole         whole states of a model in parts
     weights       a comparison of weights in each step
     consistency   a comparison of all weights, on request
 

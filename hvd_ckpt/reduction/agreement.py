@@ -212,15 +212,8 @@ def raise_together(error: Exception | None, process_set: Any, name: str) -> None
 def raise_on_replica(error: Exception | None) -> None:
     """Raises on every pipeline stage and part of this replica if any of them brings an error. Collective over these, where all tell
     each other one number, and what has happened only if something has."""
-    grid = current()
-    failed = torch.tensor([float(error is not None)], dtype=torch.float64)
-    if not any(bool(each) for each in grid.gather(failed)):
-        return
-    failures: list[Failure | None] = [None] * grid.size
-    for number, failure in enumerate(grid.gather_objects(None if error is None else Failure.of(error))):
-        stage, part = divmod(number, grid.tensor)
-        failures[grid.process(stage, part=part)] = failure
-    raise_first_failure(error, failures)
+    if current().on_any_stage(error is not None):
+        raise_first_failure(error, current().of_replica(None if error is None else Failure.of(error)))
 
 
 def raise_gathered(errors: Sequence[Exception | None]) -> None:
@@ -274,22 +267,8 @@ def of_all_processes(value: Any, name: str) -> list[Any]:
     """
     if not mpi_ops.is_initialized():
         return [value]
-    replicas = allgather_objects(value, mpi_ops.global_process_set, name)
-    grid = current()
-    if grid.model_parallel_size == 1:
-        return replicas
     # Two gathers: over the replicas of this stage and part, then over the stages and parts of this replica.
-    # Two stages with two replicas each have processes 0 to 3:
-    #
-    #   replicas   on 0 and 1: [v0, v1]         on 2 and 3: [v2, v3]
-    #   worlds     on all:     [[v0, v1], [v2, v3]]
-    worlds = grid.gather_objects(replicas)
-    return [
-        worlds[stage * grid.tensor + part][replica]
-        for stage in range(grid.stages)
-        for replica in range(grid.replicas)
-        for part in range(grid.tensor)
-    ]
+    return current().of_all(allgather_objects(value, mpi_ops.global_process_set, name))
 
 
 def of_first_process(value: Any, name: str) -> Any:

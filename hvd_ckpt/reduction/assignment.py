@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes.whole_model import is_uneven, shape_of_first
 from hvd_ckpt.reduction.buckets import MEBIBYTE, Bucket, GradientEntry
 from hvd_ckpt.reduction.state import ReducerState
-from hvd_ckpt.utils.cuts import is_uneven, shape_of_first
 
 LAST_BUCKET_BYTES = MEBIBYTE
 
@@ -39,10 +38,9 @@ def lay_out(
     """
     # The parts of tensor parallelism must lay out alike what each has whole: an allreduce of three ranks or more adds up elements
     # in an order that depends on their place, and the sums of the parts would differ in their last bits.
-    parts = current().tensor
     placed = {index: parameters[index] for index in order}
     nbytes = {
-        index: math.prod(shape_of_first(parameter, parts)) * parameter.dtype.itemsize
+        index: math.prod(shape_of_first(parameter)) * parameter.dtype.itemsize
         for index, parameter in placed.items()
     }
     keys = _group_keys(order, groups)
@@ -58,7 +56,7 @@ def lay_out(
             tail_from -= 1
 
     kinds = {index: (parameter.dtype, parameter.device) for index, parameter in placed.items()}
-    uneven = {index: is_uneven(parameter, parts) for index, parameter in placed.items()}
+    uneven = {index: is_uneven(parameter) for index, parameter in placed.items()}
     places = (
         (
             place,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Adasum
 
+from hvd_ckpt.processes import whole_model
 from hvd_ckpt.reduction import phases
 from hvd_ckpt.reduction.agreement import in_order
 from hvd_ckpt.reduction.communicator import Communicator, adasum_step, mean_over_ranks
@@ -29,7 +30,6 @@ from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.results import changed_apart
 from hvd_ckpt.reduction.state import GradientsState, parts_of
 from hvd_ckpt.reduction.stats import ReductionStats
-from hvd_ckpt.reduction.whole import whole_model_state, whole_optimizer_state
 from hvd_ckpt.utils.unmaterialized import copied_state
 
 DEFAULT_BUCKET_CAP_MB = 25.0
@@ -396,7 +396,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         if not (all_ranks or self.process_set.rank() == 0):
             return None
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return whole_optimizer_state(self.state_dict(), parameters, all_ranks)
+        return whole_model.optimizer_state(self.state_dict(), parameters, all_ranks)
 
     def full_model_state_dict(self, model: torch.nn.Module, all_ranks: bool = False) -> dict[str, Any] | None:
         """A copy of ``model.state_dict()`` in CPU memory, on rank 0 or on all ranks, and None on the others.
@@ -405,7 +405,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """
         if not (all_ranks or self.process_set.rank() == 0):
             return None
-        return whole_model_state(copied_state(model), model, all_ranks)
+        return whole_model.state(copied_state(model), model, all_ranks)
 
     @contextmanager
     def with_other_weights(self, context: str) -> Iterator[None]:

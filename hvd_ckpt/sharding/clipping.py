@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from hvd_ckpt.processes import parts
-from hvd_ckpt.processes.grid import current
+from hvd_ckpt.processes import whole_model
 from hvd_ckpt.reduction.machine import owner_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.gradients import whole_gradients
 from hvd_ckpt.sharding.layout import Piece
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.torch_private import foreach_mul_, foreach_norm
 
 
@@ -47,7 +45,7 @@ def clip_grad_norm_(
     for optimizer in owners:
         optimizer.reduce_for_caller()
     split = split_gradients(owners, chosen)
-    if split is None and current().tensor > 1:
+    if split is None and whole_model.is_split():
         norm = _clip_in_parts(chosen, max_norm, norm_type, error_if_nonfinite)
     elif split is None:
         norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
@@ -76,21 +74,11 @@ def _clip_in_parts(
     norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
     total = torch.zeros((), dtype=torch.float64)
     if norms:
-        total = torch.linalg.vector_norm(whole_norms(torch.stack(norms), trained, norm_type), norm_type)
+        total = torch.linalg.vector_norm(whole_model.norms(torch.stack(norms), trained, norm_type), norm_type)
     total = total.to(norm_dtype(gradient.dtype for gradient in gradients))
     _check_finite(total, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
     return total
-
-
-def whole_norms(norms: torch.Tensor, parameters: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """Norms of the gradients of whole parameters, from those of this part's slices. Collective over the parts."""
-    split = torch.tensor([cut_of(parameter) is not None for parameter in parameters], device=norms.device)
-    if current().tensor == 1 or not split.any():
-        return norms
-    rows = torch.stack(parts.gather(norms[split]))
-    joined = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, 0)
-    return norms.index_put((split,), joined)
 
 
 def _check_finite(total: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
@@ -185,7 +173,7 @@ class SplitGradients:
             greatest = (sign * known).max().item() if known.numel() else -math.inf
             own = torch.tensor([greatest, known.numel() < values.numel()], dtype=torch.float64)
             of_part = torch.tensor(self._exchange.maximum(own, "norm"), dtype=torch.float64)
-            greatest, has_nan = parts.maximum(of_part).tolist()
+            greatest, has_nan = whole_model.maximum(of_part).tolist()
             return math.nan if has_nan else sign * greatest
         place = {index: number for number, index in enumerate(self._used)}
         sums = torch.zeros(len(place), dtype=torch.float64)
@@ -194,7 +182,7 @@ class SplitGradients:
             sums[place[piece.index]] += ((values != 0) if order == 0 else values**order).sum().item()
         sums = torch.tensor(self._exchange.sum(sums, "norm"), dtype=torch.float64)
         # Sums of powers of the slices add up to those of the whole.
-        sums = whole_norms(sums, [self.sharding.layout.parameters[index] for index in self._used], 1.0)
+        sums = whole_model.norms(sums, [self.sharding.layout.parameters[index] for index in self._used], 1.0)
         return float(sums.count_nonzero() if order == 0 else sums.sum() ** (1.0 / order))
 
     def norm_as_whole(self, order: float) -> torch.Tensor:

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import torch
 
+from hvd_ckpt.processes import whole_model
 from hvd_ckpt.reduction.agreement import broadcast_from, in_order
 from hvd_ckpt.reduction.collectives import ranks_of
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.process_sets import release
-from hvd_ckpt.reduction.whole import whole_model_state, whole_optimizer_state
 from hvd_ckpt.sharding import state
 from hvd_ckpt.sharding.flat import FlatParameters
 from hvd_ckpt.sharding.host_memory import OffloadError
@@ -103,7 +103,7 @@ class ShardedOptimizer(ReducedOptimizer):
         here = all_ranks or self.process_set.rank() == 0
         with self.sharding.store.collected(here) as copies:
             state = copied_state(model, {copy.data_ptr() for copy in copies}) if here else None
-            return None if state is None else whole_model_state(state, model, all_ranks)
+            return None if state is None else whole_model.state(state, model, all_ranks)
 
     def unshard(self) -> None:
         """Gives the model whole parameters on every rank. Afterwards another optimizer can be created for it. Collective.
@@ -413,7 +413,7 @@ class ShardedOptimizer(ReducedOptimizer):
             return None
         whole = state.Sources(parts, []).states(state.whole_ranges(self))
         result = {"state": whole, "param_groups": state.numbered(own["param_groups"], sharding.groups)}
-        return whole_optimizer_state(result, itertools.chain.from_iterable(sharding.groups), all_ranks)
+        return whole_model.optimizer_state(result, itertools.chain.from_iterable(sharding.groups), all_ranks)
 
     def weight_pieces(self) -> list[tuple[str, int, int, torch.Tensor]]:
         """This rank's exact weights. Each item has the name, the first element and the last element + 1 in the parameter's memory

@@ -74,20 +74,6 @@ def cut_of(parameter: Tensor) -> Cut | None:
     return cut
 
 
-def shape_of_first(parameter: Tensor, parts: int) -> list[int]:
-    """The shape that the first part has of a parameter; the longest."""
-    shape, cut = list(parameter.shape), cut_of(parameter)
-    if cut is not None:
-        shape[cut.dim] = cut.length(parts, 0)
-    return shape
-
-
-def is_uneven(parameter: Tensor, parts: int) -> bool:
-    """Whether the parts have slices of different sizes of a parameter."""
-    cut = cut_of(parameter)
-    return cut is not None and cut.length(parts, 0) != cut.length(parts, parts - 1)
-
-
 def mark(parameter: Tensor, cut: Cut) -> None:
     """Notes how a parameter, which holds its part, is cut."""
     # An attribute does not go over to a new parameter, nor through copy.deepcopy(): whoever makes one must mark it again.

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from hvd_ckpt.processes import whole_model
 from hvd_ckpt.processes.grid import Grid
-from hvd_ckpt.sharding.clipping import SplitGradients, norm_dtype, owners_of, split_gradients, whole_norms
+from hvd_ckpt.sharding.clipping import SplitGradients, norm_dtype, owners_of, split_gradients
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 
@@ -53,7 +54,7 @@ def clip_over_stages(
     gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
     norms_here = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients.values()]
     if norms_here:
-        whole = whole_norms(torch.stack(norms_here), list(gradients), norm_type)
+        whole = whole_model.norms(torch.stack(norms_here), list(gradients), norm_type)
         measured[[places[parameter] for parameter in gradients]] = whole.cpu()
     norms, dtype = _gathered(grid, measured, {gradient.dtype for gradient in gradients.values()})
     # A stage without a parameter has -1 in its place. Copies of a tied parameter have equal norms, one of which counts.
