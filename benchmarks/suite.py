@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import yaml
+from pydantic import BeforeValidator, Field, create_model
 
 from benchmarks.case import Case, Row
-from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.jobs import reason
 from hvd_ckpt.app.compare.runner.options import BenchRun, Steps, bench_command
 from hvd_ckpt.app.compare.runner.report import (
@@ -33,15 +33,17 @@ from hvd_ckpt.app.compare.runner.report import (
 )
 from hvd_ckpt.app.compare.runner.settings import (
     CONTROLLERS,
+    OF_DEVICE,
     BenchSettings,
+    Controllers,
+    Device,
+    Seconds,
     check_devices,
-    controllers_of,
-    device_setting,
     names_of,
     numbers_of,
-    setting,
 )
 from hvd_ckpt.app.compare.runner.stats import alternating
+from hvd_ckpt.app.training.field_types import Count
 from hvd_ckpt.utils.named import import_named
 
 Compared = str | Callable[[Row, Sequence[Row]], Any]
@@ -171,50 +173,41 @@ class Suite:
     def settings(self) -> type[BenchSettings]:
         """What the command line says: the options of all suites, and the axes of this one."""
 
-        def option(name: str, help: str, default: Any, **more: Any) -> Any:
-            return setting(help, default, quick=self.quick.get(name), **more)
+        def option(name: str, kind: Any, help: str, default: Any) -> tuple[Any, Any]:
+            extra = {"quick": self.quick[name]} if name in self.quick else None
+            return kind, Field(default, description=help, json_schema_extra=extra)
 
+        Names = tuple[str, ...]
         engines, whose = names_of(self.engines), ""
         if self.worker == WORKER:
             engines = names_of(find="benchmarks.engines:find_engine")
             whose = ", or module:Class of your own; by default also those that name the suite themselves"
-        controllers = controllers_of if self.launched else names_of(CONTROLLERS)
+        controllers = Controllers if self.launched else Annotated[Names, names_of(CONTROLLERS)]
+        workloads = Annotated[Names, names_of(self.workloads)]
+        names = {name: ",".join(getattr(self, name)) for name in ("workloads", "engines")} | dict(self.chosen)
         fields: dict[str, Any] = {
-            "np": option("np", "Numbers of ranks.", self.np, type=numbers_of("ranks")),
-            "controller": option("controller", "What starts the ranks.", self.controllers, type=controllers),
-            "workloads": option(
-                "workloads",
-                "What is trained.",
-                self.chosen.get("workloads", ",".join(self.workloads)),
-                type=names_of(self.workloads),
-            ),
-            "engines": option(
-                "engines",
-                f"Engines{whose}.",
-                self.chosen.get("engines", ",".join(self.engines)),
-                type=engines,
-            ),
-        }
+            "np": option("np", Annotated[tuple[int, ...], numbers_of("ranks")], "Numbers of ranks.", self.np),
+            "controller": option("controller", controllers, "What starts the ranks.", self.controllers),
+            "workloads": option("workloads", workloads, "What is trained.", names["workloads"]),
+            "engines": option("engines", Annotated[Names, engines], f"Engines{whose}.", names["engines"]),
+        }  # fmt: skip
         for name, axis in self.axes.items():
-            words = axis.default or ",".join(axis.values)
-            fields[name] = option(name, axis.help, words, type=names_of(axis.values))
+            fields[name] = option(
+                name, Annotated[Names, names_of(axis.values)], axis.help, axis.default or ",".join(axis.values)
+            )
         if self.launched or self.rounds > 1:
             rounds = "Steps in turn." if self.together else "Jobs per engine, alternating."
-            fields["rounds"] = option("rounds", rounds, self.rounds)
+            fields["rounds"] = option("rounds", Count, rounds, self.rounds)
         if self.launched:
             if not self.together:
-                fields["steps"] = option("steps", "Timed steps per job.", self.steps)
-            fields["device"] = device_setting()
-            fields["timeout"] = setting("Seconds for one job.", 600.0, type=click.FloatRange(1))
+                fields["steps"] = option("steps", Count, "Timed steps per job.", self.steps)
+            fields["device"] = option("device", Device, OF_DEVICE, "cpu")
+            fields["timeout"] = option("timeout", Seconds, "Seconds for one job.", 600.0)
         given = "Sizes of the workloads in place of the suite's, such as batch=16,layers=4."
-        fields["set"] = option("set", given, "", type=_sizes)
+        fields["set"] = option("set", Annotated[dict[str, Any] | None, BeforeValidator(_sizes)], given, None)
         quick = "Few ranks, few rounds, small models: whether it works, not how fast it is."
-        fields["quick"] = setting(quick, False)
-        annotated = [(name, Any, value) for name, value in fields.items()]
-        check = {"check": lambda self: check_devices(getattr(self, "device", "cpu"), max(self.np))}
-        return dataclasses.make_dataclass(
-            "Settings", annotated, bases=(BenchSettings,), frozen=True, namespace=check
-        )
+        fields["quick"] = option("quick", bool, quick, False)
+        return create_model("Settings", __base__=BenchSettings, **fields)
 
     def cases(self, settings: Any) -> Iterator[Case]:
         """The cases of these settings, with the options and the sizes of this suite."""
@@ -231,10 +224,11 @@ class Suite:
         """Runs all jobs, saves the report before each, prints it."""
         from benchmarks.engines import engines_for, find_engine
 
+        check_devices(getattr(settings, "device", "cpu"), max(settings.np))
         left_out = {}
         if self.worker == WORKER:
             if settings.engines == tuple(self.engines):
-                settings = dataclasses.replace(settings, engines=(*settings.engines, *engines_for(self.name)))
+                settings = settings.model_copy(update={"engines": (*settings.engines, *engines_for(self.name))})
             reasons = {engine: find_engine(engine).unavailable() for engine in settings.engines}
             left_out = {engine: why for engine, why in reasons.items() if why}
         rows = [Row(case) for case in self.cases(settings) if case.engine not in left_out]
@@ -384,11 +378,11 @@ class Suite:
         return report
 
 
-def _sizes(option: str, text: str) -> dict[str, Any] | None:
+def _sizes(text: str | None) -> dict[str, Any] | None:
     """Reads sizes, separated by commas; without any there are none."""
-    pairs = [entry.partition("=") for entry in text.split(",") if entry]
+    pairs = [entry.partition("=") for entry in (text or "").split(",") if entry]
     if wrong := [name for name, _, value in pairs if not value]:
-        raise BadArgument(f"{option}: '{wrong[0]}' has no value: give such as batch=16")
+        raise ValueError(f"'{wrong[0]}' has no value: give such as batch=16")
     return {name: yaml.safe_load(value) for name, _, value in pairs} or None
 
 

@@ -11,7 +11,7 @@ from benchmarks.__main__ import benchmarks as bench
 from hvd_ckpt.app.compare.command import compare
 
 COMPARE = [
-    ("--np 0", "'--np'"),
+    ("--np 0", "--np is 0"),
     ("--controller smoke", "'smoke'"),
     ("--engines nccl", "no engine 'nccl': choose among hvd_ckpt, horovod, horovod-groups, ddp"),
     ("--engines ddp", "--subject hvd_ckpt"),
@@ -35,7 +35,7 @@ BENCH = [
     ("reduce --controller nccl", "--controller: 'nccl'"),
     ("reduce --workloads resnet", "--workloads: 'resnet'"),
     ("reduce --engines ddp,ddp", "--engines: 'ddp'"),
-    ("reduce --rounds 0", "'--rounds'"),
+    ("reduce --rounds 0", "--rounds is 0"),
     ("reduce --device cuda", "--device cuda"),
     ("shard --device cuda", "--device cuda"),
     ("recompute --device meta", "'meta'"),

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
+from pydantic import Field
 
 from benchmarks.suites.pipeline import pipeline
 from benchmarks.suites.recompute import recompute
@@ -20,8 +21,9 @@ from benchmarks.workloads import WORKLOADS, workload
 from hvd_ckpt.app.compare.runner.jobs import JobError, RankJob, run_job
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.report import Report, Table
-from hvd_ckpt.app.compare.runner.settings import BenchSettings, setting
+from hvd_ckpt.app.compare.runner.settings import BenchSettings
 from hvd_ckpt.app.compare.runner.stats import Quartiles, alternating, quartiles, quartiles_of_ratios, slowest
+from hvd_ckpt.app.training.field_types import Count
 from hvd_ckpt.processes.commands import Process, error_line
 from hvd_ckpt.processes.launchers import launched_rank
 
@@ -140,9 +142,8 @@ def test_a_report_is_a_page_results_for_programs_and_pictures(tmp_path: Path) ->
 
 @pytest.mark.parametrize("success", [True, False])
 def test_a_command_writes_its_report_and_ends_with_its_status(tmp_path: Path, success: bool) -> None:
-    @dataclass(frozen=True)
     class Settings(BenchSettings):
-        steps: int = setting("Of the thing.", 2)
+        steps: Count = Field(2, description="Of the thing.")
 
     @bench_command(Settings)
     def thing(run: BenchRun, settings: Settings) -> None:

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic.fields import FieldInfo
 
 from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors
+from hvd_ckpt.app.cli.options import options_of, values_of
 from hvd_ckpt.app.models.catalog import overview
 from hvd_ckpt.app.training.config import GROUPS, RENAMED, Config, ConfigError, read_yaml
-from hvd_ckpt.app.training.field_types import Options, is_text
+from hvd_ckpt.app.training.field_types import Options
 from hvd_ckpt.app.training.supervise import Commands, asked_by, supervise
 from hvd_ckpt.processes.launchers import RANK_VARIABLES, is_elastic, launched_rank
 from hvd_ckpt.processes.probe import find_launcher, launcher_environment
 from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.folders import new_folder
-from hvd_ckpt.utils.plain_data import named, parsed
 from hvd_ckpt.utils.text import SECONDS, talking
 
 if TYPE_CHECKING:
@@ -34,22 +33,6 @@ if TYPE_CHECKING:
 
 # One setting of these replaces the others.
 ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments"})
-
-
-def _flag(name: str, field: FieldInfo) -> click.Option:
-    flag, help = name.replace("_", "-"), field.description or ""
-    if field.annotation is bool:
-        return click.Option(
-            [f"--{flag}/--no-{flag}", name],
-            default=None,
-            help=f"{help}  [default: {flag}]" if field.default else help,
-        )
-    # A mapping is given by one flag for each of its entries, so the flag is the singular: --model-option layers=2.
-    if field.annotation == Options:
-        return click.Option([f"--{flag[:-1]}", name], multiple=True, metavar="NAME=VALUE", help=help)
-    if field.default is not None and not field.is_required() and str(field.default):
-        help += f"  [default: {field.default}]"
-    return click.Option([f"--{flag}", name], default=None, metavar="VALUE", help=help)
 
 
 def _train(
@@ -153,19 +136,13 @@ def _config(file: str | None, flags: dict[str, Any]) -> Config:
         given = {*values, *(name for name, value in flags.items() if value is not None)}
         # Settings of the file win over those of the resumed run, and flags, below, over both.
         values = {**_settings_of_run(str(resume), given), **values}
-    for name, value in flags.items():
-        flag = f"--{name.replace('_', '-')}"
-        try:
-            if Config.model_fields[name].annotation == Options:
-                # Options of a flag are added to those of the file one by one; other settings replace.
-                if options := named(flag.removesuffix("s"), value):
-                    values[name] = {**(values.get(name) or {}), **options}
-            elif isinstance(value, str) and not is_text(Config.model_fields[name].annotation):
-                values[name] = parsed(value)
-            elif value is not None:
-                values[name] = value
-        except ValueError as error:
-            raise ConfigError(f"{flag}: {error}") from None
+    try:
+        for name, value in values_of(Config, flags).items():
+            # Options of a flag are added to those of the file one by one; other settings replace.
+            adds = Config.model_fields[name].annotation == Options
+            values[name] = {**(values.get(name) or {}), **value} if adds else value
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return Config.make(values)
 
 
@@ -269,7 +246,7 @@ train = _Train(
     callback=_train,
     params=[
         click.Argument(["file"], required=False, metavar="[FILE]"),
-        *[_flag(name, field) for name, field in Config.model_fields.items()],
+        *options_of(Config),
         click.Option(
             ["--max-restarts"],
             type=click.IntRange(0),

@@ -6,63 +6,66 @@ nothing can be compared.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import click
+from pydantic import Field
 
 from hvd_ckpt.app.cli.command_line import BadArgument
 from hvd_ckpt.app.compare.runner.options import BenchRun, bench_command
 from hvd_ckpt.app.compare.runner.settings import (
+    OF_DEVICE,
     BenchSettings,
-    controller_setting,
-    device_setting,
+    Controller,
+    Device,
+    Seconds,
+    TextFile,
     names_of,
     numbers_of,
-    setting,
-    text_setting,
 )
+from hvd_ckpt.app.training.field_types import Count, one_of
 
 if TYPE_CHECKING:
     from hvd_ckpt.app.compare.launch import Event
 
-VARIANTS = "none,reentrant,non-reentrant,explicit"
+VARIANTS = ("none", "reentrant", "non-reentrant", "explicit")
+FIND = "hvd_ckpt.app.compare.runner.engines:find_engine"
 PRECISIONS = ("fp32", "fp16", "bf16", "apex-O1")
+Natural = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
 class CompareSettings(BenchSettings):
     """The options, as they are given."""
 
-    size: int = setting("Ranks.", 2, note="NP, else 2", flag="np", envvar="NP")
-    controller: str = controller_setting()
-    engines: tuple[str, ...] | None = setting(
-        "Engines, or module:Class of your own.",
-        note="this library, Horovod, DDP and Apex",
-        type=names_of(find="hvd_ckpt.app.compare.runner.engines:find_engine"),
+    np: Count = Field(2, description="Ranks; NP is the default.", json_schema_extra={"envvar": "NP"})
+    controller: Controller = Field("auto", description="Controller that starts the ranks: auto, gloo, mpi.")
+    engines: Annotated[tuple[str, ...] | None, names_of(find=FIND)] = Field(
+        None,
+        description="Engines, or module:Class of your own.  [default: this library, Horovod, DDP and Apex]",
     )
-    workloads: str | None = setting("Models on real data, or 'nothing'.", note="all")
-    scenarios: str | None = setting("Small hard models, or 'nothing'.", note="all")
-    variants: tuple[str, ...] = setting("Ways to recompute.", VARIANTS, type=names_of(VARIANTS.split(",")))
-    chunks: tuple[int, ...] | None = setting(
-        "Numbers of segments.",
-        note="1,2,4; with --quick 2",
-        type=numbers_of("segments"),
+    workloads: str | None = Field(None, description="Models on real data, or 'nothing'.  [default: all]")
+    scenarios: str | None = Field(None, description="Small hard models, or 'nothing'.  [default: all]")
+    variants: Annotated[tuple[str, ...], names_of(VARIANTS)] = Field(
+        VARIANTS, description="Ways to recompute."
     )
-    steps: int = setting("Steps of each training run.", 4)
-    passes: int = setting("Timed jobs per engine, alternating.", 1, type=click.IntRange(0))
-    precision: str = setting("Of the training.", "fp32", type=click.Choice(PRECISIONS))
-    device: str = device_setting()
-    quick: bool = setting("Tiny models, two segments, one timed pass.", False)
-    full: bool = setting("DenseNet-264 and BERT-base instead of small ones.", False)
-    text: str | None = text_setting()
-    seed: int = setting("Of weights, batches and dropout.", 1, type=click.IntRange(0))
-    timeout: float = setting("Seconds without a step that count as a hang.", 90.0, type=click.FloatRange(1))
-    subject: str | None = setting("The engine that must be right for exit status 0.", note="hvd_ckpt")
-
-    def check(self) -> None:
-        if self.quick and self.full:
-            raise BadArgument("--quick and --full exclude each other: give one")
+    chunks: Annotated[tuple[int, ...] | None, numbers_of("segments")] = Field(
+        None, description="Numbers of segments.  [default: 1,2,4; with --quick 2]"
+    )
+    steps: Count = Field(4, description="Steps of each training run.")
+    passes: Natural = Field(1, description="Timed jobs per engine, alternating.")
+    precision: Annotated[str, one_of("precision", *PRECISIONS)] = Field(
+        "fp32", description=f"Of the training: {', '.join(PRECISIONS)}."
+    )
+    device: Device = Field("cpu", description=OF_DEVICE)
+    quick: bool = Field(False, description="Tiny models, two segments, one timed pass.")
+    full: bool = Field(False, description="DenseNet-264 and BERT-base instead of small ones.")
+    text: TextFile | None = Field(
+        None, description="Training text.  [default: the source text of Python's library]"
+    )
+    seed: Natural = Field(1, description="Of weights, batches and dropout.")
+    timeout: Seconds = Field(90.0, description="Seconds without a step that count as a hang.")
+    subject: str | None = Field(
+        None, description="The engine that must be right for exit status 0.  [default: hvd_ckpt]"
+    )
 
     @property
     def scale(self) -> str:
@@ -78,6 +81,8 @@ def compare(run: BenchRun, settings: CompareSettings) -> None:
     which order gradients are reduced, the time of a step, and the peak memory. The exit status is 0 only if this library
     is right everywhere.
     """
+    if settings.quick and settings.full:
+        raise BadArgument("--quick and --full exclude each other: give one")
     from hvd_ckpt.app.compare.comparison import Comparison  # which imports PyTorch
 
     comparison = Comparison(settings, run)

@@ -51,7 +51,7 @@ class Comparison:
             raise BadArgument(
                 f"--subject {self.subject} is not among the engines {', '.join(self.engines)}: add it, or judge another"
             )
-        self.size = options.size
+        self.size = options.np
         check_devices(options.device, self.size)
         no_apex = apex_unavailable() if options.precision.startswith("apex") else None
         if no_apex:

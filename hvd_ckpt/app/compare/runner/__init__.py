@@ -1,6 +1,6 @@
 """The runner under the comparison and under every benchmark.
 
-settings    a frozen dataclass of settings, from which the options of a command follow
+settings    schemas of settings, from which the options of a command follow, and types of their fields
 options     ``bench_command`` and ``BenchRun``: output folder, progress, jobs and their failures, report, exit status
 jobs        ``RankJob`` (a dataclass that the ranks are given) and ``run_job``; ``rank`` is the program of each rank
 report      ``Column`` (a value of each case), ``Table`` and ``Report``: terminal, ``report.md``, ``results.json``, pictures

@@ -22,15 +22,11 @@ from hvd_ckpt.app.cli.command_line import (
     output_folder,
     progress_bar,
 )
+from hvd_ckpt.app.cli.options import options_of
 from hvd_ckpt.app.compare.runner import jobs
 from hvd_ckpt.app.compare.runner.jobs import R, RankJob
 from hvd_ckpt.app.compare.runner.report import Report, Table, machine_facts
-from hvd_ckpt.app.compare.runner.settings import (
-    BenchSettings,
-    chosen_values,
-    in_words,
-    options_of,
-)
+from hvd_ckpt.app.compare.runner.settings import BenchSettings
 
 LONGEST = 7200.0  # seconds, of a job
 SUITES = "python -m benchmarks"  # the program whose commands they are
@@ -152,9 +148,12 @@ class BenchRun:
             facts: further lines, or others in the place of settings.
             **more: further attributes of the report.
         """
-        values = chosen_values(self.settings)
-        told = {**values, **(facts or {})}
-        lines = {name: in_words(value) for name, value in told.items() if value is not None}
+        values = self.settings.chosen()
+        lines = {
+            name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            for name, value in {**values, **(facts or {})}.items()
+            if value is not None
+        }
         failures = [f"{name}: {why}" for name, why in self.failures.items()]
         return Report(title, machine_facts() | lines, tables, results, failures, settings=values, **more)
 
@@ -196,8 +195,7 @@ def bench_command(
 
         @functools.wraps(function)
         def command(output: str | None, **options: Any) -> None:
-            chosen = settings(**options)
-            chosen.check()
+            chosen = settings.make(options)
             function(BenchRun(name, output, width, chosen, program), chosen)
 
         default = f"runs/{name}-<time>"

@@ -1,128 +1,68 @@
-"""Settings of a benchmark: a frozen dataclass from whose fields the options of its command follow.
-
-A field says everything about its option::
-
-    @dataclass(frozen=True)
-    class Settings(BenchSettings):
-        steps: int = setting("Timed steps per job.", 5, quick=1)
-        quick: bool = setting("A tiny model.", False)
-
-The default of an option may depend on ``--quick``. Values have been checked when a command sees them.
-"""
+"""Settings of a benchmark, from whose fields its options follow (:mod:`hvd_ckpt.app.cli.options`), and types of these fields."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import click
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from typing_extensions import Self
 
 from hvd_ckpt.app.cli.command_line import BadArgument, check_controller, split_names
+from hvd_ckpt.app.cli.options import values_of
+from hvd_ckpt.app.training.field_types import one_of
 from hvd_ckpt.utils.named import import_named
+from hvd_ckpt.utils.schema import Strict, first_error
 from hvd_ckpt.utils.text import BUILD_HOROVOD
 
 CONTROLLERS = ("gloo", "mpi")
 
 
-@dataclass(frozen=True)
-class BenchSettings:
-    """The base of all settings."""
+class BenchSettings(Strict):
+    """The base of all settings. With ``--quick`` a field may have another default: ``Field(5, json_schema_extra={"quick": 1})``."""
 
-    def check(self) -> None:
-        """Checks what concerns several settings, before anything is written.
+    model_config = ConfigDict(validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_quick(cls, given: dict[str, Any]) -> dict[str, Any]:
+        extras: dict[str, Any] = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        quick = {name: extra["quick"] for name, extra in extras.items() if extra and "quick" in extra}
+        return quick | given if given.get("quick") else given
+
+    @classmethod
+    def make(cls, options: Mapping[str, Any]) -> Self:
+        """The settings with these options of the command line.
 
         Raises:
-            BadArgument: they do not go together.
+            BadArgument: one is invalid.
         """
+        try:
+            return cls(**values_of(cls, options))
+        except ValidationError as error:
+            raise BadArgument(f"--{first_error(error)}") from None
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
+
+    def chosen(self) -> dict[str, Any]:
+        """The value of each option that says what is measured, for a report."""
+        return {
+            name: getattr(self, name) for name in type(self).model_fields if name not in ("quick", "timeout")
+        }
 
 
-Parse = Callable[[str, str], Any]
-"""From the option and the text that was given to the value; raises BadArgument."""
+def _read(read: Callable[[str, str], Any]) -> BeforeValidator:
+    """A validator that reads a text, or a number that was one, given the option."""
+
+    def validate(value: Any, info: ValidationInfo) -> Any:
+        return read(f"--{info.field_name}", str(value)) if isinstance(value, str | int) else value
+
+    return BeforeValidator(validate)
 
 
-def setting(
-    help: str,
-    default: Any = None,
-    *,
-    quick: Any = None,
-    flag: str = "",
-    type: click.ParamType[Any] | Parse | None = None,
-    note: str = "",
-    **more: Any,
-) -> Any:
-    """A field of a settings class.
-
-    Args:
-        help: of the option.
-        default: as on the command line; None for none.
-        quick: the default with ``--quick``, where it differs.
-        flag: the option's name without dashes, where it is not the field's.
-        type: click's type of the value, or what reads the text; without one a whole number as default makes it a number from 1.
-        note: the default in words, where it is not a value.
-        **more: further arguments of click's option, such as ``metavar``, the word for the value in the help, and ``envvar``.
-    """
-    words = {"help": help, "default": default, "quick": quick, "flag": flag, "type": type}
-    words |= {"note": note, "more": more}
-    return dataclasses.field(metadata={"option": words})
-
-
-def options_of(settings: type[BenchSettings]) -> list[click.Parameter]:
-    """The options of a command with these settings."""
-    return [_option(field.name, field.metadata["option"]) for field in dataclasses.fields(settings)]
-
-
-def _option(name: str, words: Mapping[str, Any]) -> click.Option:
-    names, help = [f"--{words['flag'] or name.replace('_', '-')}", name], words["help"]
-    default, quick, kind = words["default"], words["quick"], words["type"]
-    if default is False:
-        return click.Option(names, is_flag=True, is_eager=name == "quick", help=help)
-    told = words["note"] or default
-    if quick is not None:
-        told = f"{told}; with --quick {quick}"
-    if told is not None:
-        help += f"  [default: {told}]"
-    if kind is None and isinstance(default, int):
-        kind = click.IntRange(1)
-
-    # --quick is eager: click has read it before it asks for a default.
-    def by_size() -> Any:
-        return quick if click.get_current_context().params["quick"] else default
-
-    def read(context: click.Context, option: click.Parameter, value: Any) -> Any:
-        # A value from the command line and a default given as text are read alike. Other defaults, such as
-        # numbers, are the value.
-        is_text = isinstance(value, str) and not isinstance(kind, click.ParamType | None)
-        return kind(option.opts[0], value) if is_text else value
-
-    return click.Option(
-        names,
-        type=kind if isinstance(kind, click.ParamType) else None,
-        callback=read,
-        default=default if quick is None else by_size,
-        help=help,
-        **words["more"],
-    )
-
-
-def chosen_values(settings: BenchSettings) -> dict[str, Any]:
-    """The value of each option that says what is measured, for a report."""
-    named = {
-        (field.metadata["option"]["flag"] or field.name).replace("-", "_"): field.name
-        for field in dataclasses.fields(settings)
-    }
-    return {flag: getattr(settings, name) for flag, name in named.items() if name not in ("quick", "timeout")}
-
-
-def in_words(value: Any) -> str:
-    """A value as on the command line."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def names_of(known: Iterable[str] | None = None, find: str = "") -> Parse:
-    """Reads names, separated by commas, each once.
+def names_of(known: Iterable[str] | None = None, find: str = "") -> BeforeValidator:
+    """A validator that reads names, separated by commas, each once.
 
     Args:
         known: all names.
@@ -133,16 +73,11 @@ def names_of(known: Iterable[str] | None = None, find: str = "") -> Parse:
     def look_up(name: str) -> object:
         return import_named("function", find)(name) if find else None
 
-    return lambda option, text: split_names(option, text, known, look_up)
+    return _read(lambda option, text: split_names(option, text, known, look_up))
 
 
-def controllers_of(option: str, text: str) -> tuple[str, ...]:
-    """Reads controllers of Horovod, separated by commas, with which it was built."""
-    return tuple(map(check_controller, split_names(option, text, CONTROLLERS)))
-
-
-def numbers_of(what: str) -> Parse:
-    """Reads whole numbers from 1 of something, separated by commas, each once."""
+def numbers_of(what: str) -> BeforeValidator:
+    """A validator that reads whole numbers from 1 of something, separated by commas, each once."""
 
     def read(option: str, text: str) -> tuple[int, ...]:
         names = split_names(option, text)
@@ -153,38 +88,34 @@ def numbers_of(what: str) -> Parse:
                 )
         return tuple(map(int, names))
 
-    return read
+    return _read(read)
 
 
-def controller_setting() -> Any:
-    """The controller of a command's jobs."""
-
-    def read(option: str, text: str) -> str:
-        if text not in ("auto", *CONTROLLERS):
-            raise BadArgument(f"{option}: '{text}' is not one of auto, {', '.join(CONTROLLERS)}")
-        return check_controller(text)
-
-    return setting("Controller that starts the ranks.", "auto", type=read, metavar="[auto|gloo|mpi]")
+def _controller(option: str, text: str) -> str:
+    if text not in ("auto", *CONTROLLERS):
+        raise BadArgument(f"{option}: '{text}' is not one of auto, {', '.join(CONTROLLERS)}")
+    return check_controller(text)
 
 
-def device_setting() -> Any:
-    """The kind of device of the ranks."""
-    return setting("Of the ranks, each of which has one.", "cpu", type=click.Choice(["cpu", "cuda"]))
+def _text(option: str, text: str) -> str:
+    from hvd_ckpt.app.datasets.tokens import find_text_files
+
+    try:
+        find_text_files(text)
+    except ValueError as error:
+        raise BadArgument(f"{option}: {error}") from None
+    return str(Path(text).resolve())
 
 
-def text_setting() -> Any:
-    """Text to train on; its whole path, since ranks may run in another folder."""
-
-    def read(option: str, text: str) -> str:
-        from hvd_ckpt.app.datasets.tokens import find_text_files
-
-        try:
-            find_text_files(text)
-        except ValueError as error:
-            raise BadArgument(f"{option}: {error}") from None
-        return str(Path(text).resolve())
-
-    return setting("Training text.", note="the source text of Python's library", type=read, metavar="FILE")
+Controller = Annotated[str, _read(_controller)]
+Controllers = Annotated[
+    tuple[str, ...],
+    _read(lambda option, text: tuple(map(check_controller, split_names(option, text, CONTROLLERS)))),
+]
+TextFile = Annotated[str, _read(_text)]  # its whole path, since ranks may run in another folder
+Device = Annotated[str, one_of("device", "cpu", "cuda")]
+Seconds = Annotated[float, Field(ge=1)]
+OF_DEVICE = "Of the ranks, each of which has one: cpu, cuda."
 
 
 def check_devices(kind: str, ranks: int) -> None:
