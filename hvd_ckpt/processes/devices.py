@@ -67,6 +67,23 @@ def local_device() -> torch.device:
     return device
 
 
+def device_named(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: it is neither a CPU nor a CUDA device of this machine.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")  # refused below, like a device that is not supported
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device '{name}': give cpu, cuda, or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device '{name}': this machine has no such device, see `hvd-ckpt doctor`")
+    return device
+
+
 def use_deterministic_kernels() -> None:
     """Has PyTorch compute with kernels that repeat bit for bit, or raise for an operation without one; before CUDA starts."""
     # cuBLAS reads it when its first handle is made, and PyTorch refuses deterministic products without it.

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.training.build import check_functions
 from hvd_ckpt.app.training.config import ConfigError
-from hvd_ckpt.app.training.own import check_functions
 
 MODULE = """
 import torch
@@ -147,7 +147,7 @@ def test_errors_are_one_line(module: Any, settings: dict[str, Any], said: str) -
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"data": "own_module:wide"}, r"model own_module:model: .* shape \(8, 3\)"),
+        ({"data": "own_module:wide"}, r"model own_module:model .* shape \(8, 3\)"),
         ({"loss": "own_module:each"}, r"loss own_module:each: it returned shape \(8,\)"),
         ({"metrics": {"right": "own_module:words"}}, 'metrics: right returned "good"'),
         ({}, None),
@@ -161,7 +161,7 @@ def test_functions_are_tried_before_the_first_step(
     config = hc.training.Config(**{**names, **settings})
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
-        check_functions(config, parts.model, parts.objective, parts.train, torch.device("cpu"))
+        check_functions(config, parts)
     assert all(torch.equal(value, before[name]) for name, value in parts.model.state_dict().items())
 
 

@@ -159,17 +159,12 @@ def check_device(name: str) -> torch.device:
     Raises:
         BadArgument: it is neither cpu nor a CUDA device of this machine.
     """
-    import torch
+    from hvd_ckpt.processes.devices import device_named
 
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BadArgument(f"--device: '{name}' is not a device: give cpu, cuda, or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BadArgument(f"--device: '{name}' is neither cpu nor cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadArgument(f"--device: there is no {name} here: see `hvd-ckpt doctor`")
-    return device
+        return device_named(name)
+    except ValueError as error:
+        raise BadArgument(f"--{error}") from None
 
 
 def output_folder(name: str | None, command: str) -> Path:

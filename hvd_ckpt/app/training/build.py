@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_ckpt.app.datasets.images import open_images
 from hvd_ckpt.app.datasets.shards import Shards
@@ -26,6 +27,7 @@ from hvd_ckpt.sharding.host_memory import init_on_disk
 from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.named import is_named
+from hvd_ckpt.utils.schema import shown
 from hvd_ckpt.utils.text import DOCUMENTS
 
 # Kinds of data to which a setting applies.
@@ -75,7 +77,7 @@ def assemble(config: Config) -> Assembly:
     # The weights follow from the configuration, whatever has been drawn before.
     torch.manual_seed(config.seed)
     offloaded = config.offloaded()
-    on_disk: Any = nullcontext()
+    on_disk: Any = contextlib.nullcontext()
     if offloaded["offload"] == "parameters":
         on_disk = init_on_disk(offloaded["offload_folder"])
     try:
@@ -85,8 +87,6 @@ def assemble(config: Config) -> Assembly:
         raise ConfigError(f"model {config.model}: {' '.join(str(error).split())}") from None
     if entry.folder is not None:
         _check_limits(config, catalog.limits(model), facts)
-    if kind in SETTINGS_OF_DATA["pixels"]:
-        _check_pixels(config, model, train)
     return Assembly(model, objective, train, test)
 
 
@@ -186,20 +186,48 @@ def _check_limits(config: Config, limits: catalog.Limits, facts: dict[str, Any])
         )
 
 
-def _check_pixels(config: Config, model: nn.Module, train: Dataset) -> None:
-    """Runs the model on a smallest micro-batch: it may halve its input to nothing, and a batch norm cannot train on one value."""
-    count = min(config.batch // config.accumulate, len(train))
-    sample = train.batch(range(count), [0] * count)
-    # A synchronized batch norm would wait for the other ranks, which are not here yet.
-    training = config.batch_norm != "synchronized"
-    try:
-        with torch.no_grad(), undisturbed(model, torch.device("cpu")):
-            model.train(training)(*sample.inputs)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        shape = tuple(sample.inputs[0].shape)
-        raise ConfigError(
-            f"pixels: the model {config.model} cannot take micro-batches of shape {shape}: {reason}"
-        ) from None
-    finally:
+def check_functions(config: Config, parts: Assembly) -> None:
+    """Runs model, loss and metrics on one micro-batch, so that what does not fit is found before anything is trained: functions of
+    the user's own, and models of images and volumes, which may halve these to nothing.
+
+    Raises:
+        ValueError: model, loss or metrics cannot take it, or return something else than they must.
+    """
+    model, objective, train, _ = parts
+    of_own_kind = is_named(config.model) or of_own(config) or config.loss or config.metrics
+    if not of_own_kind and not hasattr(train, "channels"):
+        return
+    device = next(model.parameters()).device  # in stages the whole model is on the CPU still
+    count = min(config.batch // config.accumulate, len(train))  # of the smallest micro-batch
+    batch = train.batch(range(count), [0] * count).to(device)
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch.inputs if isinstance(tensor, Tensor))
+    with torch.no_grad(), undisturbed(model, device):
         model.train()
+        try:
+            with _explained(f"the model {config.model} cannot take micro-batches of shape {shapes}"):
+                output = model(*batch.inputs, **batch.shared)
+            with _explained(f"loss {config.loss}: it cannot take the model's output and the targets"):
+                loss = objective.loss(output, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(
+                    f"loss {config.loss}: it returned {what}, and must return a tensor of one element, the mean over the samples"
+                )
+            with _explained("metrics: they cannot take the model's output and the targets"):
+                metrics = objective.metrics(output, batch)
+            for name, value in metrics.items():
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    raise ValueError(
+                        f"metrics: {name} returned {shown(value)}, and must return a tensor of one element, a mean over the samples"
+                    )
+        finally:
+            model.train()
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{what}: {type(error).__name__}: {reason}") from error

@@ -110,7 +110,7 @@ def _train(state: RunState, config: Config) -> Outcome:
     trainer = Trainer(config, *assembly, point=state.point)
     state.follow(trainer)
     if resumes and hvd.rank() == 0:
-        rate = f"learning rate x {trainer.rate_scale:.6g}"
+        rate = f"learning rate x {trainer.schedule.lr / config.lr:.6g}"
         print(f"Resumes after step {trainer.progress.step} on {hvd.size()} ranks, {rate}.", flush=True)
 
     def commit() -> None:

@@ -15,7 +15,7 @@ from hvd_ckpt.parallel.pipeline.chain import Chain
 from hvd_ckpt.parallel.pipeline.pipeline import Pipeline
 from hvd_ckpt.parallel.pipeline.random_state import seed_blocks
 from hvd_ckpt.planning.plan import Plan
-from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, has_gpu_operations, local_device
+from hvd_ckpt.processes.devices import NO_GPU_OPERATIONS, device_named, has_gpu_operations, local_device
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.recompute import CheckpointSequential, verify_recomputation
 from hvd_ckpt.reduction.construction import warn_of_unsynchronized
@@ -32,28 +32,21 @@ def device_of(config: Config) -> torch.device:
     Raises:
         ConfigError: it does not exist, is neither a CPU nor a CUDA device, or Horovod has no operations on it.
     """
-    name = config.device
     try:
-        device = torch.device(name or "cuda")
-    except RuntimeError:
-        # A name that PyTorch does not know is refused below, like a device that is not supported.
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{name}': give cpu, cuda, or cuda:N")
-    if device.type == "cpu":
-        return device
-    if name is not None:
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device '{name}': this machine has no such device, see `hvd-ckpt doctor`")
-        if not has_gpu_operations():
-            raise ConfigError(f"device '{name}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
-    if ":" in (name or ""):
-        torch.cuda.set_device(device)
-        return device
-    try:
+        if config.device is not None:
+            device = device_named(config.device)
+            if device.type == "cpu":
+                return device
+            if not has_gpu_operations():
+                raise ValueError(f"device '{device}': {NO_GPU_OPERATIONS}, {BUILD_HOROVOD}")
+            if device.index is not None:
+                torch.cuda.set_device(device)
+                return device
         return local_device()
     except RuntimeError as error:
-        raise ConfigError(f"device '{name or 'cuda'}': {error}") from None
+        raise ConfigError(f"device '{config.device or 'cuda'}': {error}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def precision_of(config: Config, device: torch.device) -> Precision:
@@ -78,11 +71,11 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     With stages the model stays where it is: each rank's device is to hold its blocks only.
 
     Raises:
-        ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments or stages.
+        ConfigError: it has no batch norm, is not a chain, or has fewer blocks than segments.
     """
     if config.verify.recomputation is not None:
         verify_recomputation(config.verify.recomputation)
-    check_stages(model, config)
+    _check_grid(model, config)
     kind = type(model).__name__
     # A model that will be cut may be larger than a device: only this rank's part of it moves there, in cut_into_stages.
     if not config.in_stages:
@@ -108,12 +101,8 @@ def prepare_model(model: nn.Module, config: Config, device: torch.device) -> nn.
     return seed_blocks(CheckpointSequential(model, segments.number, segments.reentrant))
 
 
-def check_stages(model: nn.Module, config: Config) -> None:
-    """Checks that the job and the model have the configured pipeline stages.
-
-    Raises:
-        ConfigError: the job was started with other numbers of stages or parts, or the model cannot be cut into this number.
-    """
+def _check_grid(model: nn.Module, config: Config) -> None:
+    """Raises ConfigError if the job was started with other numbers of stages or parts, or the model is not a chain."""
     for name, given, started in (
         ("pipeline", config.pipeline.stages, current().stages),
         ("tensor", config.tensor, current().tensor),
@@ -122,23 +111,10 @@ def check_stages(model: nn.Module, config: Config) -> None:
             raise ConfigError(
                 f"{name} {given}: the job was started with {started}, give the same number to init()"
             )
-    if not config.in_stages:
-        return
-    pipeline = config.pipeline
-    stages, each = pipeline.stages, pipeline.virtual_stages_of_each
-    if not isinstance(model, nn.Sequential):
+    if config.in_stages and not isinstance(model, nn.Sequential):
+        kind = type(model).__name__
         raise ConfigError(
-            f"pipeline {stages}: this {type(model).__name__} is not a chain of blocks, make it an nn.Sequential of them"
-        )
-    if len(model) < pipeline.parts_of_model:
-        of_each = f" with {each} parts each" if each > 1 else ""
-        raise ConfigError(
-            f"pipeline {stages}{of_each}: this model has {len(model)} blocks, give at most that many"
-        )
-    if pipeline.balance is not None and sum(pipeline.balance) != len(model):
-        raise ConfigError(
-            f"balance {pipeline.balance}: these are {sum(pipeline.balance)} blocks and this model has {len(model)}, give all of "
-            "them"
+            f"pipeline {config.pipeline}: this {kind} is not a chain of blocks, make it an nn.Sequential of them"
         )
 
 

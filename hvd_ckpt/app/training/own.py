@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 from collections import deque
@@ -12,7 +11,6 @@ from typing import Any
 
 import horovod.torch as hvd
 import numpy
-import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, default_collate
 
@@ -21,9 +19,7 @@ from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.logs import KEYS
 from hvd_ckpt.data.dataset import Dataset, Purpose, generator, validation_size
 from hvd_ckpt.data.objectives import OBJECTIVES, Batch, Objective
-from hvd_ckpt.utils.measure import undisturbed
-from hvd_ckpt.utils.named import import_named, is_named
-from hvd_ckpt.utils.schema import shown
+from hvd_ckpt.utils.named import import_named
 from hvd_ckpt.utils.text import unknown
 
 KIND = "own"  # of data that --data names
@@ -339,51 +335,3 @@ def objective_of(config: Config, kind: str) -> Objective:
     if base is not None and loss is None and not metrics:
         return base
     return OwnObjective(base, loss, metrics)
-
-
-def check_functions(
-    config: Config, model: nn.Module, objective: Objective, train: Dataset, device: torch.device
-) -> None:
-    """Runs functions of the user's own on one micro-batch, so that what does not fit is found before anything is trained.
-
-    Raises:
-        ValueError: model, loss or metrics cannot take it, or return something else than they must.
-    """
-    if not (is_named(config.model) or of_own(config) or config.loss or config.metrics):
-        return
-    count = min(config.micro_batch, len(train))
-    batch = train.batch(range(count), [0] * count).to(device)
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch.inputs if isinstance(tensor, Tensor))
-    with torch.no_grad(), undisturbed(model, device):
-        # A synchronized batch norm would wait for the other ranks, whose functions may raise errors here.
-        model.train(config.batch_norm != "synchronized")
-        try:
-            with _explained(
-                f"model {config.model}: it cannot take a micro-batch of inputs of shape {shapes}"
-            ):
-                output = model(*batch.inputs, **batch.shared)
-            with _explained(f"loss {config.loss}: it cannot take the model's output and the targets"):
-                loss = objective.loss(output, batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(
-                    f"loss {config.loss}: it returned {what}, and must return a tensor of one element, the mean over the samples"
-                )
-            with _explained("metrics: they cannot take the model's output and the targets"):
-                metrics = objective.metrics(output, batch)
-            for name, value in metrics.items():
-                if not isinstance(value, Tensor) or value.numel() != 1:
-                    raise ValueError(
-                        f"metrics: {name} returned {shown(value)}, and must return a tensor of one element, a mean over the samples"
-                    )
-        finally:
-            model.train()
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{what}: {type(error).__name__}: {reason}") from error

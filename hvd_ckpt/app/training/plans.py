@@ -9,10 +9,11 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from hvd_ckpt.app.training.build import Assembly
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.ending import errors_everywhere
 from hvd_ckpt.app.training.modes import Stages, mode_of
+from hvd_ckpt.app.training.prepare import OneRank, Start
+from hvd_ckpt.app.training.resume import plan_text
 from hvd_ckpt.distributed.precision import AUTOCAST
 from hvd_ckpt.parallel.pipeline.stages import StageLayout
 from hvd_ckpt.planning.plan import Plan, PlanError
@@ -22,41 +23,32 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
 from hvd_ckpt.utils.plain_data import write_text
+from hvd_ckpt.utils.text import show_bytes
 
 
-def choose_plan(
-    config: Config,
-    parts: Assembly,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    folder: Path,
-    text: str | None,
-) -> tuple[Plan | None, str | None]:
+def choose_plan(config: Config, one: OneRank, start: Start) -> tuple[Plan | None, str | None]:
     """The configured plan, written to ``plan.json``, and its text. Collective.
 
-    Args:
-        parts: with the whole model, to which the plan is not applied yet. Planning runs it on the first samples.
-        optimizer: optimizer of the model, not distributed.
-        folder: folder of the run.
-        text: text of the run's earlier plan, if it is still valid.
+    Planning runs the whole model, to which the plan is not applied yet, on the first samples.
 
     Raises:
         ConfigError: no plan stays within the budget, or the plan file cannot be read or does not fit; raised on every rank.
     """
     if config.budget is None and config.plan is None:
         return None, None
-    file, first = folder / "plan.json", current().number == 0
+    file, first = start.folder / "plan.json", current().number == 0
+    text = plan_text(config, start.snapshot)  # of the run's earlier plan, if it is still valid
     # The plan of the run before goes to the folder first, since a plan is loaded from a file, which errors name.
     if text is not None:
         with errors_everywhere("hvd_ckpt.train.plan_file"):
             if first:
                 write_text(text, file)
     if text is None and config.plan is None:
-        chosen = _make_plan(config, parts, optimizer, device)
+        chosen = _make_plan(config, one)
     else:
         with errors_everywhere("hvd_ckpt.train.plan"):
             chosen = load_plan(
-                Path(str(config.plan)) if text is None else file, parts.model, config.precision
+                Path(str(config.plan)) if text is None else file, one.parts.model, config.precision
             )
             _check_layout(chosen, config)
     if first:
@@ -66,12 +58,10 @@ def choose_plan(
 
 
 @watchdog.unlimited()
-def _make_plan(
-    config: Config, parts: Assembly, optimizer: torch.optim.Optimizer, device: torch.device
-) -> Plan:
+def _make_plan(config: Config, one: OneRank) -> Plan:
     """A plan for steps of micro-batches."""
     assert config.budget is not None
-    model, objective, train, _ = parts
+    (model, objective, train, _), device = one.parts, one.device
     count = min(config.micro_batch, len(train))
     with errors_everywhere("hvd_ckpt.train.sample"):
         sample = train.batch(range(count), [0] * count).to(device)
@@ -82,7 +72,7 @@ def _make_plan(
             stages["accumulate"],
             stages["schedule"],
             stages["virtual_stages"],
-            _param_scale(model, optimizer, config),
+            _param_scale(model, one.optimizer, config),
         )
         if current().number == 0:
             # The model is cut after planning, so it is still on the CPU; only the process that plans needs it on a device.
@@ -180,3 +170,11 @@ def load_plan(file: Path, model: nn.Module, precision: str) -> Plan:
             f"one with `hvd-ckpt plan --precision {precision}`, or give budget instead"
         )
     return loaded
+
+
+def planned_peak(plan: Plan | None) -> str | None:
+    """The measured peak that a plan's budget limits, in words; None without a plan."""
+    if plan is None or plan.measured is None:
+        return None
+    budget = "" if plan.budget is None else f" of {show_bytes(plan.budget)} budgeted"
+    return f"step's peak {show_bytes(plan.measured.peak_bytes)}{budget}"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.app.training.build import Assembly
 from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.modes import Replicas, Stages, mode_of
 from hvd_ckpt.app.training.own import Stream
+from hvd_ckpt.app.training.prepare import OneRank, Start
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.runtime import controller
 from hvd_ckpt.snapshots.reader import Snapshot
@@ -29,23 +28,15 @@ class DryRun(Exception):
     """The configuration asks for the summary of the run alone."""
 
 
-def print_summary(
-    config: Config,
-    parts: Assembly,
-    device: torch.device,
-    folder: Path,
-    taken: int,
-    steps: int,
-    resumed: Snapshot | None,
-) -> None:
-    """Prints on rank 0 what a run is about to do, after ``taken`` of ``steps`` steps, and what has changed since the snapshot from
-    which it resumes.
+def print_summary(config: Config, one: OneRank, start: Start) -> None:
+    """Prints on rank 0 what a run is about to do, and what has changed since the snapshot from which it resumes.
 
     Raises:
         DryRun: the configuration asks for nothing else; on every rank.
     """
     if current().number == 0:
-        model, objective, train, test = parts
+        (model, objective, train, test), device = one.parts, one.device
+        taken, steps = start.progress.step, start.steps
         parameters = list(model.parameters())
         count = sum(parameter.numel() for parameter in parameters)
         size = sum(parameter.nbytes for parameter in parameters)
@@ -66,13 +57,13 @@ def print_summary(
             "steps": f"{steps - taken:,}{epochs}; {config.optimizer}, learning rate {config.lr:g}, {config.schedule}",
             "memory": _recomputation(config) + (f"; sharded: {config.shard}" if config.is_sharded else ""),
             "ranks": f"{_ranks(config)} on {device}, CPU threads of each: {torch.get_num_threads()}",
-            "folder": str(folder),
+            "folder": str(start.folder),
         }
         if config.local is not None:
             lines["ranks"] += f"; local SGD, averages every {config.local.every} steps"
         if taken:
             lines["steps"] += f"; resumes after step {taken:,} of {steps:,}"
-        if resumed is not None and (changes := _changes(config, resumed)):
+        if start.snapshot is not None and (changes := _changes(config, start.snapshot)):
             lines["changed"] = "; ".join(changes)
         text = "\n".join(f"{name:<7} {line}" for name, line in lines.items())
         print(text, file=sys.stderr, flush=True)

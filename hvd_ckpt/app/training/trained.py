@@ -191,7 +191,7 @@ def generate(
         ConfigError: the model does not predict the next token, or the prompt has no tokens.
     """
     run = settings_of(path)
-    start = Start(run, prompt)
+    start = Continuation(run, prompt)
     if not math.isfinite(temperature):
         raise ConfigError(f"--temperature {temperature}: give a number from 0")
     weights = whole_weights(open_snapshot(path), ema)
@@ -207,7 +207,7 @@ def generate(
         raise ConfigError(f"The model of '{path}' computes nan: choose another snapshot") from None
 
 
-class Start:
+class Continuation:
     """The start of a text, which causal language models continue.
 
     Args:

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, snapshots, stop.
 
 A run is a function of its configuration and its position in the data. So a run that resumes from a snapshot continues exactly like
-the run that wrote it. :func:`~.prepare.prepare` prepares a run, and :meth:`Trainer.run` is the loop.
+the run that wrote it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,26 @@ from torch import nn
 
 from hvd_ckpt.app.training.build import Assembly
 from hvd_ckpt.app.training.config import Config
-from hvd_ckpt.app.training.ending import check_weights
+from hvd_ckpt.app.training.ending import check_weights, config_errors, errors_everywhere
 from hvd_ckpt.app.training.evaluation import EvaluationOptions, evaluate
-from hvd_ckpt.app.training.modes import Parts
+from hvd_ckpt.app.training.modes import Parts, mode_of
 from hvd_ckpt.app.training.own import Stream
-from hvd_ckpt.app.training.prepare import Run, prepare
-from hvd_ckpt.app.training.resume import ResumePoint
+from hvd_ckpt.app.training.plans import choose_plan, planned_peak
+from hvd_ckpt.app.training.prepare import OneRank, Start
+from hvd_ckpt.app.training.profiling import StepTrace, utilization_of_a_unit
+from hvd_ckpt.app.training.report import ProgressLine, Report
+from hvd_ckpt.app.training.resume import ResumePoint, average_weights
+from hvd_ckpt.app.training.summary import print_summary
 from hvd_ckpt.data.dataset import Dataset
 from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import Loader
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.processes.grid import current
+from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.agreement import of_first_process
+from hvd_ckpt.snapshots.content import tensors_of
+from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
+from hvd_ckpt.snapshots.snapshots import Snapshots
 from hvd_ckpt.utils.spans import span
 
 
@@ -53,8 +62,8 @@ class Outcome:
     stopped: str | None = None
 
 
-class Trainer(Run):
-    """A :class:`Run` with a loop, which trains a model over all ranks as configured. Collective: constructed and run on every rank.
+class Trainer:
+    """Trains a model over all ranks as configured. Collective: constructed and run on every rank.
 
     Args:
         config: settings of the run. Those of model and data have been used to build the other arguments.
@@ -64,13 +73,22 @@ class Trainer(Run):
         point: start and folder of the run; by default as configured.
 
     Attributes:
+        folder: folder of logs, plan, pictures and snapshots.
+        model: on the device, with its plan; in pipeline stages this rank's part.
         optimizer: the ``DistributedOptimizer``, or that of ``LocalSGD``.
-        plan: the plan for recomputation, or None.
-        rate_scale: factor of the configured learning rate: 1, or in an elastic job the number of ranks over that at the start.
+        mode: how the ranks share the work of a step.
+        average: average of the weights, if configured.
+        plan, plan_text: the plan for recomputation, and its file, or None.
+        steps: number of steps of the whole run.
+        schedule, progress: the learning rate, and how far the run has come.
+        report, trace: what the run counts, shows and logs, and the trace of the configured steps.
+        snapshots: snapshots of the run, and requests to stop it.
+        reports: requests to stop and losses that are not finite, which single ranks report to all.
         requested_stop: a request to stop before :meth:`run`, as in ``Outcome.stopped``.
 
     Raises:
-        ConfigError: a setting does not fit the model, or a folder or snapshot cannot be used; raised on every rank.
+        ConfigError: a setting does not fit the model, a folder or snapshot cannot be used, or another run uses the folder; raised
+            on every rank.
         DryRun: the configuration requests only the summary of the run.
     """
 
@@ -83,9 +101,82 @@ class Trainer(Run):
         test: Dataset | None = None,
         point: ResumePoint | None = None,
     ) -> None:
-        run = prepare(config, Assembly(model, objective, train, test), point)
-        super().__init__(**vars(run))
+        self.config, self.objective, self.train, self.test = config, objective, train, test
         self._evaluation: dict[str, float] = {}
+        one = OneRank.make(config, Assembly(model, objective, train, test))
+        self.device, self.precision, self.sampler, self.prompt = (
+            one.device,
+            one.precision,
+            one.sampler,
+            one.prompt,
+        )
+        with ExitStack() as undo:
+            # Compared with a whole model and the optimizer of one rank, so read before these are distributed.
+            start = Start.find(config, one, point, undo)
+            self.folder, self.progress, self.steps = start.folder, start.progress, start.steps
+            self.schedule, self._first_ranks = start.schedule, start.first_ranks
+            print_summary(config, one, start)
+            # Both run the whole model with the weights of the snapshot.
+            utilization = utilization_of_a_unit(config, one.parts, one.device)
+            self.plan, self.plan_text = choose_plan(config, one, start)
+            self._distribute(one)
+            # A folder must be empty to be given for a run, and that of a run that cannot start can be given again.
+            with errors_everywhere("hvd_ckpt.train.config"):
+                if current().number == 0:
+                    config.write_yaml(self.folder / "config.yaml")
+            self._load(start, one.callbacks, utilization)
+            undo.pop_all()  # from here on the folder is with the snapshots
+
+    def _distribute(self, one: OneRank) -> None:
+        """Stages, the weights of rank 0, and the optimizer of all ranks, whose hooks need the modules that the plan has changed."""
+        config, Mode, model = self.config, mode_of(self.config), one.parts.model
+        # The names of tied parameters, before the model is cut into stages.
+        _, aliases = tensors_of(model, buffers=False)
+        model = Mode.place(config, model, one.optimizer, one.device, self.plan)
+        broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = Mode.distribute(config, model, one.optimizer, aliases)
+        self.model, self.optimizer = one.precision.prepare(model, optimizer)
+        # The state of shards is different on each rank.
+        if Mode.same_state and config.shard == "none":
+            broadcast_optimizer_state(self.optimizer, root_rank=0)
+        self.average = average_weights(self.optimizer, config.ema)
+        self.mode = Mode(
+            config, self.model, self.optimizer, self.objective, precision=one.precision, device=one.device
+        )
+
+    def _load(self, start: Start, callbacks: list[Any], utilization: float | None) -> None:
+        """The state of the snapshot: shards, moments and random states are known last. Nothing draws random numbers after it."""
+        config, taken = self.config, self.progress.step
+        seed_all(seed_of_rank(config.seed, taken))
+        line = (
+            ProgressLine(self.steps, taken, peak=planned_peak(self.plan)) if current().number == 0 else None
+        )
+        self.report = Report(
+            self.folder,
+            self.mode,
+            line,
+            start=taken,
+            unit=self.objective.unit,
+            utilization=utilization,
+            callbacks=callbacks,
+        )
+        self.trace = StepTrace(config.profile, self.folder, self.report)
+        self.snapshots = Snapshots(
+            self.folder,
+            model=self.model,
+            optimizer=self.optimizer,
+            scaler=self.precision.scaler,
+            average=self.average,
+            keep=config.keep_snapshots,
+            blocking=config.blocking_snapshots,
+            warn=lambda text: self.report.say(f"Warning: {text}"),
+        )
+        self.snapshots.hold(start.lock)
+        if start.snapshot is not None:
+            with config_errors():
+                of_rank = self.snapshots.load(start.snapshot, start.expected)
+                self.report.meter.load_pending(self.mode.logged_in(start.snapshot, of_rank))
+        self.reports = self.mode.reports(config, self.snapshots.stop, self.report.say)
 
     @property
     def requested_stop(self) -> str | None:
@@ -224,7 +315,7 @@ class Trainer(Run):
         replicated = {
             "config": self.config.as_dict(),
             "steps": self.steps,
-            "ranks": self.first_ranks,
+            "ranks": self._first_ranks,
             "progress": self.progress.model_dump(),
             "plan": self.plan_text,
             "samples": len(self.train),
