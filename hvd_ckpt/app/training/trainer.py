@@ -92,6 +92,9 @@ class Trainer:
         DryRun: the configuration requests only the summary of the run.
     """
 
+    model: Any
+    optimizer: Any
+
     def __init__(
         self,
         config: Config,
