@@ -148,7 +148,7 @@ def test_every_model_trains_in_two_stages_with_the_bits_of_one(tmp_path: Path) -
         whole.append(resumed(tmp_path, "whole", "staged", name, "--pipeline=1", "--checkpoint=always"))
         staged.append(resumed(tmp_path, "staged", "whole", name, "--pipeline=2"))
     many = ["--pipeline=2,schedule=interleaved,virtual_stages=99"]
-    staged.append({**run_of(tmp_path, "staged", "vnet", *many), "refused": "blocks"})
+    staged.append({**run_of(tmp_path, "refused", "vnet", *many), "refused": "blocks"})
     run_jobs(tmp_path, {"whole": (1, 1, whole), "staged": (2, 2, staged)})
     for name in MODELS:
         one, two = tmp_path / "whole" / name, tmp_path / "staged" / name
