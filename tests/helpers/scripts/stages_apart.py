@@ -24,7 +24,7 @@ ALONE: dict[str, Any] = {
     "balance": [1, 3],
     "schedule": "gpipe",
     "checkpoint": "never",
-    "costs": [1.0, 2.0, 3.0, 4.0],
+    "sample": torch.ones(2, 4),
     "virtual_stages": 1,
 }
 for owner in (0, 2 * hc.size() - 1):
@@ -34,7 +34,7 @@ for owner in (0, 2 * hc.size() - 1):
             hc.Pipeline(model(), **given)
 WRONG: list[dict[str, Any]] = [
     {"chunks": None},
-    {"chunks": 2, "costs": [1.0]},
+    {"chunks": 2, "sample": torch.ones(2, 4), "balance": "bytes"},
     {"chunks": 2, "balance": [4]},
     {"chunks": 2, "schedule": "x"},
 ]
