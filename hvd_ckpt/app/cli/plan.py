@@ -231,7 +231,9 @@ def _fitting(loaded: Plan, job: PlannedModel, request: Request, device: torch.de
     return dataclasses.replace(loaded, budget=limit)
 
 
-def _planned(job: PlannedModel, loaded: Plan | None, request: Request) -> tuple[Plan, Cost | None, BudgetError | None]:
+def _planned(
+    job: PlannedModel, loaded: Plan | None, request: Request
+) -> tuple[Plan, Cost | None, BudgetError | None]:
     """The plan with its measured cost, that without recomputation (where it fits), and the error if it is only the nearest plan.
     A plan for stages is not measured."""
     from hvd_ckpt.planning.step import Step

@@ -130,10 +130,14 @@ def _of_catalogue(
             )
     batch = draw(**known).to(device)
     objective = OBJECTIVES[entry.kind]()
-    return PlannedModel(model.to(device), batch.inputs, batch.shared, lambda output: objective.loss(output, batch))
+    return PlannedModel(
+        model.to(device), batch.inputs, batch.shared, lambda output: objective.loss(output, batch)
+    )
 
 
-def _returned(name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device) -> PlannedModel:
+def _returned(
+    name: str, sizes: Mapping[str, int], options: Mapping[str, Any], device: torch.device
+) -> PlannedModel:
     function = import_named("model", name)
     known = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
