@@ -13,7 +13,7 @@ import torch
 from benchmarks.case import Case, Row
 from benchmarks.suite import Axis, Suite
 from benchmarks.suites.scale import GPT
-from benchmarks.worker import Found, Job
+from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.compare.runner.report import Column, save_figure
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.prediction.computation import Sample, counted
@@ -28,7 +28,7 @@ CLUSTER = {
 }  # samples of a rank; Gbit/s of a rank
 
 
-def predict(job: Job) -> list[Found]:
+def predict(job: MeasuredJob) -> list[Found]:
     """What comes of each case."""
     return [predicted(case) for case in job.cases]
 

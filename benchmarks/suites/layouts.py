@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.case import Case
 from benchmarks.suite import Axis, Suite
 from benchmarks.suites.scale_on_hosts import hosts, on_hosts
-from benchmarks.worker import Found, Job
+from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.cli.layout import job_of, settings_of
 from hvd_ckpt.app.compare.runner.report import Column
 from hvd_ckpt.app.training.trial import Trial, trial
@@ -29,7 +29,7 @@ class Sweep:
         seconds: in which links and computation were measured and layouts compared.
     """
 
-    def __init__(self, job: Job, case: Case) -> None:
+    def __init__(self, job: MeasuredJob, case: Case) -> None:
         sizes = dict(case.sizes)
         self._name, batch = sizes.pop("model"), sizes.pop("batch")
         self._sizes, self._job = sizes, job
@@ -103,7 +103,7 @@ class Sweep:
         return [str(row.layout), row.seconds, row.peak, row.recomputing, row.limit, row.budget, runs]
 
 
-def measure(job: Job) -> list[Found]:
+def measure(job: MeasuredJob) -> list[Found]:
     """What comes of each case."""
     kinds._SECONDS_PER_KIND = SECONDS_PER_KIND
     sweeps: dict[str, Sweep] = {}
