@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 
 import pytest
@@ -27,16 +28,24 @@ MIB = 1 << 20
 DEFAULT = Network()
 
 
-def job(
-    memory: float, ranks: int = 8, batch: int = 64, network: Network = DEFAULT, tflops: float = 1.0
-) -> Job:
+@functools.cache
+def counting(tflops: float) -> Job:
+    """A job whose computation is counted once for all clusters and memories."""
     with torch.device("meta"):
         model = gpt(**SIZES)
 
     def sample(samples: int) -> Sample:
         return Sample((torch.zeros(samples, SIZES["length"], dtype=torch.long, device="meta"),), {}, None)
 
-    return Job(model, batch, int(memory * MIB), ranks, network, sample).counted(tflops)
+    return Job(model, 1, 0, 1, DEFAULT, sample).counted(tflops)
+
+
+def job(
+    memory: float, ranks: int = 8, batch: int = 64, network: Network = DEFAULT, tflops: float = 1.0
+) -> Job:
+    return dataclasses.replace(
+        counting(tflops), batch=batch, memory=int(memory * MIB), ranks=ranks, network=network
+    )
 
 
 def fitting(rows: list[LayoutRow]) -> list[LayoutRow]:
