@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from hvd_ckpt.processes import device_link, grid, links, rendezvous, single_copy, uncaught, watchdog
+from hvd_ckpt.processes import grid, rendezvous, single_copy, uncaught, watchdog
 from hvd_ckpt.processes.grid import require_initialized
 from hvd_ckpt.processes.launchers import adopt_launcher, check_environment, whole_in
 from hvd_ckpt.utils import run_warnings
@@ -187,6 +187,8 @@ def init(
 
 def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Starts Horovod as one world per pipeline stage and part; returns its keyword arguments."""
+    from hvd_ckpt.processes import device_link, links  # most jobs have neither stages nor parts
+
     given = {"stages": stages if stages != 1 else None, "tensor": tensor if tensor != 1 else None}
     check({**given, "comm": bool(args) or kwargs.get("comm") is not None})
     own = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
