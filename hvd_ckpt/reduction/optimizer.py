@@ -74,6 +74,7 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
     keep_groups: Callable[[torch.optim.Optimizer], None]
     can_join = True  # allreduces alone, in which ranks without data may be absent
     outlasts_ranks = True  # of an elastic job
+    is_local = False  # ranks have weights of their own, between which there are averages
 
     def begin_reduction(
         self,

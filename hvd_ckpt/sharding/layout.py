@@ -57,7 +57,7 @@ class TensorSpec:
 
 def is_packed(tensor: torch.Tensor) -> bool:
     """Whether a tensor fills consecutive memory, each place with one element."""
-    return not tensor.numel() or is_dense(tensor.shape, tensor.stride())
+    return tensor.is_contiguous() or not tensor.numel() or is_dense(tensor.shape, tensor.stride())
 
 
 class ShardSpan(NamedTuple):

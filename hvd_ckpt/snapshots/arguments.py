@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
@@ -41,7 +40,7 @@ def check_arguments(
     if keep < 1:
         raise ValueError(f"Snapshots: keep is {keep}: keep 1 snapshot or more")
     _check_extra_states(model)
-    if isinstance(optimizer, LocalOptimizer):
+    if optimizer.is_local:
         _check_local(optimizer, average)
 
 
@@ -61,7 +60,7 @@ def _check_extra_states(model: nn.Module) -> None:
             )
 
 
-def _check_local(optimizer: LocalOptimizer, average: AveragedWeights | None) -> None:
+def _check_local(optimizer: Any, average: AveragedWeights | None) -> None:
     """Raises ValueError where what a rank of local SGD has is not a whole model."""
     for wrong, reason in (
         (optimizer.members.process_set_id != 0, "is of a process set: give it all ranks"),

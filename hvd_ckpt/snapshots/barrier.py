@@ -22,7 +22,7 @@ from pydantic import Field
 
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.snapshots.folder import name_of, names_in, reason_of, temporary_name
-from hvd_ckpt.snapshots.schema import FileEntry, RankShards, files_of
+from hvd_ckpt.snapshots.schema import FileEntry, Layout, Ranges, TensorMetadata, files_of
 from hvd_ckpt.utils.plain_data import parse_json
 from hvd_ckpt.utils.schema import Strict, Wrong
 
@@ -59,13 +59,15 @@ class Participant:
 class RankManifest(Strict):
     """The files of a rank, or the reason for its failure in one line; only rank 0's has ``aliases`` of weights.
 
-    ``needed``: the bytes that it needs, if the reason is that there is no room on the disk.
+    ``tensors`` are those of which it has the first element; ``needed``: the bytes that it needs, if there is no room on the disk.
     """
 
     host: str
     files: dict[str, FileEntry] = Field(default_factory=dict)
     aliases: dict[str, str] = Field(default_factory=dict)
-    shards: RankShards | None = None
+    layout: Layout = Field(default_factory=Layout)
+    tensors: dict[str, TensorMetadata] = Field(default_factory=dict)
+    ranges: Ranges = Field(default_factory=dict)
     fault: str = ""
     needed: int | None = None
 
@@ -94,9 +96,9 @@ def send(temporary: Path, rank: int, manifest: RankManifest) -> str | None:
     try:
         if manifest.fault:
             # Makes room for the manifest, which may have failed for want of it.
-            for name in files_of(rank, True, True):
+            for name in files_of(rank):
                 (temporary / name).unlink(missing_ok=True)
-        complete.write_text(manifest.model_dump_json(), encoding="utf-8")
+        complete.write_text(manifest.model_dump_json(exclude_none=True), encoding="utf-8")
         # Rank 0 looks for this name and must not read half a manifest.
         complete.rename(place)
     except OSError as error:
@@ -149,9 +151,7 @@ def _receive(temporary: Path, rank: int) -> RankManifest:
     path = temporary / _name(rank)
     try:
         manifest = parse_json(RankManifest, path.read_bytes(), "write it again", "write it again")
-        shards = manifest.shards
-        expected = files_of(rank, shards is not None, shards is not None and shards.weights is not None)
-        if not manifest.fault and sorted(manifest.files) != sorted(expected):
+        if not manifest.fault and sorted(manifest.files) != sorted(files_of(rank)):
             raise Wrong("it names other files")
     except Wrong:
         manifest = RankManifest(

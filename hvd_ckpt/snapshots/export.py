@@ -9,18 +9,18 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.snapshots.files import SnapshotFiles, naming, open_snapshot
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST, REPLICATED, rank_file, shard_file
-from hvd_ckpt.snapshots.tensors import save_weights
+from hvd_ckpt.snapshots.ranges import Elements
+from hvd_ckpt.snapshots.reader import Snapshot, naming, open_snapshot
+from hvd_ckpt.snapshots.schema import DAMAGED, MANIFEST
+from hvd_ckpt.snapshots.tensors import save_tensors
 from hvd_ckpt.utils.schema import Wrong, shown
 
 Write = Callable[[Path, dict[str, Tensor]], None]
@@ -53,12 +53,12 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
         OSError: the file cannot be written.
     """
     _check_new(output)
-    files = open_snapshot(path)
-    weights = whole_weights(files, ema)
+    snapshot = open_snapshot(path)
+    weights = whole_weights(snapshot, ema)
     unnamed = output.parent / f".{output.name}.{secrets.token_hex(4)}"
     try:
         if write is None:
-            save_weights(unnamed, weights)
+            save_tensors(unnamed, weights)
         else:
             write(unnamed, weights)
         # Asked again: reading takes long, and rename() would replace a file that has got this name meanwhile.
@@ -73,7 +73,7 @@ def export(path: Path, output: Path, ema: bool = False, write: Write | None = No
             unnamed.unlink(missing_ok=True)
     written = [output] if output.is_file() else list(output.iterdir())
     size = sum(file.stat().st_size for file in written)
-    return Exported(files.manifest.step, files.manifest.ranks, len(weights), size)
+    return Exported(snapshot.step, snapshot.ranks, len(weights), size)
 
 
 def write_pt(path: Path, weights: dict[str, Tensor]) -> None:
@@ -84,98 +84,46 @@ def write_pt(path: Path, weights: dict[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def whole_weights(files: SnapshotFiles, ema: bool = False) -> dict[str, Tensor]:
+def whole_weights(snapshot: Snapshot, ema: bool = False) -> dict[str, Tensor]:
     """Weights and buffers of a snapshot under all their names, or with ``ema`` the averages in place of those that have one.
 
     Raises:
         SnapshotError: the snapshot is damaged, or has no averages.
     """
-    weights = _means(files, files.weights())
+    weights = dict(snapshot.weights)
+    if snapshot.layout.apart:
+        _take_means(snapshot, weights)
     if ema:
-        averages = _averages(files, weights)
-        aliases = {
-            alias: averages[name] for alias, name in files.manifest.aliases.items() if name in averages
-        }
-        weights.update({**averages, **aliases})
-    return weights
-
-
-def _means(files: SnapshotFiles, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The mean of all ranks' (groups') weights and float buffers, where they have their own; else rank 0's, which are given."""
-    manifest, sums, specs = files.manifest, {}, {}
-    added: dict[str, int] = {}
-    written = 0  # ranks whose weights are those of the snapshot
-    for rank in range(manifest.ranks):
-        file = rank_file(rank)
-        state = files.state(file, mmap=True)
-        local = state.get("local") if isinstance(state, dict) else None
-        if not isinstance(local, dict):
-            return weights
-        own = {**local["weights"], **state["buffers"]}
-        if rank == 0:
-            # The weights of the snapshot are those of rank 0, or of its whole group where they are in shards.
-            own = weights
-            for name, first in weights.items():
-                if name not in manifest.aliases and (first.is_floating_point() or first.is_complex()):
-                    stored = None if manifest.sharding is None else manifest.sharding.parameters.get(name)
-                    specs[name] = TensorSpec.of(first) if stored is None else stored.spec
-                    wide = torch.promote_types(first.dtype, torch.float64)
-                    sums[name], added[name] = torch.zeros(first.numel(), dtype=wide), 0
-        pieces = local["pieces"]["weights"] if rank and local["pieces"] is not None else []
-        ranges = {each: (start, stop) for each, start, stop in pieces}
-        with naming(files.path, file):
-            for name in own.keys() & sums.keys():
-                value, spec = own[name], specs[name]
-                start, stop = ranges.get(name, (0, spec.numel))
-                shape = (stop - start,) if name in ranges else spec.shape
-                if not isinstance(value, Tensor) or value.shape != shape or stop > spec.numel:
-                    raise Wrong(f"it has no {shown(name)} that fits the weights: {DAMAGED}")
-                sums[name][start:stop] += value if name in ranges else spec.flatten(value)
-                added[name] += stop - start
-        written += local["optimizer"] is None
-    means = {}
-    for name, total in sums.items():
-        # Each rank has its own buffers, and each group one copy of the weights: `written` ranks are a
-        # group. A shard that is missing shows in the count of elements.
-        copies = manifest.ranks if name in state["buffers"] else manifest.ranks // max(written, 1)
-        with naming(files.path, MANIFEST):
-            if added[name] != copies * total.numel():
-                raise Wrong(f"its ranks do not have {copies} times each element of {shown(name)}: {DAMAGED}")
-        means[name] = specs[name].unflatten(total / copies).to(weights[name].dtype)
-    aliases = {alias: means[name] for alias, name in manifest.aliases.items() if name in means}
-    return {**weights, **means, **aliases}
-
-
-def _averages(files: SnapshotFiles, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The averages by parameter, in the parameters' dtypes."""
-    sharding = files.manifest.sharding
-    state = files.state(REPLICATED)
-    ema = state.get("ema") if isinstance(state, dict) else None
-    with naming(files.path, REPLICATED):
-        if not isinstance(ema, dict):
-            raise Wrong("it has no averages of the weights: leave out --ema")
-        if sharding is None:
-            averages = ema.get("averages")
-            if not isinstance(averages, dict):
-                raise Wrong(f"ema has no averages: {DAMAGED}")
+        averages = snapshot.whole_tensors("average")
+        with naming(snapshot.path, MANIFEST):
+            if not averages:
+                raise Wrong("it has no averages of the weights: leave out --ema")
             for name, average in averages.items():
-                if (
-                    name not in weights
-                    or not isinstance(average, Tensor)
-                    or average.shape != weights[name].shape
-                ):
-                    raise Wrong(f"the average of {ascii(name)[:60]} does not fit its weight: {DAMAGED}")
-            return {name: average.to(weights[name].dtype) for name, average in averages.items()}
+                if name not in weights or average.shape != weights[name].shape:
+                    raise Wrong(f"the average of {shown(name)} does not fit its weight: {DAMAGED}")
+        weights.update({name: average.to(weights[name].dtype) for name, average in averages.items()})
+    return {**weights, **{alias: weights[name] for alias, name in snapshot.aliases.items()}}
 
-    def of_rank(rank: int) -> tuple[str, Any]:
-        name, shards = shard_file(rank), sharding.optimizer[rank]
-        part = files.state(name, mmap=True)
-        averages = part.get("averages") if isinstance(part, dict) else None
-        if not isinstance(averages, dict) or set(averages) != set(range(len(shards))):
-            return name, None
-        return name, {shard.name: averages[number] for number, shard in enumerate(shards)}
 
-    return files.unsharded(sharding.optimizer, of_rank, exact=False)
+def _take_means(snapshot: Snapshot, weights: dict[str, Tensor]) -> None:
+    """Replaces floating-point weights by the mean of all copies of them, and buffers by that of all ranks."""
+    names: dict[str, list[str]] = {}  # of the copies of each
+    for tensor in snapshot.tensors:
+        kind, _, name = tensor.partition("/")
+        if kind.partition("@")[0] == "weights" and kind != "weights":
+            names.setdefault(name, [f"weights/{name}"]).append(tensor)
+        elif kind.partition("@")[0] == "buffers":
+            names.setdefault(name, []).append(tensor)
+    for name, copies in names.items():
+        weight = weights.get(name)
+        if weight is None or not (weight.is_floating_point() or weight.is_complex()):
+            continue
+        whole = snapshot.tensors[f"weights/{name}"]
+        total = torch.zeros(whole.numel, dtype=torch.promote_types(weight.dtype, torch.float64))
+        with naming(snapshot.path, MANIFEST):
+            for values in snapshot.read([Elements(copy, 0, whole.numel, whole) for copy in copies]):
+                total += values
+        weights[name] = whole.unflatten(total / len(copies)).to(weight.dtype)
 
 
 def _check_new(output: Path) -> None:

@@ -1,152 +1,373 @@
 """Reading of snapshots by one process or by each rank of a job, and the search for the newest.
 
-On many ranks, the first rank opens a snapshot (:func:`find_files`, :func:`open_snapshot`) and sends the manifest to the others.
-Each rank reads only its own files, and the shards that it needs (:func:`read_rank`), since n ranks would otherwise read n files
-each.
+On many ranks, the first rank finds a snapshot, and sends it with its manifest to the others. Each rank reads only its own plain
+values, and the files with elements that it wants, since n ranks would otherwise read n files each.
+
+Nothing in a snapshot is executed when it is loaded; every name, size and hash is verified, and no link is followed.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
+import psutil
 import torch
 from torch import Tensor
 
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.snapshots.files import SnapshotFiles, open_snapshot
-from hvd_ckpt.snapshots.folder import SnapshotError, Warn, is_left_over, list_snapshots, names_in, remove
-from hvd_ckpt.snapshots.schema import REPLICATED, Manifest, ShardingMetadata, rank_file
+from hvd_ckpt.snapshots.folder import (
+    SNAPSHOT,
+    SnapshotError,
+    Warn,
+    is_left_over,
+    list_snapshots,
+    names_in,
+    remove,
+)
+from hvd_ckpt.snapshots.ranges import OTHER_MODEL, Elements, Range
+from hvd_ckpt.snapshots.schema import (
+    DAMAGED,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    MAX_RANKS,
+    REPLICATED,
+    Layout,
+    Manifest,
+    TensorMetadata,
+    libraries,
+    rank_file,
+    tensors_file,
+)
+from hvd_ckpt.snapshots.tensors import TensorFile, hash_file, load_state, map_tensors
 from hvd_ckpt.utils import run_warnings
-from hvd_ckpt.utils.cuts import Cut
+from hvd_ckpt.utils.schema import Wrong, shown
+
+Read = Callable[[str, int, int], Tensor]
+# Hash, and what os.stat() said, of files that this process has read.
+_verified: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The result of :func:`read`; all tensors are on the CPU.
+    """A snapshot with a valid manifest. Its files are read, and verified by size and hash, when they are used.
 
-    Attributes:
-        step: training steps taken.
-        ranks: number of ranks that wrote it.
-        first_weights: the weights and buffers that are not in shards.
-        replicated: state that is the same on every rank.
-        per_stage: state of this rank, on each pipeline stage, of its part, or the first if there were other parts; empty if fewer
-            ranks wrote the snapshot.
-        files: those that it is read from; None if it was never on the disk.
-        cuts: how tensor parallelism cuts the weights here, by all their names; :attr:`weights` are this part's slices.
+    Args:
+        path: its folder.
+        manifest: its files, tensors, and when and by which versions they were written.
+        rank: whose plain values :attr:`per_rank` has; None for this process's rank.
+
+    Raises:
+        SnapshotError: from all methods; a file is damaged, or no longer there.
     """
 
-    step: int
-    ranks: int
-    first_weights: dict[str, Tensor]
-    replicated: Any
-    per_stage: tuple[Any, ...]
-    files: SnapshotFiles | None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-
-    @cached_property
-    def weights(self) -> dict[str, Tensor]:
-        """For ``model.load_state_dict``; tied ones are the same tensor. Shards of all ranks are read when this is first used.
-
-        Raises:
-            SnapshotError: a file is damaged, or no longer there.
-        """
-        weights = self.first_weights if self.files is None else self.files.weights(self.first_weights)
-        return {name: self.slice_of(name, whole) for name, whole in weights.items()}
-
-    @cached_property
-    def weight_specs(self) -> dict[str, Tensor]:
-        """As :attr:`weights`, on the device "meta": names, shapes and dtypes, for which no shard is read."""
-        specs = {name: torch.empty_like(tensor, device="meta") for name, tensor in self.first_weights.items()}
-        if self.files is not None:
-            for name, whole in self.files.weights_in_shards.items():
-                specs[name] = torch.empty(whole.size, dtype=whole.torch_dtype, device="meta")
-            specs.update({alias: specs[name] for alias, name in self.files.manifest.aliases.items()})
-        return {name: self.slice_of(name, whole) for name, whole in specs.items()}
-
-    def slice_of(self, name: str, whole: Tensor) -> Tensor:
-        """This part's slice of a weight."""
-        return self.cuts[name].of(whole, current().tensor, current().part) if name in self.cuts else whole
+    path: Path
+    manifest: Manifest
+    rank: int | None = None
 
     @property
-    def manifest(self) -> Manifest | None:
-        """Its files, shards, and when and by which versions they were written; None if it was never on the disk."""
-        return None if self.files is None else self.files.manifest
+    def step(self) -> int:
+        """Training steps taken."""
+        return self.manifest.step
 
     @property
-    def path(self) -> Path | None:
-        """Its folder; None if it was never on the disk."""
-        return None if self.files is None else self.files.path
+    def ranks(self) -> int:
+        """Number of ranks that wrote it."""
+        return self.manifest.ranks
 
     @property
-    def per_rank(self) -> Any:
-        """State of this rank, on the first stage; None if fewer ranks wrote the snapshot."""
-        return self.per_stage[0] if self.per_stage else None
-
-    @property
-    def pipeline_stages(self) -> int:
-        """Pipeline stages of the job that wrote it."""
-        return 1 if self.sharding is None else self.sharding.pipeline_stages
+    def layout(self) -> Layout:
+        """How its ranks shared the model."""
+        return self.manifest.layout
 
     @property
     def replicas(self) -> int:
         """Number of ranks on each of its stages and parts."""
-        return self.ranks // (self.pipeline_stages * self.tensor)
+        return self.manifest.replicas
 
     @property
-    def tensor(self) -> int:
-        """Parts of a layer in the job that wrote it."""
-        return 1 if self.sharding is None else self.sharding.tensor
+    def tensors(self) -> dict[str, TensorMetadata]:
+        """All tensors, by name."""
+        return self.manifest.tensors
 
     @property
-    def sharding(self) -> ShardingMetadata | None:
-        """The place of the ranks' shards; None if nothing was sharded."""
-        return None if self.manifest is None else self.manifest.sharding
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied weights, and the name that each is stored under."""
+        return self.manifest.aliases
+
+    @cached_property
+    def replicated(self) -> Any:
+        """Plain values that are the same on every rank."""
+        return self.state(REPLICATED)
+
+    @cached_property
+    def per_rank(self) -> Any:
+        """The plain values of the rank; None if fewer ranks wrote the snapshot."""
+        rank = self.rank
+        if rank is None:
+            rank = hvd.rank() if hvd.is_initialized() else 0
+        return None if rank >= self.replicas else self.state(rank_file(self.number_of(rank)))
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """For ``model.load_state_dict``, whole; tied ones are the same tensor."""
+        weights = self.whole_tensors("weights")
+        return {**weights, **{alias: weights[name] for alias, name in self.aliases.items()}}
+
+    def number_of(self, rank: int) -> int:
+        """The process of a rank there, on this process's stage and part if there were as many, else on the first."""
+        grid, layout = current(), self.layout
+        stage = grid.stage if grid.stages == layout.pipeline_stages else 0
+        part = grid.part if grid.tensor == layout.tensor else 0
+        return (stage * self.replicas + rank) * layout.tensor + part
+
+    def state(self, name: str) -> Any:
+        """The plain values in a file."""
+        path = self._loadable(name)
+        with naming(self.path, name):
+            return load_state(path)
+
+    def whole_tensors(self, kind: str) -> dict[str, Tensor]:
+        """All tensors of a kind, whole, by the names of parameters and buffers."""
+        named = self.manifest.names(kind)
+        wanted = [Elements(name, 0, self.tensors[name].numel, self.tensors[name]) for name in named.values()]
+        values = zip(named, wanted, self.read(wanted))
+        return {name: elements.whole.unflatten(flat) for name, elements, flat in values}
+
+    def read(self, wanted: Sequence[Elements]) -> Iterator[Tensor]:
+        """The values of these elements, 1-D, in the dtypes that they were saved in, on any layout of ranks.
+
+        Only the files of ranks that have some of them are read. All of these are verified before this returns; values are then read
+        one at a time. They may be mapped from a file, not to be changed.
+
+        Raises:
+            Wrong: there is no such tensor, or it has another size.
+        """
+        found = []
+        for elements in wanted:
+            there = self.tensors.get(elements.name)
+            if there is None:
+                raise Wrong(f"it has no {shown(elements.name)}: {OTHER_MODEL}")
+            if there.size != elements.whole.size:
+                raise Wrong(
+                    f"{shown(elements.name)} has size {list(there.size)}, and must have {list(elements.whole.size)}: {OTHER_MODEL}"
+                )
+            moved = not there.has_order_of(elements.whole)
+            start, stop = (0, there.numel) if moved else (elements.start, elements.stop)
+            ranges = self.manifest.by_tensor.get(elements.name, ())
+            overlaps = [
+                (rank, max(start, first) - first, min(stop, last) - first)
+                for first, last, rank in ranges
+                if first < stop and start < last
+            ]
+            found.append((elements, there, moved, overlaps))
+        files = {
+            rank: self.open_file(rank) for rank in sorted({one[0] for *_, each in found for one in each})
+        }
+
+        def values() -> Iterator[Tensor]:
+            for elements, there, moved, overlaps in found:
+                # Ranges are in order, without gap or overlap, so what is wanted of each follows on the one before.
+                parts = [files[rank](elements.name, start, stop) for rank, start, stop in overlaps]
+                empty = torch.empty(0, dtype=there.torch_dtype)
+                flat = parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
+                if moved:
+                    flat = elements.whole.flatten(there.unflatten(flat))[elements.start : elements.stop]
+                yield flat
+
+        return values()
+
+    def open_file(self, rank: int) -> Read:
+        """Verifies the file of a rank's ranges. The function reads elements of one: tensor, first and last + 1 element there."""
+        name, ranges = tensors_file(rank), self.manifest.ranges[rank]
+        path = self._loadable(name)
+        with naming(self.path, name):
+            file = TensorFile(path)
+            if file.names() != ranges.keys():
+                raise Wrong(f"it has other tensors than the manifest says: {DAMAGED}")
+            for tensor, (start, stop) in ranges.items():
+                if file.form(tensor) != ([stop - start], self.tensors[tensor].torch_dtype):
+                    raise Wrong(f"{shown(tensor)} is not what the manifest says: {DAMAGED}")
+        return file.read
+
+    def verify(self, name: str) -> Path:
+        """The path of a file whose content has the size and hash that the manifest says."""
+        try:
+            self.check_size(name)
+            with naming(self.path, name):
+                # A file that is as it was when this process verified it is not read once more.
+                status, entry = os.stat(self.path / name), self.manifest.files[name]
+                seen = (entry.sha256, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+                # Within the clock's resolution, a change may leave no trace.
+                is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > 2_000_000_000
+                if seen not in _verified and hash_file(self.path / name) != entry:
+                    raise Wrong(
+                        f"its content is not what was written (SHA-256 differs from the manifest's): {DAMAGED}"
+                    )
+        except SnapshotError:
+            # The manifest was read some time ago, and a run may have put another snapshot of this step in its place.
+            if self._is_replaced():
+                raise SnapshotError(
+                    f"The snapshot '{self.path}' has been written again while it was read: resume again."
+                ) from None
+            raise
+        if is_settled:
+            _verified.add(seen)
+        return self.path / name
+
+    def check_size(self, name: str) -> None:
+        """Raises a SnapshotError unless a file is there with its size."""
+        with naming(self.path, name):
+            size, expected = _check_regular(self.path / name), self.manifest.files[name].bytes
+            if size != expected:
+                raise Wrong(f"it has {size} bytes, and the manifest says {expected}: {DAMAGED}")
+
+    def _is_replaced(self) -> bool:
+        try:
+            return _manifest_of(self.path) != self.manifest
+        except SnapshotError:
+            return False
+
+    def _loadable(self, name: str) -> Path:
+        size, memory = self.manifest.files[name].bytes, psutil.virtual_memory().total
+        with naming(self.path, name):
+            # Before the file is read: a sparse file of any size fits on a small disk.
+            if size > memory:
+                raise Wrong(
+                    f"its {size >> 20} MiB are more than the {memory >> 20} MiB of memory here: {DAMAGED}"
+                )
+        return self.verify(name)
+
+
+@dataclass(frozen=True)
+class HeldSnapshot(Snapshot):
+    """A snapshot that was never on the disk.
+
+    Args:
+        values: whole tensors, by name.
+        common, own: plain values that are the same on every rank, and those that any rank has.
+
+    Attributes:
+        ranks, replicas: as many as there are now.
+    """
+
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    common: Any = None
+    own: Any = None
+
+    @classmethod
+    def of(
+        cls, step: int, ranges: Sequence[Range], aliases: Mapping[str, str], common: Any, own: Any
+    ) -> HeldSnapshot:
+        """Of copies of whole tensors and plain values; no rank resumes with plain values of its own."""
+        manifest = Manifest.model_construct(
+            step=step,
+            ranks=1,
+            libraries=libraries(),
+            layout=Layout(),
+            ranges=({each.name: (each.start, each.stop) for each in ranges},),
+            tensors={each.name: each.whole for each in ranges},
+            aliases=dict(aliases),
+        )
+        values = {each.name: each.values for each in ranges}
+        copied = map_tensors(
+            (values, common, own), "state", lambda tensor, _: tensor.detach().to("cpu", copy=True)
+        )
+        return cls(Path(), manifest, MAX_RANKS, *copied)
+
+    @property
+    def ranks(self) -> int:
+        return int(hvd.size())
+
+    replicas = ranks
+
+    def state(self, name: str) -> Any:
+        """A copy: an optimizer keeps the tensors that it loads, and would change those here."""
+        state = self.common if name == REPLICATED else self.own
+        return map_tensors(state, "state", lambda tensor, _: tensor.clone())
+
+    def open_file(self, rank: int) -> Read:
+        """Reads of the tensors here."""
+        return lambda tensor, start, stop: self.values[tensor][start:stop]
+
+
+def open_snapshot(path: Path) -> Snapshot:
+    """A snapshot, if all files are there at their sizes and no others; their content is not verified yet.
+
+    Raises:
+        SnapshotError: there is no snapshot, or it is damaged.
+    """
+    with naming(path, ""):
+        if path.is_symlink():
+            raise Wrong("it is a link: name the folder itself")
+        names = set(os.listdir(path))
+    snapshot = Snapshot(path, _manifest_of(path))
+    with naming(path, ""):
+        odd = names ^ {*snapshot.manifest.files, MANIFEST}
+        if odd:
+            raise Wrong(f"the file {shown(min(odd))} is missing or unknown: {DAMAGED}")
+    for name in snapshot.manifest.files:
+        snapshot.check_size(name)
+    return snapshot
+
+
+def _manifest_of(path: Path) -> Manifest:
+    with naming(path, MANIFEST):
+        _check_regular(path / MANIFEST)
+        with open(path / MANIFEST, "rb") as file:
+            manifest = Manifest.parse(file.read(MAX_MANIFEST_BYTES + 1))
+        named = SNAPSHOT.fullmatch(path.name)
+        if named and int(named[1]) != manifest.step:
+            raise Wrong(f"it says step {manifest.step}: give the folder its name back")
+    return manifest
+
+
+def _check_regular(path: Path) -> int:
+    """The size of a file; raises Wrong if it is something else."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Wrong(f"it is a link, a folder or a device: {DAMAGED}")
+    return status.st_size
+
+
+@contextmanager
+def naming(path: Path, name: str) -> Iterator[None]:
+    """Turns an error in a file of a snapshot into one sentence, a SnapshotError."""
+    where = f"{name}: " if name else ""
+    try:
+        yield
+    except Wrong as error:
+        raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{error}.") from None
+    except OSError as error:
+        reason = f"{os.strerror(error.errno) if error.errno else error}: use another snapshot"
+        raise SnapshotError(f"The snapshot '{path}' cannot be used: {where}{reason}.") from None
 
 
 def read(path: Path, rank: int | None = None) -> Snapshot:
-    """Reads a snapshot, and verifies the sizes of all its files and the hashes of those that it reads.
+    """Reads a snapshot with its weights, and verifies the sizes of all its files and the hashes of those that it reads.
 
     Args:
-        rank: whose per-rank state to read, of all pipeline stages: this process's by default. The other ranks' is not read.
+        rank: whose plain values to read: this process's by default.
 
     Raises:
         SnapshotError: it is missing or damaged, or not what a :class:`~hvd_ckpt.snapshots.writer.SnapshotWriter` writes.
     """
-    snapshot = read_rank(open_snapshot(Path(path)), rank)
-    _ = snapshot.weights
+    opened = open_snapshot(Path(path))
+    snapshot = Snapshot(opened.path, opened.manifest, rank)
+    _ = snapshot.replicated, snapshot.per_rank, snapshot.weights
     return snapshot
 
 
-def read_rank(files: SnapshotFiles, rank: int | None = None) -> Snapshot:
-    """As :func:`read`, but no shards of the weights, which are read when they are used; verifies the files that it reads."""
-    if rank is None:
-        rank = hvd.rank() if hvd.is_initialized() else 0
-    manifest = files.manifest
-    stages, tensor = (
-        (1, 1) if manifest.sharding is None else (manifest.sharding.pipeline_stages, manifest.sharding.tensor)
-    )
-    replicas = manifest.ranks // (stages * tensor)
-    part = current().part if current().tensor == tensor else 0
-    # Process (stage * replicas + rank) * tensor + part wrote the file: one file of each stage.
-    of_rank = range(rank * tensor + part, manifest.ranks, replicas * tensor) if rank < replicas else range(0)
-    per_stage = tuple(files.state(rank_file(number)) for number in of_rank)
-    return Snapshot(
-        manifest.step,
-        manifest.ranks,
-        files.first_weights(),
-        files.state(REPLICATED),
-        per_stage,
-        files=files,
-    )
-
-
-def find(folder: Path) -> Path | None:
+def find(folder: Path) -> Snapshot | None:
     """The newest snapshot of which every file is as it was written; None if there are no snapshots.
 
     Warns of newer ones that are damaged. Reads all files of one snapshot.
@@ -154,23 +375,17 @@ def find(folder: Path) -> Path | None:
     Raises:
         SnapshotError: there are snapshots, and all are damaged.
     """
-    files = find_files(folder)
-    return None if files is None else files.path
-
-
-def find_files(folder: Path) -> SnapshotFiles | None:
-    """As :func:`find`, with the manifest by which the files were verified."""
     first: SnapshotError | None = None
     for path in list_snapshots(Path(folder)):
         try:
-            files = open_snapshot(path)
-            for name in files.manifest.files:
-                files.verify(name)
+            snapshot = open_snapshot(path)
+            for name in snapshot.manifest.files:
+                snapshot.verify(name)
         except SnapshotError as error:
             run_warnings.warn(f"{str(error)[:-1]}. Looking for the one before.")
             first = first or error
         else:
-            return files
+            return snapshot
     if first is not None:
         raise SnapshotError(f"None of the snapshots in '{folder}' can be used; of the newest: {first}")
     return None

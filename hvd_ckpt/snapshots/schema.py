@@ -1,12 +1,15 @@
 """The files of a snapshot, and the manifest that describes them.
 
     RUN/snapshots/step-00000120/
-        model.safetensors          weights and buffers as rank 0 has them
-        replicated.pt              the other state that is the same on every rank, written by rank 0
-        rank-00000.pt              per-rank state; one file for each rank, which writes it
-        shard-00000.pt             where the optimizer's state is sharded: this rank's shard of it
-        weights-00000.safetensors  where weights are sharded, too: this rank's shards, by parameter
-        manifest.json              step, ranks, shards, and size and SHA-256 of each file: written last, read first
+        replicated.pt             plain values that are the same on every rank, written by rank 0
+        rank-00000.pt             plain values of a rank; one file for each, which writes it
+        rank-00000.safetensors    the elements of tensors that the rank has written
+        manifest.json             step, ranks, tensors, and of each file size, SHA-256 and ranges: written last, read first
+
+Every tensor is a set of one-dimensional ranges, each element in one of them. Its elements lie in one flat order, which
+:class:`TensorMetadata` describes. The name of a tensor has a kind before the first slash: ``weights/0.bias``,
+``optimizer.exp_avg/0.bias``, ``master_weights/0.bias``, ``average/0.bias``, and ``buffers@3/1.running_mean`` of rank 3. With
+``@3``, it is that of rank 3 (and of the ranks that have the same), and differs between ranks.
 
 The manifest contains its own SHA-256, so every changed bit of a snapshot is detected. Hashes detect damage but are not a
 signature, so everything that is read is also validated.
@@ -14,14 +17,14 @@ signature, so everything that is read is also validated.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import platform
 import time
-from collections.abc import Iterable, Mapping
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import horovod
 import numpy as np
@@ -31,17 +34,15 @@ from torch import Tensor
 
 from hvd_ckpt.reduction.buckets import is_dense
 from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.sharding.state import ShardRange
-from hvd_ckpt.utils.cuts import Cut, cut_of
+from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.plain_data import dumps, loads, parse_json
 from hvd_ckpt.utils.schema import Strict, Wrong, shown
 
 MANIFEST = "manifest.json"
-MODEL = "model.safetensors"
 REPLICATED = "replicated.pt"
 
-# A manifest lists about one shard for each rank and each group of parameters that are gathered together, twice: of weights and
-# of optimizer state. That is 3 KiB for each rank of a model of 24 blocks. Other JSON files do not grow with ranks.
+# A manifest lists about one range for each tensor of a parameter, and one more for each edge between ranks. Other JSON files do not
+# grow with ranks.
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_STEP = 10**18
 MAX_RANKS = 1_000_000
@@ -58,196 +59,134 @@ class FileEntry(Strict):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class TensorMetadata(Strict):
-    """A whole parameter: size, strides (without gaps; they give the order of its elements in memory), and dtype ("float32").
+class CutMetadata(Strict):
+    """How tensor parallelism cuts a tensor along ``dim``: the first and last + 1 index there of each range of each part."""
 
-    ``cut``: the dimension along which tensor parallelism cuts it, and the number of blocks there; None where all parts have it.
+    dim: Natural
+    parts: tuple[tuple[tuple[Natural, Natural], ...], ...]
+
+    def length(self, part: int) -> int:
+        """The size of a part along the dimension."""
+        return sum(stop - start for start, stop in self.parts[part])
+
+
+class TensorMetadata(Strict):
+    """A whole tensor, and the order of its elements.
+
+    The flat order is that of memory, given by the strides (without gaps; None for a contiguous tensor). The elements of a tensor
+    that is cut are those of its parts, one part after the other, and each part is contiguous.
     """
 
-    size: tuple[Natural, ...]
-    stride: tuple[Natural, ...]
     dtype: str
-    cut: tuple[Natural, Annotated[int, Field(ge=1)]] | None = None
+    size: tuple[Natural, ...]
+    stride: tuple[Natural, ...] | None = None
+    cut: CutMetadata | None = None
 
     @classmethod
-    def of(cls, parameter: Tensor, spec: TensorSpec | None = None) -> TensorMetadata:
-        spec, cut = spec or TensorSpec.of(parameter), cut_of(parameter)
-        if cut is not None:
-            spec = TensorSpec.of(torch.empty(cut.whole_shape(spec.shape), device="meta"))
+    @functools.lru_cache(maxsize=4096)  # layers are alike, and each save asks again
+    def of(
+        cls, dtype: torch.dtype, spec: TensorSpec, cut: Cut | None = None, parts: int = 1
+    ) -> TensorMetadata:
+        """The metadata of a tensor, of which ``spec`` is the shape that this process's part has."""
+        name = str(dtype).removeprefix("torch.")
+        if cut is None or parts == 1:
+            plain = torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous()
+            return cls(dtype=name, size=tuple(spec.shape), stride=None if plain else tuple(spec.stride))
+        ranges = tuple(tuple(cut.ranges(parts, part)) for part in range(parts))
         return cls(
-            size=tuple(spec.shape),
-            stride=tuple(spec.stride),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            cut=None if cut is None else (cut.dim, cut.blocks),
+            dtype=name, size=tuple(cut.whole_shape(spec.shape)), cut=CutMetadata(dim=cut.dim, parts=ranges)
         )
 
-    @property
-    def how(self) -> Cut | None:
-        """The cut of the parameter."""
-        return None if self.cut is None else Cut(self.cut[0], self.size[self.cut[0]], self.cut[1])
-
-    def spec_of(self, parts: int, part: int) -> TensorSpec:
-        """Shape and strides of what a part has of it."""
-        if self.how is None:
-            return self.spec
-        shape = list(self.size)
-        shape[self.how.dim] = self.how.length(parts, part)
-        return TensorSpec.of(torch.empty(shape, device="meta"))
+    def __str__(self) -> str:
+        return f"a tensor of {self.dtype} {list(self.size)}"
 
     @property
     def numel(self) -> int:
         return math.prod(self.size)
 
     @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(torch.Size(self.size), self.stride)
-
-    @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    def has_order_of(self, other: TensorMetadata) -> bool:
+        return (self.size, self.stride, self.cut) == (other.size, other.stride, other.cut)
+
+    def place_of(self, part: int) -> tuple[int, int]:
+        """The first and last + 1 element of a part; of what is not cut, every part has all."""
+        if self.cut is None:
+            return 0, self.numel
+        each = self.numel // max(self.size[self.cut.dim], 1)
+        start = each * sum(self.cut.length(before) for before in range(part))
+        return start, start + each * self.cut.length(part)
+
+    def unflatten(self, flat: Tensor) -> Tensor:
+        """The whole tensor of all its elements; a view, unless it is cut."""
+        if self.cut is None:
+            return flat.view(self.size) if self.stride is None else flat.as_strided(self.size, self.stride)
+        whole = flat.new_empty(self.size)
+        for part in range(len(self.cut.parts)):
+            start, stop = self.place_of(part)
+            size = list(self.size)
+            size[self.cut.dim] = self.cut.length(part)
+            whole.index_copy_(self.cut.dim, self._indices(part), flat[start:stop].view(size))
+        return whole
+
+    def flatten(self, whole: Tensor) -> Tensor:
+        """All elements of the whole tensor, 1-D."""
+        if self.cut is not None:
+            parts = range(len(self.cut.parts))
+            return torch.cat(
+                [whole.index_select(self.cut.dim, self._indices(part)).flatten() for part in parts]
+            )
+        if self.stride is None:
+            return whole.reshape(-1)
+        flat = torch.empty(self.numel, dtype=whole.dtype)
+        flat.as_strided(self.size, self.stride).copy_(whole)
+        return flat
+
+    def _indices(self, part: int) -> Tensor:
+        assert self.cut is not None
+        return torch.cat([torch.arange(start, stop) for start, stop in self.cut.parts[part]])
 
     @model_validator(mode="after")
     def _is_dense(self) -> TensorMetadata:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"{shown(self.dtype)} is not a dtype of this version of PyTorch")
-        if len(self.stride) != len(self.size) or (self.numel and not is_dense(self.size, self.stride)):
+        if self.stride is not None and (
+            len(self.stride) != len(self.size) or (self.numel and not is_dense(self.size, self.stride))
+        ):
             raise ValueError(f"the strides {list(self.stride)} do not fit the size {list(self.size)}")
-        if self.cut is not None and (self.cut[0] >= len(self.size) or self.size[self.cut[0]] % self.cut[1]):
-            raise ValueError(f"the cut {list(self.cut)} does not fit the size {list(self.size)}")
+        if self.cut is not None:
+            ranges = sorted(
+                of_part for part in self.cut.parts for of_part in part if of_part[0] != of_part[1]
+            )
+            edges = [0, *(stop for _, stop in ranges)]
+            size = self.size[self.cut.dim] if self.cut.dim < len(self.size) else -1
+            if self.stride is not None or [start for start, _ in ranges] != edges[:-1] or edges[-1] != size:
+                raise ValueError(
+                    f"the cut along dimension {self.cut.dim} does not fit the size {list(self.size)}"
+                )
         return self
 
 
-class ShardMetadata(NamedTuple):
-    """A shard of a parameter: ``size`` elements from ``offset`` on, in the order of memory.
-
-    In a manifest it is a list of the three, or in one of an earlier version an object.
-    """
-
-    name: str
-    offset: Natural
-    size: Annotated[int, Field(gt=0, lt=2**63)]
-
-    @property
-    def stop(self) -> int:
-        return self.offset + self.size
-
-    def overlaps(self, elements: ShardRange) -> bool:
-        """Whether it has any of these elements of its parameter."""
-        return self.offset < elements.stop and elements.start < self.stop
-
-    @classmethod
-    def of(cls, pieces: Iterable[Any]) -> tuple[ShardMetadata, ...]:
-        """From lists of name, first and last + 1 element, as sharded optimizers have them."""
-        return tuple(cls(name=name, offset=start, size=stop - start) for name, start, stop in pieces)
+Ranges = dict[str, tuple[Natural, Natural]]
 
 
-Shards = tuple[tuple[ShardMetadata, ...], ...]
-
-
-class ShardingMetadata(Strict):
-    """The elements of each parameter in the files of each rank.
+class Layout(Strict):
+    """How the ranks that wrote a snapshot shared the model.
 
     Attributes:
-        stage: 0 to 3, as in :data:`hvd_ckpt.utils.text.STAGES`.
-        pipeline_stages, tensor: numbers of stages and parts of the job; rank ``(stage * replicas + replica) * tensor + part``
-            wrote the files of a part.
-        parameters: all of the model, by name, and with pipeline stages the buffers that are part of its weights; tied ones once.
-        optimizer: for each rank the shards that it has optimizer state of, in the order of that state.
-        weights: for each rank the shards whose exact weights it has; None where rank 0 has written whole ones.
-
-    The shard of a parameter that is cut is one of the slice of its rank's part.
+        stage: of sharding, 0 to 3, as in :data:`hvd_ckpt.utils.text.STAGES`.
+        pipeline_stages, tensor: numbers of stages and parts; rank ``(stage * replicas + replica) * tensor + part`` is that of a
+            part.
+        apart: whether ranks have weights and buffers of their own, between which there are averages.
     """
 
-    stage: Annotated[int, Field(ge=0, le=3)]
+    stage: Annotated[int, Field(ge=0, le=3)] = 0
     pipeline_stages: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     tensor: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
-    parameters: dict[str, TensorMetadata]
-    optimizer: Shards
-    weights: Shards | None
-
-    @model_validator(mode="after")
-    def _covers_parameters(self) -> ShardingMetadata:
-        apart = self.pipeline_stages * self.tensor
-        if (self.stage == 3 or apart > 1) and self.weights is None:
-            raise ValueError("stage 3, or a job with pipeline stages or parts, has no shards of the weights")
-        if self.stage == 0 and apart == 1:
-            raise ValueError("stage 0 in a job without pipeline stages or parts has shards")
-        if len(self.optimizer) % apart:
-            raise ValueError(
-                f"{len(self.optimizer)} ranks are not those of {self.pipeline_stages} pipeline stages and {self.tensor} parts"
-            )
-        for what, shards in (("optimizer", self.optimizer), ("weights", self.weights or ())):
-            names = self._check_shards(what, shards)
-            missing = [
-                name for name, parameter in self.parameters.items() if parameter.numel and name not in names
-            ]
-            if what == "weights" and self.weights is not None and missing:
-                raise ValueError(f"weights have no shard of {shown(missing[0])}")
-        return self
-
-    def _check_shards(self, what: str, shards: Shards) -> set[str]:
-        """The names of the parameters in shards, which have to make up all of each."""
-        by_name: dict[str, list[tuple[int, ShardMetadata]]] = {}
-        for rank, of_rank in enumerate(shards):
-            if len({shard.name for shard in of_rank}) < len(of_rank):
-                raise ValueError(f"{what} has two shards of a parameter on one rank")
-            for shard in of_rank:
-                part = rank % self.tensor
-                by_name.setdefault(shard.name, []).append((part, shard))
-        for name, shards_of_parameter in by_name.items():
-            whole = self.parameters.get(name)
-            is_cut = whole is not None and whole.how is not None
-            for part in range(self.tensor if is_cut else 1):
-                # In order, each shard must begin where the last one ended: no gap and no overlap.
-                reached = 0
-                own = [shard for of_part, shard in shards_of_parameter if of_part == part or not is_cut]
-                for shard in sorted(own, key=lambda shard: shard.offset):
-                    if shard.offset != reached:
-                        break
-                    reached = shard.stop
-                if whole is None or reached != whole.spec_of(self.tensor, part).numel:
-                    raise ValueError(f"the shards of {what} do not have each element of {shown(name)} once")
-        return set(by_name)
-
-
-class RankShards(Strict):
-    """One rank's part of :class:`ShardingMetadata`; only rank 0's has ``parameters``, which are those of all."""
-
-    stage: int
-    pipeline_stages: int = 1
-    tensor: int = 1
-    parameters: dict[str, TensorMetadata]
-    optimizer: tuple[ShardMetadata, ...]
-    weights: tuple[ShardMetadata, ...] | None
-
-
-def merged(ranks: list[RankShards | None]) -> ShardingMetadata | None:
-    """The shards of all ranks, in their order; None where nothing is sharded.
-
-    Raises:
-        Wrong: the ranks do not shard the same things.
-        pydantic.ValidationError: the shards are not those of whole parameters.
-    """
-    parts = [part for part in ranks if part is not None]
-    if not parts:
-        return None
-    first = parts[0]
-    if len(parts) < len(ranks) or any(
-        (part.stage, part.pipeline_stages, part.tensor, part.weights is None)
-        != (first.stage, first.pipeline_stages, first.tensor, first.weights is None)
-        for part in parts
-    ):
-        raise Wrong("ranks shard different things: give every rank the same settings")
-    weights = tuple(part.weights for part in parts if part.weights is not None)
-    return ShardingMetadata(
-        stage=first.stage,
-        pipeline_stages=first.pipeline_stages,
-        tensor=first.tensor,
-        parameters=first.parameters,
-        optimizer=tuple(part.optimizer for part in parts),
-        weights=None if first.weights is None else weights,
-    )
+    apart: bool = False
 
 
 def libraries() -> dict[str, str]:
@@ -265,66 +204,90 @@ class Manifest(Strict):
         ranks: number of ranks that wrote the snapshot.
         time: time of writing, in UTC, such as "2030-01-31T12:00:00Z".
         libraries: their versions.
+        layout: how the ranks shared the model.
         files: every other file of the snapshot.
+        ranges: for each rank, by tensor, the first and last + 1 element of the range in its safetensors file.
+        tensors: all tensors, by name.
         aliases: names of tied weights, and the name each is stored under.
-        sharding: sharding of a run that splits state over its ranks.
     """
 
     format: Literal["hvd_ckpt snapshot"]
-    version: Literal[1]
+    version: Literal[2]
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     time: str
     libraries: dict[str, str]
+    layout: Layout
     files: dict[str, FileEntry]
+    ranges: tuple[Ranges, ...]
+    tensors: dict[str, TensorMetadata]
     aliases: dict[str, str]
-    sharding: ShardingMetadata | None
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks on each stage and part."""
+        return self.ranks // (self.layout.pipeline_stages * self.layout.tensor)
 
     @model_validator(mode="after")
     def _has_its_files(self) -> Manifest:
-        shards = () if self.sharding is None else (self.sharding.optimizer, self.sharding.weights)
-        if any(of_ranks is not None and len(of_ranks) != self.ranks for of_ranks in shards):
-            raise ValueError(f"sharding does not have shards of {self.ranks} ranks")
-        names = {MODEL, REPLICATED}
+        names = {REPLICATED}
         if len(self.files) >= self.ranks:  # or this would be long
-            weights = self.sharding is not None and self.sharding.weights is not None
-            names.update(
-                name
-                for rank in range(self.ranks)
-                for name in files_of(rank, self.sharding is not None, weights)
-            )
+            names.update(name for rank in range(self.ranks) for name in files_of(rank))
         if names != set(self.files):
             odd = min(names ^ set(self.files))
             raise ValueError(
                 f"files are not those of a snapshot of {self.ranks} ranks: {shown(odd)} is missing or unknown"
             )
+        if len(self.ranges) != self.ranks:
+            raise ValueError(f"ranges are those of {len(self.ranges)} ranks, and there are {self.ranks}")
+        if self.ranks % (self.layout.pipeline_stages * self.layout.tensor):
+            raise ValueError(
+                f"{self.ranks} ranks are not those of {self.layout.pipeline_stages} pipeline stages and {self.layout.tensor} parts"
+            )
         return self
 
+    @model_validator(mode="after")
+    def _has_each_element_once(self) -> Manifest:
+        for name in self.by_tensor.keys() - self.tensors.keys():
+            raise ValueError(f"ranges has {shown(name)}, and tensors has not")
+        for name, tensor in self.tensors.items():
+            # In order, each range must begin where the last one ended: no gap and no overlap.
+            reached = 0
+            for start, stop, _ in self.by_tensor.get(name, ()):
+                if start != reached or stop <= start:
+                    break
+                reached = stop
+            if reached != tensor.numel:
+                raise ValueError(f"the ranges do not have each element of {shown(name)} once")
+        for alias, name in self.aliases.items():
+            if f"weights/{alias}" in self.tensors or f"weights/{name}" not in self.tensors:
+                raise ValueError(
+                    f"aliases has {shown(alias)} of {shown(name)}, which does not fit the weights"
+                )
+        return self
+
+    @functools.cached_property
+    def by_tensor(self) -> dict[str, list[tuple[int, int, int]]]:
+        """The ranges of each tensor, in order: first and last + 1 element, and the rank that has it."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for rank, ranges in enumerate(self.ranges):
+            for name, (start, stop) in ranges.items():
+                found.setdefault(name, []).append((start, stop, rank))
+        return {name: sorted(ranges) for name, ranges in found.items()}
+
+    def names(self, kind: str) -> dict[str, str]:
+        """The tensors of a kind: the names of parameters or buffers, and those of the tensors."""
+        return {name[len(kind) + 1 :]: name for name in self.tensors if name.startswith(f"{kind}/")}
+
     @classmethod
-    def of(
-        cls,
-        step: int,
-        ranks: int,
-        files: Mapping[str, FileEntry],
-        aliases: Mapping[str, str],
-        sharding: ShardingMetadata | None,
-    ) -> Manifest:
+    def now(cls, **values: Any) -> Manifest:
         """A manifest of now, by this process.
 
         Raises:
-            pydantic.ValidationError: the files or shards are not those of this number of ranks.
+            pydantic.ValidationError: the values do not fit each other.
         """
-        return cls(
-            format="hvd_ckpt snapshot",
-            version=1,
-            step=step,
-            ranks=ranks,
-            time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            libraries=libraries(),
-            files=dict(sorted(files.items())),
-            aliases=dict(aliases),
-            sharding=sharding,
-        )
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return cls(format="hvd_ckpt snapshot", version=2, time=at, libraries=libraries(), **values)
 
     @classmethod
     def parse(cls, content: bytes) -> Manifest:
@@ -336,7 +299,9 @@ class Manifest(Strict):
         document = loads(content, _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
         if not isinstance(document, dict) or document.get("format") != "hvd_ckpt snapshot":
             raise Wrong(f'it does not say "format": "hvd_ckpt snapshot": {_GIVE}')
-        if document.pop("sha256", None) != _hash(document):
+        if document.get("version") == 1:
+            raise Wrong("an earlier version wrote it: convert it with 'hvd-ckpt export --convert OLD NEW'")
+        if document.pop("sha256", None) != hash_of(document):
             raise Wrong(f"its content is not what was written (its SHA-256 differs): {DAMAGED}")
         return parse_json(cls, json.dumps(document).encode(), _GIVE, DAMAGED, MAX_MANIFEST_BYTES)
 
@@ -346,8 +311,8 @@ class Manifest(Strict):
         Raises:
             Wrong: it is larger than it may be.
         """
-        document = self.model_dump(mode="json")
-        text = dumps({**document, "sha256": _hash(document)}).encode()
+        document = self.model_dump(mode="json", exclude_none=True)
+        text = dumps({**document, "sha256": hash_of(document)}).encode()
         if len(text) > MAX_MANIFEST_BYTES:
             raise Wrong(
                 f"the manifest would be larger than {MAX_MANIFEST_BYTES >> 20} MiB: tie fewer weights"
@@ -359,25 +324,16 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def shard_file(rank: int) -> str:
-    return f"shard-{rank:05d}.pt"
+def tensors_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
-def weights_file(rank: int) -> str:
-    return f"weights-{rank:05d}.safetensors"
+def files_of(rank: int) -> tuple[str, str]:
+    """Names of the files that each rank writes."""
+    return rank_file(rank), tensors_file(rank)
 
 
-def files_of(rank: int, optimizer: bool, weights: bool) -> list[str]:
-    """Names of the files that each rank writes.
-
-    Args:
-        optimizer: whether the optimizer's state is sharded.
-        weights: whether weights are.
-    """
-    return [rank_file(rank)] + [shard_file(rank)] * optimizer + [weights_file(rank)] * weights
-
-
-def _hash(document: dict[str, Any]) -> str:
+def hash_of(document: dict[str, Any]) -> str:
     # Of the content and not of the text: the file may be indented in another way and keep its hash.
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -18,7 +18,6 @@ from typing_extensions import Self
 
 from hvd_ckpt.data.sampler import DataLoader, DistributedSampler
 from hvd_ckpt.distributed.precision import GradScaler
-from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import (
     agree_on_options,
@@ -29,10 +28,10 @@ from hvd_ckpt.reduction.agreement import (
 )
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.state import ranges_of
 from hvd_ckpt.snapshots.arguments import check_arguments
 from hvd_ckpt.snapshots.barrier import Participant
-from hvd_ckpt.snapshots.content import RunShards
+from hvd_ckpt.snapshots.content import SavedState
+from hvd_ckpt.snapshots.fits import check_fits
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
     Warn,
@@ -40,24 +39,14 @@ from hvd_ckpt.snapshots.folder import (
     list_snapshots,
     remove_abandoned,
 )
-from hvd_ckpt.snapshots.loading import Target, average_state, load_state, load_weights
-from hvd_ckpt.snapshots.local import load_local, local_state, whole_state
+from hvd_ckpt.snapshots.loading import load_average, load_optimizer, load_plain, reading_weights
 from hvd_ckpt.snapshots.lock import FolderLock
-from hvd_ckpt.snapshots.order import in_order_of, parameter_names
+from hvd_ckpt.snapshots.model import ModelTensors
+from hvd_ckpt.snapshots.period import apart_state, own_copy
 from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
-from hvd_ckpt.snapshots.reader import Snapshot, find_files, read_rank
-from hvd_ckpt.snapshots.resume import state_of_shards
-from hvd_ckpt.snapshots.schema import DAMAGED
-from hvd_ckpt.snapshots.slices import sliced
-from hvd_ckpt.snapshots.state import (
-    LoopRankState,
-    LoopState,
-    check_content,
-    check_fits,
-    check_kinds,
-    check_state,
-    kind_of,
-)
+from hvd_ckpt.snapshots.reader import Snapshot, find
+from hvd_ckpt.snapshots.schema import DAMAGED, Layout
+from hvd_ckpt.snapshots.state import LoopRankState, LoopState, check_kinds, check_state, kind_of
 from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest, forget_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils import run_warnings
@@ -161,12 +150,12 @@ class Snapshots:
         self._same_loader = isinstance(loader, (DistributedSampler, DataLoader))  # on every rank
         self._blocking = blocking or optimizer.is_offloaded
         self._warn = warn or _warn
-        self._shards = RunShards(model, optimizer)
         self.loop: dict[str, Any] = {}
         self._step, self._resumed = 0, False
         self._abandoned: list[Path] = []
         self._stopped: str | None = None
         self._writer: SnapshotWriter | None = None
+        self._names: ModelTensors | None = None  # of the last save
         self._opened = ExitStack()
         self._lock: FolderLock | None = None  # on the first process
         self._locked = False
@@ -188,37 +177,33 @@ class Snapshots:
         self._open()
         self._resumed = True
         with errors_on_all("Snapshots: find"):
-            newest = find_files(self.folder / "snapshots") if current().number == 0 else None
+            newest = find(self.folder / "snapshots") if current().number == 0 else None
             if current().number == 0:
                 forget_file(self.folder)
                 self._found = set(list_snapshots(self.folder / "snapshots"))
         # One process chooses for all. Each rank by itself could find another
         # newest one while files come and go on a network file system. Its manifest comes along: it says how the files are that the
         # first has verified, and n ranks do not ask the file system for n files each.
-        files = of_first_process(newest, "hvd_ckpt.snapshots.files")
-        if files is None:
+        snapshot: Snapshot | None = of_first_process(newest, "hvd_ckpt.snapshots.newest")
+        if snapshot is None:
             return 0
         with errors_on_all("Snapshots: read"):
-            snapshot = read_rank(files)
             try:
                 check_state(snapshot, LoopState, LoopRankState)
-                specs = {
-                    self._shards.stored_name(elements.name): elements.spec
-                    for elements in ranges_of(self._optimizer)
-                }
                 check_kinds(snapshot, self._kinds)
-                snapshot = in_order_of(sliced(snapshot, self._model), self._optimizer)
-                check_fits(snapshot, self._model, self._optimizer, specs)
+                check_fits(snapshot, self._model, self._optimizer)
                 if (snapshot.replicated["replicas"] is None) != (self._optimizer.replicas is None):
                     raise Wrong("only one of it and the optimizer has logical replicas")
             except Wrong as error:
                 way_out = ": give the model and optimizer that it was written with, or another folder"
                 raise SnapshotError(
-                    f"The snapshot '{files.path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
+                    f"The snapshot '{snapshot.path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
                 ) from None
         self._step = snapshot.step
         # Nothing has been changed up to here, so an error leaves model and optimizer as they were.
-        load_weights(snapshot, self._model, self._optimizer, self._shards)
+        with errors_on_all("Snapshots: weights"):
+            load_weights = reading_weights(snapshot, self._model, self._optimizer)
+        load_weights()
         if not self.load(snapshot, options=True):
             # There were other ranks. A seed by step and rank gives no rank
             # the numbers of another one, nor those of an earlier resume.
@@ -294,18 +279,18 @@ class Snapshots:
         self._lock_folder()
         if self._writer is not None:
             self._writer.check()
-        optimizer, local = self._optimizer, isinstance(self._optimizer, LocalOptimizer)
+        optimizer: Any = self._optimizer
         # A signal that one rank gets during step k:
         #
         #     after step k               this rank calls notify() below; all ranks return None
         #     gradients of step k + 1    carry the flag to all ranks
         #     after step k + 1           all ranks are notified, enter this collective together, and return the same reason
-        if optimizer.has_averaged if isinstance(optimizer, LocalOptimizer) else optimizer.notified:
+        if optimizer.has_averaged if optimizer.is_local else optimizer.notified:
             reports = of_all_processes(self.stop.reason, "Snapshots: stop")
             self._stopped = self._stopped or next((reason for reason in reports if reason is not None), None)
         # Each stage has a world of its own, in which the flag travels.
         asked = current().on_any_stage(self.stop.reason is not None)
-        if asked and self._stopped is None and not local:
+        if asked and self._stopped is None and not optimizer.is_local:
             optimizer.notify()
         return self._stopped
 
@@ -377,48 +362,54 @@ class Snapshots:
         """Takes over the lock of the folder, which the command has acquired on the first process before it wrote there."""
         self._lock = lock
 
-    def load(
-        self,
-        snapshot: Snapshot,
-        expected: Mapping[str, Mapping[str, Any]] | None = None,
-        options: bool = False,
-    ) -> bool:
+    def load(self, snapshot: Snapshot, options: bool = False) -> bool:
         """Loads everything except weights and further state. Returns whether this includes this rank's own state.
 
         Args:
-            expected, options: see :func:`hvd_ckpt.snapshots.loading.load_state`.
+            options: see :func:`hvd_ckpt.snapshots.loading.load_optimizer`.
         """
+        model, optimizer = self._model, self._optimizer
         self._abandoned = later_snapshots(self.folder / "snapshots", snapshot.step)
-        if expected is None:
-            of_shards = state_of_shards(self._optimizer, self._model)
-            expected = {self._shards.stored_name(name): entries for name, entries in of_shards.items()}
-        snapshot, averages = load_local(snapshot, self._model, self._optimizer, expected)
-        target = Target(self._model, self._optimizer, self._shards, self._average, self._scaler)
-        of_rank = load_state(snapshot, expected, target, options)
-        if isinstance(self._optimizer, LocalOptimizer):
-            self._optimizer.load_averages(averages)
+        whose, apart = own_copy(snapshot, optimizer)
+        if apart is not None:  # on all ranks alike
+            with errors_on_all("Snapshots: weights"):
+                load_weights = reading_weights(snapshot, model, optimizer, whose)
+            load_weights()
+        names = ModelTensors(model, optimizer)
+        load_optimizer(snapshot, names, optimizer, options, whose)
+        # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
+        if names.layout is not None and optimizer.shard_stage < 3:
+            store: Any = optimizer.sharding.store  # type: ignore[attr-defined]
+            if store.is_lossy:
+                store.shards_changed([group for group in names.layout.groups if group.requires_grad])
+        if self._average is not None:
+            load_average(self._average, snapshot, names)
+        of_rank = load_plain(snapshot, model, optimizer, self._scaler)
+        if optimizer.is_local:
+            if apart is not None and self._scaler is not None and apart["scaler"] is not None:
+                self._scaler.load_state_dict(apart["scaler"])
+            local: Any = optimizer
+            local.load_averages(None if apart is None else apart["averages"])
         return of_rank
 
     def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
-        """:meth:`save` with the further state of :meth:`contents`."""
+        """As :meth:`save`; the arguments are further state, or state that replaces that of this object."""
         self._optimizer.check_own_weights("Snapshots.save()")
         self._open()
         self._lock_folder()
         assert self._writer is not None
         self._step = step
-        # The next forward pass writes buffers, while the copy is made; parameters stay as they are until the update.
-        changing = {name for name, _ in self._model.named_buffers()}
-        contents = self.contents(replicated, per_rank)
+        replicated = {**self._replicas(), **replicated}
         with errors_on_all("Snapshots: save"):
             if self._lock is not None:
                 self._lock.check()
             try:
-                check_content(contents["replicated"], contents["per_rank"], contents["shard"])
+                state = self._state(replicated, per_rank)
             except Wrong as error:
                 raise SnapshotError(
                     f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."
                 ) from None
-        self._writer.begin(step, **contents, changing=changing)
+        self._writer.begin(step, state)
         if self._blocking:
             self._fault()  # later, the tensors would be other ones
 
@@ -426,43 +417,69 @@ class Snapshots:
     def _kinds(self) -> dict[str, str | None]:
         return described(optimizer=kind_of(self._optimizer), scheduler=self._scheduler)
 
-    def contents(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of a snapshot of the current state, as arguments of :meth:`SnapshotWriter.begin`. Tensors are not copied.
+    def commit(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> SavedState:
+        """All that this rank has, as if there were no others, not copied; arguments are those of :meth:`begin`. Collective with
+        logical replicas, of which ranks gather the buffers.
+        """
+        return self._state({**self._replicas(), **replicated}, per_rank, alone=True)
+
+    def _replicas(self) -> dict[str, Any]:
+        replicas = self._optimizer.replicas
+        if replicas is None:
+            return {"replicas": None}
+        replicas.average_buffers()  # for the weights
+        return {"replicas": replicas.state_dict()}
+
+    def _state(
+        self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any], alone: bool = False
+    ) -> SavedState:
+        """What this rank saves of the current state. Tensors are not copied.
 
         Args:
             replicated, per_rank: further state, or state that replaces that of this object.
+            alone: all that this rank has, as if there were no others.
         """
         optimizer: Any = self._optimizer
-        average, average_shard = average_state(self._average, self._shards.sharded)
-        replicas = optimizer.replicas
-        if replicas is not None:
-            replicas.average_buffers()  # for the weights
+        names = self._names = self._names.renewed() if self._names else ModelTensors(self._model, optimizer)
         extra = copy.deepcopy(extra_states(self._model))
-        return {
-            "weights": self._shards.weights(self._model),
-            "replicated": {
+        ranges, values = names.saved(self._average, extra, alone)
+        options = [
+            {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
+        grid = current()
+        layout = Layout(
+            stage=optimizer.shard_stage,
+            pipeline_stages=grid.stages,
+            tensor=grid.tensor,
+            apart=optimizer.is_local,
+        )
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        return SavedState(
+            replicated={
                 "kinds": self._kinds,
-                "groups": parameter_names(optimizer),
-                "optimizer": None if self._shards.sharded else whole_state(optimizer),
-                "ema": average,
-                "scaler": None if self._scaler is None else self._scaler.state_dict(),
+                "groups": names.groups(),
+                "options": options,
+                "ema": None if self._average is None else {"n_averaged": self._average.n_averaged},
+                "scaler": scaler,
                 "threads": torch.get_num_threads(),
                 "device": next(self._model.parameters()).device.type,
-                "replicas": None if replicas is None else replicas.state_dict(),
                 "extra": extra,
-                "mid_period": isinstance(optimizer, LocalOptimizer) and not optimizer.in_sync,
+                "mid_period": optimizer.is_local and not optimizer.in_sync,
                 **replicated,
             },
-            "per_rank": {
+            per_rank={
                 "random": random_state(),
                 "reduction": optimizer.reduction_state_dict(),
-                "buffers": dict(self._model.named_buffers()),
                 "extra": extra,
-                "local": local_state(optimizer, self._model, self._scaler, self._shards),
+                "local": apart_state(optimizer, scaler),
+                **values,
                 **per_rank,
             },
-            "shard": self._shards.state(self._model, optimizer, average_shard),
-        }
+            ranges=ranges,
+            aliases=names.aliases,
+            layout=layout,
+        )
 
     def _state_of_loader(self, snapshot: Snapshot) -> Any:
         """The state for ``loader``: that of all ranks, or else this rank's own.
@@ -499,9 +516,9 @@ class Snapshots:
             opened.callback(self._forget_writer)
             self._writer = opened.enter_context(writer)
             opened.callback(self._optimizer.register_step_pre_hook(lambda *_: writer.before_update()).remove)
-            for changing in (self._average, self._optimizer):
-                if isinstance(changing, (AveragedWeights, LocalOptimizer)):
-                    changing.before_change = self.before_update
+            changing: list[Any] = [self._optimizer] if self._optimizer.is_local else []
+            for owner in (*changing, *([self._average] if self._average is not None else [])):
+                owner.before_change = self.before_update
             self._opened = opened.pop_all()
 
     def _on_written(self, path: Path, warn: Warn) -> None:

@@ -1,35 +1,39 @@
 """State as plain values and tensors: validated, copied to host memory, and saved in files that execute nothing when loaded.
 
 A *state dict* here is any nesting of dict, list, tuple, str, int, float, bool, None and dense tensors. Its file is that of
-``torch.save``, read with ``torch.load(weights_only=True)``; weights alone are safetensors files.
+``torch.save``, read with ``torch.load(weights_only=True)``; tensors alone are safetensors files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
+import weakref
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from typing_extensions import Buffer
 
 from hvd_ckpt.snapshots.schema import DAMAGED, FileEntry
 from hvd_ckpt.utils.schema import Wrong
 from hvd_ckpt.utils.torch_private import foreach_copy_
 
-CHUNK = 1 << 20  # bytes hashed and written while they are in the CPU's cache
+CHUNK = 1 << 20  # bytes hashed while they are in the CPU's cache
+MAPPED_BYTES = 8 << 20
 MAX_DEPTH = 100
 MAX_INT_BITS = 2000  # the unpickler that executes nothing reads no larger ones
 _KEYS = "a text, an integer, a float, a bool, None, or a tuple of these"
-_SCALARS = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, float, str)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -63,12 +67,10 @@ class _Mapping:
         if isinstance(value, np.generic):
             value = value.item()
         kind = type(value)
-        if kind in _SCALARS:
-            if kind is int and value.bit_length() > MAX_INT_BITS:
-                raise Wrong(
-                    f"{place} has {value.bit_length()} bits: store integers of at most {MAX_INT_BITS}"
-                )
+        if _is_plain(value):
             return value
+        if kind is int:
+            raise Wrong(f"{place} has {value.bit_length()} bits: store integers of at most {MAX_INT_BITS}")
         if depth == MAX_DEPTH:
             raise Wrong(
                 f"{place[:100]}... is nested more than {MAX_DEPTH} deep, or within itself: store it flat"
@@ -85,10 +87,16 @@ class _Mapping:
                     raise Wrong(
                         f"{place} has the key {ascii(key)[:60]} of {type(key).__name__}, and a key must be {_KEYS}"
                     )
-            return {key: self.map(item, _entry(place, key), depth + 1) for key, item in value.items()}
+            return {
+                key: item if _is_plain(item) else self.map(item, _entry(place, key), depth + 1)
+                for key, item in value.items()
+            }
         if kind in (list, tuple):
             return kind(
-                [self.map(item, f"{place}[{number}]", depth + 1) for number, item in enumerate(value)]
+                [
+                    item if _is_plain(item) else self.map(item, f"{place}[{number}]", depth + 1)
+                    for number, item in enumerate(value)
+                ]
             )
         way_out = "a tensor" if kind is np.ndarray else "numbers, texts, lists, dicts or tensors"
         raise Wrong(
@@ -108,6 +116,11 @@ def check_tensor(tensor: Any, place: str) -> None:
         raise Wrong(f"{place} is a sparse, quantized or nested tensor: store tensor.to_dense(), or its parts")
     if tensor.is_meta:
         raise Wrong(f"{place} is on the device 'meta', where tensors have no values: store one that has")
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (kind is int and value.bit_length() <= MAX_INT_BITS)
 
 
 def _is_key(key: Any) -> bool:
@@ -233,18 +246,13 @@ def save_state(path: Path, state: Any) -> FileEntry:
     Raises:
         OSError: the file exists, or cannot be written.
     """
-    with open(path, "xb", buffering=0) as file:
-        hashed = _HashedFile(file)
-        writable: Any = hashed
-        # What torch.save writes of a tensor is all memory that it is a view of.
-        torch.save(map_tensors(state, "state", lambda tensor, _: _alone(tensor)), writable)
-        if hashed.error is not None:
-            raise hashed.error
-        os.fsync(file.fileno())
-    return FileEntry(bytes=hashed.bytes, sha256=hashed.sha256.hexdigest())
+    content = io.BytesIO()
+    # What torch.save writes of a tensor is all memory that it is a view of.
+    torch.save(map_tensors(state, "state", lambda tensor, _: _alone(tensor)), content)
+    return save_bytes(path, content.getbuffer())
 
 
-def save_bytes(path: Path, content: bytes) -> None:
+def save_bytes(path: Path, content: Buffer) -> FileEntry:
     """Writes a file, which is on the disk when this returns.
 
     Raises:
@@ -254,16 +262,17 @@ def save_bytes(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+        return FileEntry(bytes=file.tell(), sha256=hashlib.sha256(content).hexdigest())
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> FileEntry:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Writes tensors as a safetensors file; it is on the disk when this returns.
 
     Raises:
         Wrong: the format does not hold one of them.
         OSError: the file cannot be written.
     """
-    plain = {name: _values(tensor).contiguous() for name, tensor in weights.items()}
+    plain = {name: _values(tensor).contiguous() for name, tensor in tensors.items()}
     end = 0
     for name, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
         if tensor.data_ptr() < end:  # the library refuses tensors that share memory
@@ -274,11 +283,11 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> FileEntry:
     except SafetensorError as error:
         number = _OS_ERROR.search(str(error))
         if number is None:
-            raise Wrong(f"weights cannot be stored: {error}") from None
+            raise Wrong(f"tensors cannot be stored: {error}") from None
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     except (KeyError, ValueError) as error:
         raise Wrong(
-            f"weights cannot be stored ({error}): store them in types of numbers that safetensors has"
+            f"tensors cannot be stored ({error}): store them in types of numbers that safetensors has"
         ) from None
     with open(path, "rb") as file:
         # safetensors does not flush what it writes. A descriptor for reading flushes the file, too.
@@ -304,11 +313,8 @@ def hash_file(path: Path) -> FileEntry:
     return FileEntry(bytes=size, sha256=digest.hexdigest())
 
 
-def load_state(path: Path, mmap: bool = False) -> Any:
+def load_state(path: Path) -> Any:
     """The state dict in a file, with its tensors on the CPU; nothing in it is executed.
-
-    Args:
-        mmap: map the tensors from the file, so that only the parts that are used take memory.
 
     Raises:
         Wrong: it is not a file that :func:`save_state` writes.
@@ -323,7 +329,7 @@ def load_state(path: Path, mmap: bool = False) -> Any:
                 for entry in archive.infolist()
             ):
                 raise Wrong(f"it is compressed: {DAMAGED}")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except (Wrong, OSError):
         raise
     except Exception as error:  # whatever the two readers stumble over
@@ -345,49 +351,51 @@ def load_state(path: Path, mmap: bool = False) -> Any:
         raise Wrong(f"{error}: {DAMAGED}") from None
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, mapped from it.
+class TensorFile:
+    """A safetensors file. It is mapped, and after 8 MiB mapped anew: what was read of a map counts as memory of the process.
 
     Raises:
         Wrong: it is not a safetensors file.
         OSError: it cannot be read.
     """
-    try:
-        weights = safetensors.torch.load_file(path)
-    except OSError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:100]
-        raise Wrong(f"it is not a safetensors file ({type(error).__name__}: {reason}): {DAMAGED}") from None
-    for name, tensor in weights.items():
-        _check_bool(tensor, _entry("it", name))
-    return weights
 
+    def __init__(self, path: Path) -> None:
+        # All maps are of this file, also if another one gets its name.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        self._path = f"/dev/fd/{descriptor}"
+        self._map()
 
-class _HashedFile:
-    """A file for ``torch.save`` that is hashed while it is written; an error is kept, since C++ code calls :meth:`write`."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.sha256, self.bytes = hashlib.sha256(), 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
+    def _map(self) -> None:
+        self._read = 0
         try:
-            # After an error, the rest is dropped: torch.save goes on writing, and save_state() raises the error.
-            for start in range(0, len(view) if self.error is None else 0, CHUNK):
-                part = view[start : start + CHUNK]
-                self.sha256.update(part)
-                while part:  # a write to a raw file may be a partial one
-                    part = part[self._file.write(part) :]
-        except OSError as error:
-            self.error = error
-        self.bytes += len(view)
-        return len(view)
+            self._file: Any = safe_open(self._path, "pt")
+        except OSError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:100]
+            raise Wrong(
+                f"it is not a safetensors file ({type(error).__name__}: {reason}): {DAMAGED}"
+            ) from None
 
-    def flush(self) -> None:
-        """Nothing: every write goes to the file at once."""
+    def names(self) -> set[str]:
+        """The names of its tensors."""
+        return set(self._file.keys())
+
+    def form(self, name: str) -> tuple[list[int], torch.dtype]:
+        """Shape and dtype of a tensor."""
+        tensor = self._file.get_tensor(name)
+        return list(tensor.shape), tensor.dtype
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        """A slice of a tensor along its first dimension, by default all of it; not to be changed."""
+        if self._read > MAPPED_BYTES:
+            self._map()
+        values: Tensor = self._file.get_tensor(name)
+        values = values if start is None else values[start:stop]
+        self._read += values.nbytes
+        _check_bool(values, _entry("it", name))
+        return values
 
 
 def _values(tensor: Tensor) -> Tensor:

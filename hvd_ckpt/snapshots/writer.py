@@ -15,18 +15,15 @@ import queue
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-from torch import Tensor
 
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.snapshots.barrier import Participant, RankManifest, await_folder, collect, send
-from hvd_ckpt.snapshots.content import Content, ShardState, complete, staged_content, write_content
+from hvd_ckpt.snapshots.content import Content, SavedState, complete, staged_content, write_content
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
     Warn,
@@ -118,29 +115,15 @@ class SnapshotWriter:
         self._closed = False
         self._given_up = threading.Event()
 
-    def begin(
-        self,
-        step: int,
-        *,
-        weights: Mapping[str, Tensor],
-        replicated: Any,
-        per_rank: Any,
-        changing: Collection[str] = (),
-        shard: ShardState | None = None,
-    ) -> None:
+    def begin(self, step: int, state: SavedState) -> None:
         """Begins to write a snapshot. Returns at once, unless the one before is not on the disk yet: then it waits for that.
 
-        Weights and the tensors of ``replicated`` and ``shard`` must stay as they are until :meth:`before_update` returns. Values
-        that are not tensors, tensors of at most 4 KiB, and ``per_rank`` may change at once. State is any nesting of dict, list,
-        tuple, str, int, float, bool, None and dense tensors.
+        Tensors of ranges and of ``state.replicated`` must stay as they are until :meth:`before_update` returns. Values that are not
+        tensors, tensors of at most 4 KiB, ranges that are marked as changing, and ``state.per_rank`` may change at once. Plain
+        state is any nesting of dict, list, tuple, str, int, float, bool, None and dense tensors.
 
         Args:
             step: training steps taken.
-            weights: ``model.state_dict()``; rank 0's are written.
-            replicated: state that is the same on every rank; rank 0's is written.
-            per_rank: state of this rank alone.
-            changing: names of weights that may change at once, such as the buffers of a batch norm.
-            shard: this rank's shard of what is sharded over the ranks; None where nothing is.
 
         Raises:
             SnapshotError: the step is not a number of steps.
@@ -176,9 +159,7 @@ class SnapshotWriter:
             if not job.fault:
                 staging = None if self._blocking else self._staging
                 try:
-                    job.content = staged_content(
-                        self._own.rank, staging, weights, replicated, per_rank, changing=changing, shard=shard
-                    )
+                    job.content = staged_content(self._own.rank, staging, state)
                 except _TROUBLE as error:
                     job.fault = reason_of(error)
             self._launch(job)
@@ -331,7 +312,7 @@ class SnapshotWriter:
             if job.fault:
                 raise Wrong(job.fault)
             assert job.content is not None
-            return write_content(job.temporary, job.content)
+            return write_content(job.temporary, self._own.rank, job.content)
         except Exception as error:
             if not isinstance(error, _TROUBLE):
                 job.bug = error

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots import reader
-from hvd_ckpt.snapshots.files import open_snapshot
 from hvd_ckpt.snapshots.folder import SnapshotError, name_of
-from hvd_ckpt.snapshots.schema import rank_file, shard_file
+from hvd_ckpt.snapshots.ranges import Elements
+from hvd_ckpt.snapshots.reader import Snapshot, open_snapshot
+from hvd_ckpt.snapshots.schema import rank_file
 
-REPLICATED = ("optimizer", "scaler", "progress", "plan", "samples", "replicas")
-PER_RANK = ("random", "buffers", "logged")
+REPLICATED = ("options", "scaler", "progress", "plan", "samples", "replicas")
+PER_RANK = ("random", "logged")
 NAMED = 5  # differences of one kind that are named
 
 
@@ -38,10 +39,10 @@ def newest_good(run: Path) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            path = reader.find(run / "snapshots")
+            found = reader.find(run / "snapshots")
         except SnapshotError:
             return 0
-    return 0 if path is None else int(path.name.removeprefix("step-"))
+    return 0 if found is None else found.step
 
 
 def differences(run: Path, reference: Path, step: int, ranks: int | None) -> list[str]:
@@ -70,14 +71,21 @@ def _state(run: Path, step: int, ranks: int | None) -> dict[str, Any]:
     first = reader.read(path, 0)
     state = {"weights": first.weights, **{name: first.replicated.get(name) for name in REPLICATED}}
     files = open_snapshot(path)
-    if first.sharding is not None:
-        state["shards"] = [files.state(shard_file(rank)) for rank in range(first.ranks)]
+    shared = [name for name in files.tensors if not name.startswith(("buffers@", "weights/"))]
+    state["tensors"] = dict(zip(shared, files.read([elements(files, name) for name in shared])))
     for rank in range(ranks or 0):
         if rank_file(rank) not in files.manifest.files:
             raise ValueError(f"rank {rank} has no state in '{path}'")
         own = files.state(rank_file(rank))
         state.update({f"rank {rank}'s {name}": own[name] for name in PER_RANK})
+        buffers = [name for name in files.tensors if name.startswith(f"buffers@{rank}/")]
+        state.update(zip(buffers, files.read([elements(files, name) for name in buffers])))
     return state
+
+
+def elements(files: Snapshot, name: str) -> Elements:
+    """All elements of a tensor."""
+    return Elements(name, 0, files.tensors[name].numel, files.tensors[name])
 
 
 def differing(name: str, ours: Any, theirs: Any) -> Iterator[str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from faults.checks import differing
+from snapshot_files import state_of
 from torch import Tensor
 
 from hvd_ckpt.snapshots import reader
@@ -89,7 +90,7 @@ class _Content:
             tensor += 2
 
     def state(self) -> dict[str, Any]:
-        """The arguments of a write."""
+        """What is written."""
         replicated = {"number": self.number, "optimizer": self.optimizer}
         return {"weights": self.weights, "replicated": replicated, "per_rank": {"number": self.number}}
 
@@ -129,7 +130,7 @@ def _save(folder: Path, writer: str, number: int, pipe: Connection) -> None:
             while True:
                 written = content.number
                 pipe.send((BEGUN, written, time.monotonic()))
-                snapshots.begin(step_of(written), **content.state())
+                snapshots.begin(step_of(written), state_of(**content.state()))
                 snapshots.before_update()
                 content.next()  # as soon as the writer allows it, so that a copy taken too late is found
                 snapshots.wait()
@@ -225,10 +226,10 @@ class SaveTest:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                path = reader.find(self._folder)
-                if path is None:
+                found = reader.find(self._folder)
+                if found is None:
                     return "there is no snapshot", 0
-                snapshot = reader.read(path, 0)
+                snapshot = reader.read(found.path, 0)
             except SnapshotError as error:
                 return str(error), 0
         number = snapshot.replicated["number"]

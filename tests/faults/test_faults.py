@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from snapshot_files import state_of
 
 from benchmarks.case import Case
 from benchmarks.suites.faults import faults
@@ -101,20 +102,20 @@ def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:
     import torch
 
     common = {
-        "optimizer": [torch.tensor(1.0)],
+        "options": [torch.tensor(1.0)],
         "scaler": None,
         "progress": {"step": step},
         "plan": None,
         "samples": 9,
     }
-    own = {"random": random_state(), "buffers": {"mean": torch.tensor(-0.0)}, "logged": (0.0, 0.0)}
+    own = {"random": random_state(), "logged": (0.0, 0.0)}
     (run / "log.jsonl").parent.mkdir(exist_ok=True)
     (run / "log.jsonl").write_text(json.dumps({"step": step, "kind": "train", "loss": loss}) + "\n")
     weights = {"a": torch.tensor([1.0, weight])}
     with SnapshotWriter(
         run / "snapshots", 9, Participant(0, 1, "0" * 8), pytest.fail, blocking=True
     ) as writer:
-        writer.begin(step, weights=weights, replicated=common, per_rank=own)
+        writer.begin(step, state_of(weights, common, own))
         path = writer.wait()
     assert path is not None
     return path
@@ -129,10 +130,10 @@ def test_runs_are_the_same_to_the_last_bit_or_what_differs_is_named(tmp_path: Pa
     assert differences(ours, other_loss, 3, 1) == ["the loss of step 3 in the log"]
     newer = written(ours, 6, 0.0)
     assert newest_good(ours) == 6 and unreadable(ours, 1) == []
-    (newer / "model.safetensors").write_bytes(bytes((newer / "model.safetensors").stat().st_size))
+    (newer / "rank-00000.safetensors").write_bytes(bytes((newer / "rank-00000.safetensors").stat().st_size))
     assert newest_good(ours) == 3
     (fault,) = unreadable(ours, 1)
-    assert "step-00000006" in fault and "model.safetensors" in fault
+    assert "step-00000006" in fault and "rank-00000.safetensors" in fault
 
 
 def test_processes_are_found_by_their_mark_with_any_parent() -> None:

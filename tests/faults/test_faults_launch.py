@@ -1,4 +1,4 @@
-"""``python -m benchmarks faults`` in short: one run that is killed, and two processes that are killed within a save."""
+"""``python -m benchmarks faults`` in short: a run that is killed, and two processes that are killed within a save; and resumes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from benchmarks.__main__ import benchmarks as bench
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from faults import resumes
 from faults.kill import FaultPlan, Kill
 
 pytestmark = pytest.mark.launch
@@ -31,3 +32,7 @@ def test_a_killed_run_ends_as_the_undisturbed_one_and_killed_saves_leave_a_good_
     assert (killed["engine"], killed["kills"], killed["figures"]["right_count"]) == ("kill", 1, [1])
     assert (saves["engine"], saves["kills"], saves["figures"]["right_count"]) == ("save", 2, [2])
     assert "1 of 1" in output and "2 of 2" in output
+
+
+def test_jobs_of_other_layouts_resume_with_the_same_bits(tmp_path: Path) -> None:
+    assert resumes.run(1, 6, tmp_path / "cases") == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import io
 import json
@@ -13,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hostile import ODD, Draw
 from hypothesis import strategies as st
-from snapshot_files import sign, write
+from snapshot_files import divided, optimizer_state, sign, state_of, write
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from watch import Finding, Kind
@@ -26,11 +26,16 @@ from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.app.training.resume import Progress, check_fits, check_resumed, check_state, plan_text
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.state import parts_of
+from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.loading import load_optimizer
+from hvd_ckpt.snapshots.loading import reading_weights
 from hvd_ckpt.snapshots.random_state import random_state, set_random_state
-from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.ranges import Range
+from hvd_ckpt.snapshots.reader import HeldSnapshot, Snapshot
+from hvd_ckpt.snapshots.schema import TensorMetadata
+from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 SAMPLES = 40
 CONFIG: dict[str, Any] = {
@@ -63,8 +68,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """Replicated state, state of a rank, and weights, as a run has them."""
+def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[Range]]:
+    """Replicated state, state of a rank, weights, and state of the optimizer, as a run has them."""
     model, optimizer = model_and_optimizer()
     step(model, optimizer)
     replicated = {
@@ -73,7 +78,6 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
         "ranks": 1,
         "ema": None,
         "progress": Progress(step=2, position=8, best=1.5).model_dump(),
-        "optimizer": optimizer.state_dict(),
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
         "plan": '{"format": "hvd_ckpt plan"}\n',
         "samples": SAMPLES,
@@ -92,22 +96,29 @@ def state_of_run() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
         "counts": dict.fromkeys(names, 1),
         "lower_counts": {},
     }
-    buffers = dict(model.named_buffers())
-    per_rank = {"random": random_state(), "reduction": reduction, "buffers": buffers, "logged": [(3.5, 2.0)]}
-    per_rank["local"] = None
-    return replicated, per_rank, model.state_dict()
+    per_rank = {"random": random_state(), "reduction": reduction, "logged": [(3.5, 2.0)], "local": None}
+    ranges, groups, values = optimizer_state(model, optimizer)
+    for name, buffer in model.named_buffers():
+        whole = TensorMetadata.of(buffer.dtype, TensorSpec.of(buffer))
+        ranges.append(Range(f"buffers@0/{name}", 0, whole.numel, whole, buffer.reshape(-1)))
+    return {**replicated, **groups}, {**per_rank, **values}, model.state_dict(), ranges
 
 
 def two_snapshots(folder: Path) -> dict[str, bytes]:
     """Writes two good snapshots of two ranks; returns the files of the newer."""
-    replicated, per_rank, weights = state_of_run()
+    replicated, per_rank, weights, ranges = state_of_run()
     weights["tied"] = weights["0.weight"]
     for number in (1, 2):
-        path = write(folder / "good", number, replicated, per_rank, weights)
-        shutil.copy(path / "rank-00000.pt", path / "rank-00001.pt")
-        files = json.loads((path / "manifest.json").read_bytes())["files"]
-        files |= {name.replace("rank-00000", "rank-00001"): dict(facts) for name, facts in files.items()}
-        sign(path, ranks=2, files=files)
+        path = folder / "good" / f"step-{number:08d}"
+        writers = [
+            SnapshotWriter(path.parent, 9, Participant(rank, 2, "0" * 8), pytest.fail) for rank in range(2)
+        ]
+        for rank, writer in enumerate(writers):
+            state = state_of(weights, replicated, per_rank)
+            state.ranges = divided([*state.ranges, *ranges], rank, 2)
+            writer.begin(number, state)
+        for writer in writers:
+            writer.close()
     return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
 
@@ -147,13 +158,13 @@ def damaged(prepared: Path) -> Callable[[Draw, Path], str]:
             spoil(draw, path)
         found = reader.find(path.parent)
         assert found is not None
-        got = reader.read(found, 0)
+        got = reader.read(found.path, 0)
         if not all(
             same(getattr(got, part), getattr(expected, part))
             for part in ("weights", "replicated", "per_rank")
         ):
-            raise Finding(f"{found.name} was read and is not what was written")
-        if found.name != "step-00000001":
+            raise Finding(f"{found.path.name} was read and is not what was written")
+        if found.path.name != "step-00000001":
             return "the newer one"
         with contextlib.suppress(SnapshotError):  # what is read of another rank need not be what is damaged
             if path.exists() and not same(reader.read(path, 1).replicated, expected.replicated):
@@ -206,6 +217,13 @@ def forged(prepared: Path) -> Callable[[Draw, Path], None]:
     return feed
 
 
+class Drawn(HeldSnapshot):
+    """Of any number of ranks."""
+
+    ranks = property(lambda self: self.manifest.ranks)  # type: ignore[assignment]
+    replicas = ranks
+
+
 def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
     """State that is not of a run, or of another: an error before anything is used, or a run that continues."""
     good = reader.read(write(prepared, 2, *state_of_run()), 0)
@@ -220,12 +238,16 @@ def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
             and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
         ):
             return "no snapshot"  # reading never gives such weights
-        changed: dict[str, Any] = {part: value}
-        if part == "per_rank":
-            changed = {"per_stage": (value,)}
-        elif part == "weights":
-            changed = {"first_weights": value, "files": None}
-        resume(dataclasses.replace(good, ranks=ranks, **changed))
+        given = {
+            "weights": good.weights,
+            "replicated": good.replicated,
+            "per_rank": good.per_rank,
+            part: value,
+        }
+        named = [one for one in state_of(given["weights"]).ranges if one.name.isprintable()]
+        drawn = Drawn.of(2, [*named, *state_of_run()[3]], {}, given["replicated"], given["per_rank"])
+        manifest = drawn.manifest.model_copy(update={"ranks": ranks})
+        resume(dataclasses.replace(drawn, rank=0, manifest=manifest))
         return None
 
     return feed
@@ -238,20 +260,15 @@ def resume(resumed: Snapshot) -> None:
     check_resumed(config, SAMPLES, resumed)
     model, optimizer = model_and_optimizer()
     check_fits(resumed, model, optimizer)
-    model.load_state_dict(resumed.weights)
+    reading_weights(resumed, model)()
     progress = Progress(**resumed.replicated["progress"])
     assert 4 / resumed.replicated["ranks"] > 0
     text = plan_text(config, resumed)
     assert text is None or isinstance(text.encode("utf-8"), bytes)
     assert progress.step >= 0 and progress.position >= 0 and not math.isnan(progress.best or 0)
-    load_optimizer(copy.deepcopy(resumed.replicated["optimizer"]), None, optimizer)
     if resumed.replicated["scaler"] is not None:
         torch.amp.GradScaler("cpu").load_state_dict(resumed.replicated["scaler"])
     if resumed.per_rank is not None:
-        buffers = dict(model.named_buffers())
-        with torch.no_grad():
-            for name, value in resumed.per_rank["buffers"].items():
-                buffers[name].copy_(value)
         _, learned = parts_of(resumed.per_rank["reduction"])
         if learned:
             assignment = BucketAssignment(list(model.named_parameters()), 25 << 20, None)

@@ -7,16 +7,89 @@ import json
 import os
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.barrier import Participant
+from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.ranges import Range
+from hvd_ckpt.snapshots.schema import TensorMetadata
 from hvd_ckpt.snapshots.writer import SnapshotWriter
+
+
+def state_of(weights: dict[str, Any] | None, replicated: Any = None, per_rank: Any = None) -> SavedState:
+    """What a rank saves that has these weights whole, of which tied ones have one memory."""
+    tensors: dict[str, Range] = {}
+    first: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in (weights or {}).items():
+        stored = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
+        if stored != name:
+            aliases[name] = stored
+            continue
+        spec = TensorSpec.of(tensor)
+        whole, flat = TensorMetadata.of(tensor.dtype, spec), spec.flatten(tensor)
+        is_buffer = not (tensor.requires_grad or name.endswith("weight")) and name.count("running")
+        tensors[name] = Range(f"weights/{name}", 0, tensor.numel(), whole, flat, bool(is_buffer))
+    return SavedState(replicated, per_rank, list(tensors.values()), aliases)
+
+
+def divided(ranges: Sequence[Range], place: int, ranks: int) -> list[Range]:
+    """One rank's part of these ranges, an equal one of each."""
+    own = []
+    for each in ranges:
+        first, last = (each.values.numel() * edge // ranks for edge in (place, place + 1))
+        if first < last or (place == 0 and not each.values.numel()):
+            start, stop = each.start + first, each.start + last
+            own.append(each._replace(start=start, stop=stop, values=each.values[first:last]))
+    return own
+
+
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[list[Range], dict[str, Any], dict[str, Any]]:
+    """Of an optimizer in one process after a step: its ranges, and its part of replicated and per-rank state."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ranges, state = [], {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name, spec = names[parameter], TensorSpec.of(parameter)
+            kept = state[name] = dict(optimizer.state[parameter])
+            for key, value in optimizer.state[parameter].items():
+                if value.shape == parameter.shape:
+                    kept[key] = None
+                    whole = TensorMetadata.of(value.dtype, spec)
+                    flat = spec.flatten(value)
+                    ranges.append(Range(f"optimizer.{key}/{name}", 0, whole.numel, whole, flat))
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    options = [
+        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+    values = {"state": state, "others": {}, "more": {}}
+    return ranges, {"groups": groups, "options": options}, {"optimizer": values}
+
+
+def found_in(folder: Path) -> Path | None:
+    """The path of the newest undamaged snapshot in a folder, if any."""
+    found = reader.find(folder)
+    return None if found is None else found.path
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of the weights in a snapshot."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(reader.read(path, 0).weights.items()):
+        digest.update(name.encode() + weight.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write(
@@ -25,11 +98,14 @@ def write(
     replicated: Any = None,
     per_rank: Any = None,
     weights: dict[str, Any] | None = None,
+    ranges: Sequence[Range] = (),
 ) -> Path:
     """A snapshot of one rank, on the disk when this returns; raises SnapshotError where it cannot be written."""
     told: list[str] = []
     with SnapshotWriter(folder, 100, Participant(0, 1, "0123abcd"), told.append, blocking=True) as writer:
-        writer.begin(step, weights=weights or {}, replicated=replicated, per_rank=per_rank)
+        state = state_of(weights, replicated, per_rank)
+        state.ranges = [*state.ranges, *ranges]
+        writer.begin(step, state)
         written = writer.wait()
     if written is None:
         raise SnapshotError(told[0])

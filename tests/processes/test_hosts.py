@@ -5,7 +5,6 @@ The hosts are network namespaces (see hosts.py). Every job trains the same tiny 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import subprocess
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from controllers import probe
 from hosts import Hosts, unavailable
+from snapshot_files import digest_of
 
 pytestmark = [
     pytest.mark.launch,
@@ -85,10 +85,8 @@ def end(hosts: Hosts, command: list[str], timeout: float = 240) -> subprocess.Co
 
 
 def final_weights(run: Path) -> str:
-    """The digest of the last snapshot's file of weights."""
-    return hashlib.sha256(
-        (run / "snapshots" / f"step-{STEPS:08}" / "model.safetensors").read_bytes()
-    ).hexdigest()
+    """The digest of the last snapshot's weights."""
+    return digest_of(run / "snapshots" / f"step-{STEPS:08}")
 
 
 @pytest.mark.parametrize("flags", ["--local 8,outer_lr=0.7", "--shard 3"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import json
@@ -26,7 +25,7 @@ import hvd_ckpt as hc
 from hvd_ckpt.snapshots import content
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.reader import read_rank
+from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
@@ -191,9 +190,7 @@ def test_a_streaming_data_set_of_each_rank_resumes_where_it_was(
     assert other.run(folder / "run") == (STEPS, None)
     check_same(other.results(), expected)
 
-    monkeypatch.setattr(
-        "hvd_ckpt.snapshots.snapshots.read_rank", lambda files: dataclasses.replace(read_rank(files), ranks=3)
-    )
+    monkeypatch.setattr(Snapshot, "ranks", 3)
     with pytest.raises(SnapshotError, match=r"on each of 3 ranks, and there are 2: resume with as many"):
         streaming().run(folder / "run")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from controllers import SCRIPTS, run_ranks
+from snapshot_files import found_in
 
 from hvd_ckpt.snapshots import reader
 
@@ -23,7 +24,7 @@ def train(folder: Path, killed_in: int) -> int:
 def test_a_killed_loop_resumes_in_the_same_bits(tmp_path: Path) -> None:
     train(tmp_path / "whole", 0)
     train(tmp_path / "run", 25)
-    newest = reader.find(tmp_path / "run" / "snapshots")
+    newest = found_in(tmp_path / "run" / "snapshots")
     assert newest is not None and newest.name in ("step-00000010", "step-00000020")
     train(tmp_path / "run", 0)
     for rank in (0, 1):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,23 +14,25 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from snapshot_files import sign
+from snapshot_files import divided, sign, state_of
 from torch import nn
 
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.sharding.state import ShardRange
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.barrier import Participant
-from hvd_ckpt.snapshots.content import ShardState, tensors_of
+from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.export import export
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.resume import read_shards, state_of_shards
-from hvd_ckpt.snapshots.schema import RankShards, ShardMetadata
+from hvd_ckpt.snapshots.model import ModelTensors
+from hvd_ckpt.snapshots.ranges import Range
+from hvd_ckpt.snapshots.schema import Layout, TensorMetadata
 from hvd_ckpt.snapshots.writer import SnapshotWriter
+from hvd_ckpt.utils.cuts import Cut
 
 RANKS = 3
+ROOT = Path(__file__).parents[2]
 
 
 class Model(nn.Module):
@@ -57,33 +61,24 @@ def cuts(numel: int, ranks: int = RANKS) -> list[tuple[int, int]]:
     return list(zip(edges, [*edges[1:], numel]))
 
 
-def part_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+def part_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, averaged: bool) -> list[Range]:
     """As a sharded optimizer of that rank would have it."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    pieces: list[Any] = []
-    groups: list[Any] = []
-    state: dict[int, Any] = {}
-    for group in optimizer.param_groups:
-        numbers = []
-        for parameter in group["params"]:
-            start, stop = cuts(parameter.numel())[rank]
-            if start == stop:
-                continue
-            numbers.append(len(pieces))
-            state[len(pieces)] = {
-                name: flat(value)[start:stop] if value.dim() else value
-                for name, value in optimizer.state[parameter].items()
-            }
-            pieces.append([names[parameter], start, stop])
-        groups.append({**{key: one for key, one in group.items() if key != "params"}, "params": numbers})
-    return {
-        "state": state,
-        "param_groups": groups,
-        "pieces": pieces,
-        "ranks": RANKS,
-        "rank": rank,
-        "stage": 3,
-    }
+    ranges = []
+
+    def add(kind: str, name: str, values: torch.Tensor) -> None:
+        start, stop = cuts(values.numel())[rank]
+        whole = TensorMetadata.of(values.dtype, TensorSpec.of(values))
+        if start < stop or (rank == 0 and not values.numel()):
+            ranges.append(Range(f"{kind}/{name}", start, stop, whole, flat(values)[start:stop]))
+
+    for name, parameter in model.named_parameters():
+        add("weights", name, parameter)
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.state[parameter][key]
+            add(f"optimizer.{key}", name, torch.empty_like(parameter, dtype=value.dtype).copy_(value))
+        if averaged:
+            add("average", name, parameter.detach().float() + 1)
+    return ranges
 
 
 @pytest.fixture
@@ -94,8 +89,6 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    parameters, aliases = tensors_of(model, buffers=False)
-    buffers = dict(model.named_buffers())
     told: list[str] = []
     writers = [
         SnapshotWriter(tmp_path / "snapshots", 9, Participant(rank, RANKS, "0" * 8), told.append)
@@ -103,30 +96,11 @@ def made(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     ]
     for step in (1, 2):
         for rank, writer in enumerate(writers):
-            weights = {
-                name: flat(parameter)[slice(*span)]
-                for name, parameter in model.named_parameters()
-                if (span := cuts(parameter.numel())[rank])[0] < span[1]
-            }
-            part = part_of(model, optimizer, rank)
-            named = dict(model.named_parameters())
-            state = {"state": part["state"], "param_groups": part["param_groups"]}
-            if step == 2:
-                state["averages"] = {
-                    number: flat(named[name])[start:stop].float() + 1
-                    for number, (name, start, stop) in enumerate(part["pieces"])
-                }
-            shards = RankShards(
-                stage=3,
-                parameters=parameters,
-                optimizer=ShardMetadata.of(part["pieces"]),
-                weights=ShardMetadata.of((name, *cuts(named[name].numel())[rank]) for name in weights),
-            )
-            shard = ShardState(shards, aliases, state, weights)
-            replicated = {"a": 1, "ema": {"n_averaged": 1, "averages": None} if step == 2 else None}
-            writer.begin(
-                step, weights=buffers, replicated=replicated, per_rank=rank, changing=buffers, shard=shard
-            )
+            state = state_of(dict(model.named_buffers()) if rank == 0 else {})
+            ranges = [*state.ranges, *part_of(model, optimizer, rank, step == 2)]
+            replicated = {"a": 1, "ema": {"n_averaged": 1} if step == 2 else None}
+            saved = SavedState(replicated, rank, ranges, ModelTensors(model).aliases, Layout(stage=3))
+            writer.begin(step, saved)
         for writer in writers:
             writer.wait()
     for writer in writers:
@@ -141,7 +115,7 @@ def test_shards_of_all_ranks_make_whole_weights(
     path, model, _ = made
     found = reader.read(path, 1)
     assert (found.per_rank, found.replicated["a"], found.ranks) == (1, 1, RANKS)
-    assert found.sharding is not None and found.sharding.stage == 3
+    assert found.layout.stage == 3
     expected = model.state_dict()
     written = export(path, tmp_path / "whole.safetensors")
     whole = load_file(tmp_path / "whole.safetensors")
@@ -161,29 +135,66 @@ def test_shards_of_all_ranks_make_whole_weights(
         assert average[name].dtype == weight.dtype and torch.equal(average[name], wanted), name
 
 
+def script() -> str:
+    """That of the guide, which loads the weights without this library."""
+    blocks = (ROOT / "docs" / "snapshots.md").read_text("utf-8").split("```")
+    return next(block for block in blocks if "safe_open" in block).removeprefix("python\n")
+
+
+def loaded_by_script(path: Path, output: Path) -> dict[str, torch.Tensor]:
+    assert "hvd_ckpt" not in script()
+    subprocess.run([sys.executable, "-c", script(), path, output], check=True)
+    weights: dict[str, torch.Tensor] = torch.load(output, weights_only=True)
+    return weights
+
+
+def test_the_script_of_the_guide_loads_the_weights(
+    made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    path, model, _ = made
+    found, expected = loaded_by_script(path, tmp_path / "weights.pt"), model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name].dtype == weight.dtype and torch.equal(found[name], weight), name
+
+
+def test_the_script_of_the_guide_loads_parts(tmp_path: Path) -> None:
+    """Three blocks of rows, and columns, over two parts; one dimension is not divided evenly."""
+    weights = {"rows.weight": torch.randn(9, 4), "columns.weight": torch.randn(3, 7, 2)}
+    how = {"rows.weight": Cut(0, 9, 3), "columns.weight": Cut(1, 7)}
+    writers = [SnapshotWriter(tmp_path, 9, Participant(rank, 4, "0" * 8), pytest.fail) for rank in range(4)]
+    for rank, writer in enumerate(writers):
+        replica, part = divmod(rank, 2)
+        ranges = []
+        for name, weight in weights.items():
+            own = how[name].of(weight, 2, part)
+            whole = TensorMetadata.of(weight.dtype, TensorSpec.of(own), how[name], 2)
+            of_part = Range(f"weights/{name}", *whole.place_of(part), whole, own.reshape(-1))
+            ranges += divided([of_part], replica, 2)
+        writer.begin(1, SavedState(None, None, ranges, {}, Layout(tensor=2)))
+    for writer in writers:
+        writer.close()
+    found = loaded_by_script(tmp_path / "step-00000001", tmp_path / "weights.pt")
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    assert all(
+        torch.equal(reader.read(tmp_path / "step-00000001").weights[name], one)
+        for name, one in weights.items()
+    )
+
+
 def test_a_damaged_shard_is_found_and_the_snapshot_before_used(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    path, model, optimizer = made
-    found = reader.read(path)
-    file = path / "shard-00001.pt"
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    everything = [
-        ShardRange(name, 0, one.numel(), TensorSpec.of(one), True) for name, one in model.named_parameters()
-    ]
-    with pytest.raises(SnapshotError, match=r"shard-00001\.pt: its content is not what was"):
-        read_shards(found, everything, state_of_shards(optimizer, model), len(optimizer.param_groups))
-    file.write_bytes(content)
-    file = path / "weights-00002.safetensors"
+    path = made[0]
+    file = path / "rank-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     for use in (reader.read, lambda path: export(path, tmp_path / "new.safetensors")):
-        with pytest.raises(SnapshotError, match=r"weights-00002\.safetensors: its content is not what was"):
+        with pytest.raises(SnapshotError, match=r"rank-00002\.safetensors: its content is not what was"):
             use(path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["snapshots"]
     result = CliRunner().invoke(main, ["export", str(tmp_path), "--output", str(tmp_path / "new" / "w")])
     assert result.exit_code == 0, result.output
-    assert "weights-00002.safetensors: its content" in result.output
+    assert "rank-00002.safetensors: its content" in result.output
     assert "Weights of step 1, written by 3 ranks, 11 tensors" in result.output
 
 
@@ -204,46 +215,29 @@ def test_export_errors_are_one_line(
         assert result.exit_code == 2 and says in result.output and result.output.count("\n") == 1
 
 
-def as_object(name: str, offset: int, size: int) -> dict[str, Any]:
-    """A shard as in manifests of earlier versions."""
-    return {"name": name, "offset": offset, "size": size}
-
-
-def test_shards_as_objects_are_read_too(made: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
-    path = made[0]
-    sharding = json.loads((path / "manifest.json").read_bytes())["sharding"]
-    for part in ("weights", "optimizer"):
-        sharding[part] = [[as_object(*shard) for shard in of_rank] for of_rank in sharding[part]]
-    now = reader.read(path)
-    sign(path, sharding=sharding)
-    before = reader.read(path)
-    assert before.sharding == now.sharding
-    assert all(torch.equal(weight, before.weights[name]) for name, weight in now.weights.items())
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda shards: shards.update(stage=4), "sharding.stage is 4"),
-        (lambda shards: shards["parameters"]["bf16"].update(dtype="qint9"), '"qint9" is not a dtype'),
-        (lambda shards: shards["parameters"]["bf16"].update(size=[12]), 'each element of "bf16" once'),
-        (lambda shards: shards["weights"][0].pop(), "do not have each element of"),
-        (lambda shards: shards["optimizer"].pop(), "do not have each element of"),
-        (lambda shards: shards["weights"][0].__setitem__(0, as_object(*shards["weights"][0][0][:2], -1)),
-         "size is -1"),
-        (lambda shards: shards["weights"][0][0].__setitem__(2, -1), r"weights\[0\]\[0\]\[2\] is -1"),
-        (lambda shards: shards["weights"][0][0].pop(), r"weights\[0\]\[0\]\[2\] is missing"),
-        (lambda shards: (shards["optimizer"].append([]), shards["weights"].append([])), "shards of 3 ranks"),
-        (lambda shards: shards["parameters"]["images.weight"].update(stride=[0, 0, 1, 2]), "do not fit"),
-        (lambda shards: shards["parameters"].update(more={"size": [1], "stride": [1], "dtype": "float32"}),
-         'no shard of "more"'),
+        (lambda m: m["layout"].update(stage=4), "layout.stage is 4"),
+        (lambda m: m["layout"].update(tensor=2), "3 ranks are not those of 1 pipeline stages and 2 parts"),
+        (lambda m: m["tensors"]["weights/bf16"].update(dtype="qint9"), '"qint9" is not a dtype'),
+        (lambda m: m["tensors"]["weights/bf16"].update(size=[12]), 'each element of "weights/bf16" once'),
+        (lambda m: m["ranges"][1].pop("weights/bf16"), 'each element of "weights/bf16" once'),
+        (lambda m: m["ranges"][1].update({"weights/bf16": [2, 6]}), 'each element of "weights/bf16" once'),
+        (lambda m: m["ranges"].pop(), "ranges are those of 2 ranks"),
+        (lambda m: m["ranges"].append({}), "ranges are those of 4 ranks"),
+        (lambda m: m["ranges"][0].update({"weights/bf16": [0, -1]}), r"ranges\[0\].*is -1"),
+        (lambda m: m["ranges"][0].update({"weights/more": [0, 1]}), 'ranges has "weights/more"'),
+        (lambda m: m["tensors"]["weights/images.weight"].update(stride=[0, 0, 1, 2]), "do not fit"),
+        (lambda m: m["tensors"].update(more={"size": [1], "dtype": "float32"}), 'each element of "more" once'),
+        (lambda m: m["tensors"].pop("weights/bf16"), 'ranges has "weights/bf16"'),
     ],
 )  # fmt: skip
-def test_a_manifest_whose_shards_do_not_fit_is_refused(
+def test_a_manifest_whose_ranges_do_not_fit_is_refused(
     made: tuple[Path, nn.Module, torch.optim.Optimizer], change: Callable[[Any], None], says: str
 ) -> None:
-    sharding = json.loads((made[0] / "manifest.json").read_bytes())["sharding"]
-    change(sharding)
-    sign(made[0], sharding=sharding)
+    manifest = json.loads((made[0] / "manifest.json").read_bytes())
+    change(manifest)
+    sign(made[0], **manifest)
     with pytest.raises(SnapshotError, match=f"manifest.json: .*{says}"):
         reader.read(made[0])

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
-from snapshot_files import opened_files
+from snapshot_files import divided
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader, snapshots as snapshots_module
 from hvd_ckpt.snapshots.barrier import Participant
-from hvd_ckpt.snapshots.content import ShardState
-from hvd_ckpt.snapshots.files import open_snapshot
+from hvd_ckpt.snapshots.content import SavedState
+from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.loading import load_weights
-from hvd_ckpt.snapshots.schema import RankShards, ShardMetadata, shard_file, weights_file
+from hvd_ckpt.snapshots.model import ModelTensors
+from hvd_ckpt.snapshots.ranges import Elements, Range
+from hvd_ckpt.snapshots.reader import Snapshot, open_snapshot
+from hvd_ckpt.snapshots.schema import tensors_file
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 pytestmark = pytest.mark.ranks(gloo=(2, 3, 4))
@@ -85,18 +87,16 @@ class Run:
         }
 
     def needed(self, path: Path) -> set[str]:
-        """The files of a snapshot with elements of this rank's weights."""
-        manifest = open_snapshot(path).manifest
-        assert manifest.sharding is not None and manifest.sharding.weights is not None
-        own = {
-            manifest.aliases.get(name, name): (start, stop)
-            for name, start, stop, _ in self.optimizer.weight_pieces()
-        }
+        """The files of a snapshot with elements of this rank's weights and buffers."""
+        files = open_snapshot(path)
+        names = ModelTensors(self.model, self.optimizer)
+        own = {f"weights/{name}": (start, stop) for name, _, start, stop, _ in names.weight_pieces()}
+        own.update({f"weights/{name}": (0, one.numel()) for name, one in self.model.named_buffers()})
         return {
-            weights_file(rank)
-            for rank, shards in enumerate(manifest.sharding.weights)
-            for name, offset, size in shards
-            if name in own and max(offset, own[name][0]) < min(offset + size, own[name][1])
+            tensors_file(rank)
+            for name, (start, stop) in own.items()
+            for first, last, rank in files.manifest.by_tensor.get(name, ())
+            if max(first, start) < min(last, stop)
         }
 
 
@@ -108,68 +108,37 @@ def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @contextmanager
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Names of weight files that are read inside, without those that rank 0 verifies for all."""
+    """Names of tensor files that are read inside."""
     names: set[str] = set()
-    with opened_files(monkeypatch) as counts:
+    unspied = Snapshot.open_file
+
+    def spying(files: Snapshot, rank: int) -> Any:
+        names.add(tensors_file(rank))
+        return unspied(files, rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "open_file", spying)
         yield names
-    verified = 1 if hc.rank() == 0 else 0
-    names.update(name for name, count in counts.items() if "weights-" in name and count > verified)
 
 
 def divide(path: Path, folder: Path, ranks: int) -> None:
-    """Writes a snapshot of this one's state as so many ranks would, with equal parts of all parameters. For one rank to call."""
-    files, whole = open_snapshot(path), reader.read(path, 0)
-    assert files.manifest.sharding is not None
-    options = files.state(shard_file(0))["param_groups"]
-    parameters = files.manifest.sharding.parameters
-    states: dict[str, dict[str, Any]] = {}
-    for rank, shards in enumerate(files.manifest.sharding.optimizer):
-        for number, shard in enumerate(shards):
-            entries = states.setdefault(shard.name, {})
-            for key, value in files.state(shard_file(rank))["state"].get(number, {}).items():
-                entries.setdefault(key, []).append((shard.offset, value))
-    total = sum(parameter.numel for parameter in parameters.values())
+    """Writes a snapshot of this one's state as so many ranks would, with equal parts of all tensors. For one rank to call."""
+    files, found = open_snapshot(path), reader.read(path, 0)
+    whole = []
+    for name, tensor in files.tensors.items():
+        (values,) = files.read([Elements(name, 0, tensor.numel, tensor)])
+        whole.append(Range(name, 0, tensor.numel, tensor, values))
+    values = optimizer_values(found, files.manifest.names("weights").keys() - dict(Model(0).named_buffers()))
     writers = [
         SnapshotWriter(folder / "snapshots", 9, Participant(rank, ranks, "0" * 8), print)
         for rank in range(ranks)
     ]
     for rank, writer in enumerate(writers):
-        first, last, reached = rank * total // ranks, (rank + 1) * total // ranks, 0
-        pieces = []
-        for name, parameter in parameters.items():
-            start, stop = max(first - reached, 0), min(last - reached, parameter.numel)
-            pieces += [(name, start, stop)] if start < stop else []
-            reached += parameter.numel
-        weights = {
-            name: parameters[name].spec.flatten(whole.weights[name])[start:stop]
-            for name, start, stop in pieces
-        }
-        state = {}
-        of_optimizer = [piece for piece in pieces if piece[0] in states]
-        for number, (name, start, stop) in enumerate(of_optimizer):
-            state[number] = {
-                key: parts[0][1]
-                if parts[0][1].dim() == 0
-                else torch.cat([value for _, value in sorted(parts, key=lambda part: part[0])])[start:stop]
-                for key, parts in states[name].items()
-            }
-        state = {number: entries for number, entries in state.items() if entries}
-        groups = [{**options[0], "params": list(range(len(of_optimizer)))}]
-        shards = RankShards(
-            stage=3,
-            parameters=parameters,
-            optimizer=ShardMetadata.of(of_optimizer),
-            weights=ShardMetadata.of(pieces),
+        per_rank = {**found.per_rank, "optimizer": values}
+        state = SavedState(
+            found.replicated, per_rank, divided(whole, rank, ranks), found.aliases, found.layout
         )
-        writer.begin(
-            1,
-            weights=whole.first_weights,
-            replicated=whole.replicated,
-            per_rank=whole.per_rank,
-            shard=ShardState(
-                shards, files.manifest.aliases, {"state": state, "param_groups": groups}, weights
-            ),
-        )
+        writer.begin(1, state)
     for writer in writers:
         writer.close()
     assert open_snapshot(folder / "snapshots" / STEP).manifest.ranks == ranks
@@ -188,13 +157,12 @@ def test_a_rank_reads_the_weight_files_that_have_elements_of_its_own(
     for name in ("run", *sorted(path.name for path in folder.glob("of *"))):
         path = folder / name / "snapshots" / STEP
         again = Run(1, shard=3)
-        with opened(monkeypatch) as read:
+        with opened(monkeypatch) as found:
             again.resume(folder / name)
-        assert read == again.needed(path), name
         if name == "run":
-            assert read == {weights_file(hc.rank())}
-        elif name == "of 8":
-            assert 0 < len(read) < 8
+            assert found == {tensors_file(hc.rank())}
+        else:
+            assert found >= again.needed(path), name
         check_same(again.state(), expected)
         assert again.model.head.weight is again.model.tokens.weight
         again.model(torch.arange(24)).backward()
@@ -202,9 +170,9 @@ def test_a_rank_reads_the_weight_files_that_have_elements_of_its_own(
 
     # The model and its optimizer are whole: all files.
     again = Run(1)
-    with opened(monkeypatch) as read:
+    with opened(monkeypatch) as found:
         again.resume(folder / "run")
-    assert read == {weights_file(rank) for rank in range(hc.size())}
+    assert found == {tensors_file(rank) for rank in range(hc.size())}
     check_same(again.state(), expected)
 
 
@@ -215,17 +183,16 @@ def test_weights_in_shards_resume_from_whole_ones_and_from_exact_ones(
     run = Run(0, trained=True, **options)
     run.save(folder / "run")
     again = Run(1, **options)
-    with opened(monkeypatch) as read:
+    with opened(monkeypatch) as found:
         again.resume(folder / "run")
-    assert read == ({weights_file(hc.rank())} if "wire" in options else set())
+    expected = {hc.rank()} if options else range(hc.size())
+    assert found == {tensors_file(rank) for rank in expected}
     check_same(again.state(), run.state())
     sharded = Run(1, shard=3)
-    with opened(monkeypatch) as read:
+    with opened(monkeypatch) as found:
         sharded.resume(folder / "run")
-    if "wire" in options:
-        assert read == sharded.needed(folder / "run" / "snapshots" / STEP)
-    else:
-        assert not read
+    assert found >= sharded.needed(folder / "run" / "snapshots" / STEP)
+    if "wire" not in options:
         check_same(sharded.state(), run.state())
 
 
@@ -237,9 +204,9 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (flip, r"weights-0000.\.safetensors: its content is not what was written"),
-        (Path.unlink, r"weights-0000.\.safetensors: No such file"),
-        (lambda path: path.write_bytes(b""), r"weights-0000.\.safetensors: it has 0 bytes"),
+        (flip, r"rank-0000.\.safetensors: its content is not what was written"),
+        (Path.unlink, r"rank-0000.\.safetensors: No such file"),
+        (lambda path: path.write_bytes(b""), r"rank-0000.\.safetensors: it has 0 bytes"),
         (lambda path: shutil.copytree(path.parents[3] / "other" / "snapshots" / STEP, path.parent,
                                       dirs_exist_ok=True), "has been written again while it was read"),
     ],
@@ -250,15 +217,15 @@ def test_a_shard_that_is_damaged_after_it_was_found_is_an_error_on_all_ranks(
 ) -> None:
     for seed, name in enumerate(("run", "other")):
         Run(seed, trained=True, shard=3).save(folder / name)
-    file = folder / "run" / "snapshots" / STEP / weights_file(hc.size() - 1)
+    file = folder / "run" / "snapshots" / STEP / tensors_file(hc.size() - 1)
 
-    def damage_and_load(*arguments: Any) -> None:
+    def fits_and_damaged(*arguments: Any) -> None:
+        check_fits(*arguments)
         if hc.rank() == 0:
             change(file)
         hc.barrier()
-        load_weights(*arguments)
 
-    monkeypatch.setattr(snapshots_module, "load_weights", damage_and_load)
+    monkeypatch.setattr(snapshots_module, "check_fits", fits_and_damaged)
     run = Run(2, shard=3)
     before = run.state()
     with pytest.raises(SnapshotError, match=f"'{file.parent}' .*{says}") as error:

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot_files import file_size_limit, write
+from snapshot_files import divided, file_size_limit, found_in, state_of, write
 from torch import Tensor, nn
 
 from hvd_ckpt.snapshots import barrier, content, reader, writer
@@ -56,7 +56,9 @@ class Job:
     def begin(self, step: int, own: Any = None, **changes: Any) -> None:
         arguments = {"weights": {"a": torch.full((4000,), step)}, "replicated": {"step": step}, **changes}
         for rank, one in enumerate(self.writers):
-            one.begin(step, per_rank=own if rank == len(self.writers) - 1 else None, **arguments)
+            state = state_of(**arguments, per_rank=own if rank == len(self.writers) - 1 else None)
+            state.ranges = divided(state.ranges, rank, len(self.writers))
+            one.begin(step, state)
 
     def write(self, step: int, own: Any = None) -> Path | None:
         self.begin(step, own)
@@ -128,7 +130,7 @@ def test_a_snapshot_is_of_the_moment_it_was_begun(
                     if blocking:
                         copying.open(), writing.open()
                     changes = {"weights": model.state_dict(), "replicated": optimizer.state_dict()}
-                    job.begin(step, own, **changes, changing=changing)
+                    job.begin(step, own, **changes)
                     with torch.no_grad():
                         for value in (*changing.values(), *own.values(), optimizer.param_groups[0]["lr"]):
                             value.zero_()
@@ -139,7 +141,7 @@ def test_a_snapshot_is_of_the_moment_it_was_begun(
                     writing.open()
                     path, *_ = [one.wait() for one in job.writers]
                 assert path is not None and path == job.writers[0].written
-                assert path.name == f"step-0000000{step}" and reader.find(folder) == path
+                assert path.name == f"step-0000000{step}" and found_in(folder) == path
                 found = reader.read(path, rank=ranks - 1)
                 assert same([found.weights, [found.replicated, found.per_rank]], [weights, state])
                 assert found.weights["2.weight"] is found.weights["0.weight"]
@@ -251,8 +253,8 @@ def test_training_continues_with_one_warning(tmp_path: Path, trouble: Any, own: 
         assert told.startswith(f"The snapshot of step 2 was not written to '{folder}': ") and "\n" not in told
         assert re.search(says, told)
         assert job.writers[0].failed and job.writers[0].failed in told and job.writers[0].written == before
-        assert names(folder) == ["step-00000001"] and reader.find(folder) == before
-        assert job.write(2) == reader.find(folder) == folder / "step-00000002"
+        assert names(folder) == ["step-00000001"] and found_in(folder) == before
+        assert job.write(2) == found_in(folder) == folder / "step-00000002"
         assert job.writers[0].failed is None and len(job.told) == 1
 
 
@@ -293,16 +295,16 @@ def test_a_late_rank_does_not_bring_back_a_snapshot_that_was_given_up(
     with Job(tmp_path) as job:
         first, second = job.writers
         # An early rank waits to report its fault.
-        second.begin(9, weights={}, replicated=None, per_rank=object())
+        second.begin(9, state_of({}, None, object()))
         time.sleep(0.03)
-        first.begin(9, weights={}, replicated=None, per_rank=None)
+        first.begin(9, state_of({}))
         assert first.wait() is None and "rank 1: per_rank is a builtins.object" in job.told.pop()
         second.wait()
         with monkeypatch.context() as patched:
             patched.setattr(barrier, "RANK_SECONDS", 0.1)
-            first.begin(1, weights={}, replicated=None, per_rank=None)
+            first.begin(1, state_of({}))
             assert first.wait() is None
-            second.begin(1, weights={}, replicated=None, per_rank=None)
+            second.begin(1, state_of({}))
             assert second.wait() is None and "is not there on host node7" in str(second.failed)
         assert names(tmp_path) == [] and len(job.told) == 1
         assert job.write(2) is not None
@@ -329,7 +331,7 @@ def test_a_run_killed_while_it_removes_later_snapshots_resumes_from_the_last_or_
         patch.setattr(Path, "rename", counted(Path.rename))
         patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
         remove_abandoned(abandoned, new, pytest.fail)
-    newest = reader.find(tmp_path)
+    newest = found_in(tmp_path)
     assert newest == (tmp_path / "step-00000050" if killed_after < 2 else new)
     assert reader.read(new).replicated == "new"
     assert not list(tmp_path.glob("step-*40")) or killed_after == 0
@@ -399,7 +401,7 @@ def test_killed_at_any_moment_a_good_snapshot_is_there(tmp_path: Path) -> None:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         left_over |= any(path.name.startswith(".") for path in tmp_path.iterdir())
-        newest = reader.find(tmp_path)
+        newest = found_in(tmp_path)
         assert newest is not None
         assert int(reader.read(newest).weights["a"].float().mean()) == reader.read(newest).step
     assert left_over
@@ -426,17 +428,18 @@ def test_a_process_that_does_not_close_its_writers_ends(tmp_path: Path) -> None:
         from pathlib import Path
         from hvd_ckpt.snapshots import writer as room
         from hvd_ckpt.snapshots.barrier import Participant
+        from hvd_ckpt.snapshots.content import SavedState
         state = [torch.ones(1000, 1000) for _ in range(5)]
         for ranks, room.EXIT_SECONDS in ((1, 60), (2, 0.5)):  # the second is one of a pair without the other
             own = Participant(0, ranks, "{TOKEN}")
             writer = room.SnapshotWriter(Path(sys.argv[1]) / str(ranks), 1, own, print)
-            writer.begin(1, weights={{}}, replicated=state, per_rank=None)
+            writer.begin(1, SavedState(state, None))
     """
     command = [sys.executable, "-c", script, tmp_path]
     done = subprocess.run(command, stderr=subprocess.PIPE, timeout=100, check=False)
     assert done.returncode == 0 and not done.stderr
-    assert reader.find(tmp_path / "1") == tmp_path / "1" / "step-00000001"
-    assert reader.find(tmp_path / "2") is None
+    assert found_in(tmp_path / "1") == tmp_path / "1" / "step-00000001"
+    assert found_in(tmp_path / "2") is None
 
 
 def test_an_exception_leaves_nothing_of_a_snapshot_that_another_rank_will_not_finish(
@@ -447,7 +450,7 @@ def test_an_exception_leaves_nothing_of_a_snapshot_that_another_rank_will_not_fi
 
     def fail() -> None:
         with alone:
-            alone.begin(8, weights={"a": torch.ones(3)}, replicated=None, per_rank=None)
+            alone.begin(8, state_of({"a": torch.ones(3)}))
             raise KeyError("planted")
 
     with pytest.raises(KeyError):

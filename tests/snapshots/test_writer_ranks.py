@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from snapshot_files import divided, state_of
 
 import hvd_ckpt as hc
 from hvd_ckpt.snapshots import reader
@@ -23,7 +24,9 @@ def test_ranks_write_while_they_train(folder: Path) -> None:
         for step in range(1, 5):
             faulty = step == 3 and hc.rank() == last
             per_rank = object() if faulty else {"rank": hc.rank(), "step": torch.full((9,), step)}
-            writer.begin(step, weights=weights, replicated={"step": step}, per_rank=per_rank)
+            state = state_of(weights, {"step": step}, per_rank)
+            state.ranges = divided(state.ranges, hc.rank(), hc.size())
+            writer.begin(step, state)
             update = hc.allreduce(torch.ones(100_000), name=f"update.{step}")
             writer.before_update()
             weights["a"] += update

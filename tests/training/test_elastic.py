@@ -6,7 +6,6 @@ host; then the discovery script lists c as well.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ import hosts as namespaces
 import pytest
 from controllers import HOROVODRUN
 from hosts import Hosts
+from snapshot_files import digest_of
 
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.snapshots import reader
@@ -192,7 +192,7 @@ def position(run: Path, step: int) -> int:
 
 
 def weights(run: Path, step: int) -> str:
-    return hashlib.sha256((snapshot_of(run, step) / "model.safetensors").read_bytes()).hexdigest()
+    return digest_of(snapshot_of(run, step))
 
 
 def told_in(path: Path) -> list[dict[str, Any]]:

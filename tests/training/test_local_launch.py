@@ -76,10 +76,15 @@ def test_a_rank_that_is_killed_within_a_period_changes_nothing(
             read(Path(run, "snapshots", f"step-{STEPS:08d}"), rank) for run in ("undisturbed", "run")
         ]
         assert ends[0].replicated["mid_period"]
-        for name in ("local", "buffers"):
+        for name in ("local", "optimizer"):
             assert_same_state(ends[0].per_rank[name], ends[1].per_rank[name], name)
-        assert_same_state(ends[0].weights, ends[1].weights, "weights")
-        assert_same_state(ends[0].replicated["optimizer"], ends[1].replicated["optimizer"], "optimizer")
+        assert_same_tensors(ends)
+
+
+def assert_same_tensors(ends: list[Snapshot]) -> None:
+    """Those of all ranks: weights, buffers, and state of the optimizer."""
+    for kind in {name.partition("/")[0] for name in ends[0].tensors}:
+        assert_same_state(*(end.whole_tensors(kind) for end in ends), kind)
 
 
 def test_an_elastic_job_goes_on_from_the_last_average(
@@ -112,6 +117,5 @@ def test_an_elastic_job_goes_on_from_the_last_average(
     status, output = run_ranks(1, PROGRAM, "train", "--resume=again")
     assert status == 0, output
     ends = [read(Path(run, "snapshots", f"step-{STEPS:08d}"), 0) for run in ("run", "again")]
-    assert_same_state(ends[0].weights, ends[1].weights, "weights")
-    assert_same_state(ends[0].replicated["optimizer"], ends[1].replicated["optimizer"], "optimizer")
+    assert_same_tensors(ends)
     assert ends[0].replicated["progress"]["position"] == 4 * (2 * 5 + STEPS - 5)

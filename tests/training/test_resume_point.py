@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from snapshot_files import state_of
 from torch import Tensor
 
 import hvd_ckpt as hc
@@ -26,14 +27,15 @@ def state(seed: int) -> dict[str, Any]:
         "count": torch.tensor(seed),
         "none": torch.empty(0, 7),
     }
-    replicated = {"optimizer": {"state": {0: {"mean": weight + 1, "seen": weight > 0}}}, "lr": (seed, 0.5)}
+    replicated = {"options": ({"means": (weight + 1,), "seen": weight > 0},), "lr": (seed, 0.5)}
     return {"weights": weights, "replicated": replicated}
 
 
 def trainer(rank: int, values: dict[str, Any]) -> Any:
+    saved = state_of(**values, per_rank={"optimizer": None})
     progress = SimpleNamespace(step=rank)
     return SimpleNamespace(
-        folder=Path(f"/run-{rank}"), progress=progress, state=lambda: values, requested_stop=None
+        folder=Path(f"/run-{rank}"), progress=progress, state=lambda: saved, requested_stop=None
     )
 
 
@@ -71,12 +73,12 @@ def test_a_commit_stays_as_it_was_taken() -> None:
     run = RunState()
     run.follow(trainer(7, values))
     values["weights"]["weight"].zero_()
-    values["replicated"]["optimizer"]["state"][0]["mean"].zero_()
-    values["replicated"]["optimizer"]["state"].clear()
+    values["replicated"]["options"][0]["means"][0].zero_()
+    values["replicated"].clear()
     for _ in range(2):
         run.restore()
         assert run.point is not None
         made = run.point.read()
         assert made is not None
         assert same({"weights": made.weights, "replicated": made.replicated}, state(1))
-        made.replicated["optimizer"]["state"][0]["mean"].zero_()  # as an optimizer does
+        made.replicated["options"][0]["means"][0].zero_()  # as an optimizer does

@@ -84,7 +84,7 @@ def test_a_run_that_changes_its_stage_at_each_step_ends_in_the_bits_of_one_that_
         steps = min(step + 1, STEPS)
         outcome = train(shared, resume=resumed, steps=steps, snapshot_every=1, shard=stage)
         found = reader.read(run / "snapshots" / f"step-{step:08}")
-        assert (found.sharding.stage if found.sharding else 0) == stage
+        assert found.layout.stage == stage
     assert outcome.steps == STEPS and outcome.evaluation == unsharded.evaluation
     assert_same_state(reader.read(last(outcome)).weights, reader.read(last(unsharded)).weights)
     assert_same_state(averages(outcome, folder / "ours"), averages(unsharded, folder / "theirs"))
@@ -127,8 +127,8 @@ def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
     weights = reader.read(last(whole)).weights
     with opened_files(monkeypatch) as counts:
         again = train(shared, **values, resume=str(whole.folder / "snapshots" / "step-00000002"), steps=4)
-    assert counts["model.safetensors"] and counts[f"shard-0000{hc.rank()}.pt"]
-    assert (counts[f"weights-0000{1 - hc.rank()}.safetensors"] > 0) == (hc.rank() == 0)
+    assert counts[f"rank-0000{hc.rank()}.safetensors"]
+    assert (counts[f"rank-0000{1 - hc.rank()}.safetensors"] > 0) == (hc.rank() == 0)
     assert_same_state(weights, reader.read(last(again)).weights)
     assert whole.evaluation == again.evaluation
 
@@ -171,8 +171,8 @@ def test_state_that_cannot_be_split_or_does_not_fit_is_an_error_on_every_rank(
     with pytest.raises(ConfigError, match="the snapshot is of another model"):
         trainer_of(shared, resume=str(run.folder), shard=3, model_options={**SMALL, "layers": 2}, segments=2)
     if hc.rank() == 0:
-        part = last(run) / "shard-00001.pt"
+        part = last(run) / "rank-00001.safetensors"
         part.write_bytes(part.read_bytes()[:-1] + b"\1")
     hc.barrier()
-    with pytest.raises(ConfigError, match="shard-00001.pt: its content is not what was written"):
+    with pytest.raises(ConfigError, match="rank-00001.safetensors: its content is not what was written"):
         trainer_of(shared, resume=str(last(run)), shard=3)

@@ -153,7 +153,7 @@ def test_every_model_trains_in_two_stages_with_the_bits_of_one(tmp_path: Path) -
     for name in MODELS:
         one, two = tmp_path / "whole" / name, tmp_path / "staged" / name
         written = reader.read(two / "snapshots" / f"step-{STEPS:08d}")
-        assert written.manifest is not None and written.pipeline_stages == 2
+        assert written.manifest is not None and written.layout.pipeline_stages == 2
         tied = bool(written.manifest.aliases)
         assert tied == (name in ("bert-tiny", "roberta-tiny", "xlnet-tiny", "gpt2-tiny"))
         assert_same(written.weights, weights(one), exact=not tied)

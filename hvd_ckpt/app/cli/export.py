@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from pathlib import Path
 
 import click
@@ -35,13 +36,21 @@ OUTPUTS = {"safetensors": "model.safetensors", "pt": "model.pt", "hf": "model"}
 @click.option(
     "--ema", is_flag=True, help="Write the moving averages of `hvd-ckpt train --ema` in place of the weights."
 )
-def export(run: str, kind: str, output: str | None, ema: bool) -> None:
+@click.option(
+    "--convert",
+    metavar="OLD",
+    help="Read the run or snapshot OLD of an earlier version of this library, and write it into the folder of a run.",
+)
+def export(run: str, kind: str, output: str | None, ema: bool, convert: str | None) -> None:
     """Write the whole weights of a run of `hvd-ckpt train`, or of hc.Snapshots, for other tools.
 
     RUN_OR_SNAPSHOT is a snapshot, or the folder of a run, of which the newest undamaged snapshot is used. Names and shapes are
     those of the model's `state_dict()`, including buffers, for every sharding of the run. Checksums are verified. The command
     needs memory for one model, and with `--format hf` for two.
     """
+    if convert is not None:
+        _convert(Path(convert), Path(run))
+        return
     place = Path(output or OUTPUTS[kind])
     if os.path.lexists(place):
         raise BadArgument(f"--output: '{place}' is there: give another name")
@@ -71,6 +80,26 @@ def export(run: str, kind: str, output: str | None, ema: bool) -> None:
     )
 
 
+def _convert(old: Path, run: Path) -> None:
+    """Writes the newest snapshot of a run of an earlier version, or one of its snapshots, into the folder of a run."""
+    from hvd_ckpt.snapshots.convert import convert
+    from hvd_ckpt.snapshots.folder import SnapshotError, list_snapshots
+
+    try:
+        found = [old] if (old / "manifest.json").is_file() else list_snapshots(old / "snapshots")
+        if not found:
+            raise BadArgument(
+                f"--convert: there is no snapshot in '{old}': give the folder of a run or of a snapshot"
+            )
+        written = convert(found[0], run / "snapshots")
+        settings = found[0].parent.parent / "config.yaml"
+        if settings.is_file() and not (run / settings.name).exists():
+            shutil.copyfile(settings, run / settings.name)
+    except SnapshotError as error:
+        raise BadArgument(str(error)) from None
+    click.echo(f"Converted '{found[0]}': {written}")
+
+
 def snapshot_of(path: Path) -> Path:
     """The snapshot itself, or the newest one of a run that is not damaged.
 
@@ -85,4 +114,4 @@ def snapshot_of(path: Path) -> Path:
     snapshot = find(path / "snapshots")
     if snapshot is None:
         raise BadArgument(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
-    return snapshot
+    return snapshot.path

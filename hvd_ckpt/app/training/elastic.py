@@ -25,8 +25,7 @@ from hvd_ckpt.app.training.config import Config
 from hvd_ckpt.app.training.resume import ResumePoint, find_resume_point
 from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.processes import runtime
-from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.tensors import map_tensors
+from hvd_ckpt.snapshots.reader import HeldSnapshot
 
 
 class RunState(TorchState):  # type: ignore[misc]
@@ -53,20 +52,16 @@ class RunState(TorchState):  # type: ignore[misc]
         self._trainer = trainer
         trainer.requested_stop = self.stop
         # A change of the ranks before the first commit would find no state to go back to.
-        if self.point is None or self.point.commit is None:
+        if self.point is None or not isinstance(self.point.snapshot, HeldSnapshot):
             self.save()
 
     def save(self) -> None:
         """Takes a commit: a copy of the trainer's state on the CPU."""
         assert self._trainer is not None
         state, step = self._trainer.state(), self._trainer.progress.step
-        weights, replicated = map_tensors(
-            (dict(state["weights"]), state["replicated"]),
-            "state",
-            lambda tensor, _: tensor.detach().to("cpu", copy=True),
-        )
-        commit = Snapshot(step, hvd.size(), weights, replicated, (), None)
-        self.start(ResumePoint(self._trainer.folder, commit=commit))
+        own = {"optimizer": state.per_rank["optimizer"]}
+        commit = HeldSnapshot.of(step, state.ranges, state.aliases, state.replicated, own)
+        self.start(ResumePoint(self._trainer.folder, commit))
 
     def reset(self) -> None:
         """Releases the trainer."""
@@ -106,7 +101,7 @@ def _train(state: RunState, config: Config) -> Outcome:
     if state.point is None:
         state.start(find_resume_point(config))
     assert state.point is not None
-    resumes = state.point.commit is not None
+    resumes = isinstance(state.point.snapshot, HeldSnapshot)
     trainer = Trainer(config, *assembly, point=state.point)
     state.follow(trainer)
     if resumes and hvd.rank() == 0:

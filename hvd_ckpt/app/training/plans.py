@@ -21,7 +21,7 @@ from hvd_ckpt.planning.request import plan
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
-from hvd_ckpt.snapshots.resume import FLAT, state_of_shards
+from hvd_ckpt.snapshots.fits import state_after_a_step
 from hvd_ckpt.utils.plain_data import write_text
 from hvd_ckpt.utils.text import show_bytes
 
@@ -72,7 +72,7 @@ def _make_plan(config: Config, one: OneRank) -> Plan:
             stages["accumulate"],
             stages["schedule"],
             stages["virtual_stages"],
-            _param_scale(model, one.optimizer, config),
+            _param_scale(one.optimizer, config),
         )
         if current().number == 0:
             # The model is cut after planning, so it is still on the CPU; only the process that plans needs it on a device.
@@ -97,12 +97,15 @@ def _make_plan(config: Config, one: OneRank) -> Plan:
             model.to("cpu")
 
 
-def _param_scale(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> float:
+def _param_scale(optimizer: torch.optim.Optimizer, config: Config) -> float:
     """Bytes of a parameter with its gradient, optimizer state and average on each rank, for each byte of the parameter alone."""
     # What an optimizer keeps for one parameter stands for all. Entries of the parameter's size take memory, and others, such as
     # the step, hardly any.
-    entries = next(iter(state_of_shards(optimizer, model).values()), {})
-    kept = sum(isinstance(entry, torch.Tensor) and entry.numel() == FLAT for entry in entries.values())
+    parameter = optimizer.param_groups[0]["params"][0]
+    entries = state_after_a_step(optimizer)[0]
+    kept = sum(
+        isinstance(entry, torch.Tensor) and entry.shape == parameter.shape for entry in entries.values()
+    )
     # Optimizer state with average, gradients and parameters, and whether they are split over the ranks.
     parts = (
         (kept + (config.ema is not None), config.is_sharded),

@@ -30,7 +30,6 @@ from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.weights import verify_weights
 from hvd_ckpt.snapshots.lock import FolderLock
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.resume import state_of_shards
 
 DEFAULT_STEPS = 100
 
@@ -104,7 +103,6 @@ class Start:
         folder: folder of logs, plan, pictures and snapshots.
         lock: holds the folder, on the first process.
         snapshot: the snapshot, whose weights rank 0 has loaded; None for the beginning.
-        expected: the state that an optimizer of whole parameters has, for what is split.
         progress: how far the run has come.
         steps: number of steps of the whole run.
         first_ranks: number of ranks with which the run began.
@@ -114,7 +112,6 @@ class Start:
     folder: Path
     lock: FolderLock | None
     snapshot: Snapshot | None
-    expected: Any
     progress: Progress
     steps: int
     first_ranks: int
@@ -149,6 +146,4 @@ class Start:
             scales = is_elastic() and mode_of(config).scales_rate
             rate = config.lr * (hvd.size() / first_ranks if scales else 1.0)
             schedule = Schedule(config.schedule, rate, steps, config.warmup)
-        # Taken from the optimizer of one rank, which knows whole parameters.
-        expected = {} if snapshot is None else state_of_shards(one.optimizer, parts.model)
-        return cls(point.folder, lock, snapshot, expected, progress, steps, first_ranks, schedule)
+        return cls(point.folder, lock, snapshot, progress, steps, first_ranks, schedule)

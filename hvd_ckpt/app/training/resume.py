@@ -24,15 +24,12 @@ from hvd_ckpt.app.training.local import OF_A_PERIOD, check_period
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.layout import TensorSpec
-from hvd_ckpt.snapshots import state
-from hvd_ckpt.snapshots.files import SnapshotFiles, open_snapshot
-from hvd_ckpt.snapshots.reader import Snapshot, find_files, read_rank
+from hvd_ckpt.snapshots import fits, state
+from hvd_ckpt.snapshots.loading import reading_weights
+from hvd_ckpt.snapshots.reader import Snapshot, find, open_snapshot
 from hvd_ckpt.snapshots.schema import DAMAGED, MAX_RANKS
-from hvd_ckpt.snapshots.slices import sliced
 from hvd_ckpt.snapshots.state import PerRankState, ReplicatedState
 from hvd_ckpt.snapshots.stopping import forget_file
-from hvd_ckpt.snapshots.tensors import map_tensors
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.folders import new_folder
 from hvd_ckpt.utils.schema import Strict, Wrong
@@ -53,25 +50,16 @@ class ResumePoint:
 
     Attributes:
         folder: folder of the run.
-        files: files of the snapshot to resume from; None for the beginning.
-        commit: a snapshot in memory, to resume from instead.
+        snapshot: the snapshot, on the disk or in memory; None for the beginning.
     """
 
     folder: Path
-    files: SnapshotFiles | None = None
-    commit: Snapshot | None = None
+    snapshot: Snapshot | None = None
 
     def read(self) -> Snapshot | None:
-        """The state to resume from; None for the beginning.
-
-        Raises:
-            SnapshotError: the snapshot cannot be used.
-        """
-        # An optimizer keeps the tensors that it loads, and would change those of the commit.
-        if self.commit is not None:
-            own = map_tensors(self.commit.replicated, "state", lambda tensor, _: tensor.clone())
-            return dataclasses.replace(self.commit, ranks=hvd.size(), replicated=own)
-        return None if self.files is None else read_rank(self.files, hvd.rank())
+        """The state to resume from; None for the beginning."""
+        # A new object: in an elastic job, each start reads values of its own.
+        return None if self.snapshot is None else dataclasses.replace(self.snapshot)
 
 
 def find_resume_point(config: Config) -> ResumePoint:
@@ -107,7 +95,7 @@ def _resumed(path: Path) -> ResumePoint:
                 f"'{path}' is not in the folder 'snapshots' of a run: put it there, with the run's config.yaml"
             )
         return ResumePoint(path.parent.parent, open_snapshot(path))
-    newest = find_files(path / "snapshots")
+    newest = find(path / "snapshots")
     if newest is None and not (path / "config.yaml").is_file():
         raise ValueError(f"there is no snapshot in '{path}': give the folder of a run or of a snapshot")
     if newest is None:
@@ -239,13 +227,7 @@ def check_fits(resumed: Snapshot, model: nn.Module, optimizer: torch.optim.Optim
         optimizer: as it was made, not yet distributed.
     """
     with _naming(resumed, "give the settings that the run had, or another snapshot"):
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        specs = {
-            names[parameter]: TensorSpec.of(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        state.check_fits(resumed, model, optimizer, specs)
+        fits.check_fits(resumed, model, optimizer)
 
 
 def check_resumed(config: Config, samples: int, resumed: Snapshot) -> None:
@@ -291,16 +273,10 @@ def read_snapshot(
     if snapshot is not None:
         check_state(snapshot)
         check_resumed(config, samples, snapshot)
-        with _naming(snapshot, "give the settings that the run had, or another snapshot"):
-            snapshot = sliced(snapshot, model)
         check_fits(snapshot, model, optimizer)
-        try:
-            # On the first rank, which reads the shards of all: the others get its weights before the first step, as in every start.
-            if hvd.rank() == 0:
-                model.load_state_dict(snapshot.weights)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"resume {config.resume}: the snapshot is of another model: {reason}") from None
+        # On the first rank, which reads those of all: the others get its weights before the first step, as in every start.
+        if hvd.rank() == 0:
+            reading_weights(snapshot, model)()
     return snapshot
 
 

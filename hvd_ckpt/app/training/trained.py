@@ -20,8 +20,7 @@ from hvd_ckpt.app.training.own import of_own
 from hvd_ckpt.parallel.pipeline.chain import WrappedChain
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.snapshots.export import whole_weights
-from hvd_ckpt.snapshots.files import open_snapshot
-from hvd_ckpt.snapshots.schema import REPLICATED
+from hvd_ckpt.snapshots.reader import open_snapshot
 from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.schema import Wrong
 
@@ -56,7 +55,7 @@ def settings_of(path: Path) -> Trained:
         ConfigError: a loop of one's own wrote it, or its model is one that the catalogue does not make or not of text.
         SnapshotError: it is damaged.
     """
-    state = open_snapshot(path).state(REPLICATED)
+    state = open_snapshot(path).replicated
     if not isinstance(state, dict) or "config" not in state:
         raise ConfigError(
             f"'{path}' was written by a loop of your own, so the model is not known: export its weights with --format "

@@ -37,7 +37,8 @@ from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.agreement import of_first_process
-from hvd_ckpt.snapshots.content import tensors_of
+from hvd_ckpt.snapshots.content import SavedState
+from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.snapshots import Snapshots
 from hvd_ckpt.utils.spans import span
@@ -134,7 +135,7 @@ class Trainer:
         """Stages, the weights of rank 0, and the optimizer of all ranks, whose hooks need the modules that the plan has changed."""
         config, Mode, model = self.config, mode_of(self.config), one.parts.model
         # The names of tied parameters, before the model is cut into stages.
-        _, aliases = tensors_of(model, buffers=False)
+        aliases = ModelTensors(model).aliases
         model = Mode.place(config, model, one.optimizer, one.device, self.plan)
         broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = Mode.distribute(config, model, one.optimizer, aliases)
@@ -177,7 +178,7 @@ class Trainer:
         self.snapshots.hold(start.lock)
         if start.snapshot is not None:
             with config_errors():
-                of_rank = self.snapshots.load(start.snapshot, start.expected)
+                of_rank = self.snapshots.load(start.snapshot)
                 self.report.meter.load_pending(self.mode.logged_in(start.snapshot, of_rank))
         self.reports = self.mode.reports(config, self.snapshots.stop, self.report.say)
 
@@ -305,12 +306,9 @@ class Trainer:
         with self.mode.evaluated(), self.precision.autocast():
             return self.prompt.sample(self.model, self.config.seed)
 
-    def state(self) -> dict[str, Any]:
-        """The state that the run needs to resume, see :meth:`Snapshots.contents`.
-
-        Collective with replicas, since the ranks gather the buffers of all replicas.
-        """
-        return self.snapshots.contents(**self._further_state())
+    def state(self) -> SavedState:
+        """All state that the run needs to resume, on each rank; see :meth:`Snapshots.commit`."""
+        return self.snapshots.commit(**self._further_state())
 
     def _further_state(self) -> dict[str, dict[str, Any]]:
         """The state in a snapshot that only a run of this trainer has, and no loop of one's own."""

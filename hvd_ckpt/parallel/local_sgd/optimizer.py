@@ -35,6 +35,7 @@ class LocalOptimizer(_Base):
     added_sets: Sequence[tuple[int, ...]] = ()
     worked = _stepped = False  # the last step has used gradients of this rank
     can_join = outlasts_ranks = False
+    is_local = True
     has_averaged = False  # in the last step, on all ranks alike
     before_change: Callable[[], None] | None = None  # called before each change by averages
 

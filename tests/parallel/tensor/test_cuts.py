@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from hvd_ckpt.parallel.tensor.functions import SPLIT
 from hvd_ckpt.parallel.tensor.region import Region
 from hvd_ckpt.processes import parts
 from hvd_ckpt.processes.grid import Grid, pretending
-from hvd_ckpt.snapshots.schema import ShardingMetadata, ShardMetadata, TensorMetadata
-from hvd_ckpt.snapshots.slices import Slices
+from hvd_ckpt.sharding.layout import TensorSpec
+from hvd_ckpt.snapshots.ranges import Elements
+from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.schema import CutMetadata, Manifest, TensorMetadata
 from hvd_ckpt.utils.cuts import Cut, cut_of
 
 SIZES: dict[str, Any] = {"vocabulary": 40, "length": 6, "width": 16, "heads": 4, "layers": 2}
@@ -126,59 +129,46 @@ def test_dropout_of_a_part_is_that_of_the_whole(p: float, here: tuple[int, int])
     assert attended.isfinite().all() and attended.any() == (p < 1)
 
 
-@pytest.mark.parametrize("cut", [Cut(0, 8), Cut(1, 8), Cut(0, 12, 3)])
+@pytest.mark.parametrize("cut", [Cut(0, 8), Cut(1, 8), Cut(0, 12, 3), Cut(0, 9)])
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_state_of_any_number_of_parts_is_cut_anew(cut: Cut, tensor: int, here: tuple[int, int]) -> None:
+def test_state_of_any_number_of_parts_is_cut_anew(
+    cut: Cut, tensor: int, here: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two replicas a part, which have half of each slice."""
     shape = [4, 4]
     shape[cut.dim] = cut.size
     whole = torch.randn(shape)
-    metadata = TensorMetadata.of(whole).model_copy(
-        update={"cut": None if tensor == 1 else (cut.dim, cut.blocks)}
+    there, own = (
+        TensorMetadata.of(whole.dtype, TensorSpec.of(cut.of(whole, parts, 0)), cut, parts)
+        for parts in (tensor, here[0])
     )
-    ranks, states = [], []
+    flat = torch.cat([cut.of(whole, tensor, part).reshape(-1) for part in range(tensor)])
+    assert torch.equal(there.flatten(whole), flat) and torch.equal(there.unflatten(flat), whole)
+    ranges, values = [], {}
     for rank in range(2 * tensor):
         replica, part = divmod(rank, tensor)
-        flat = (whole if tensor == 1 else cut.of(whole, tensor, part)).reshape(-1)
-        half = len(flat) // 2
-        start, stop = (0, half) if replica == 0 else (half, len(flat))
-        ranks.append((ShardMetadata(name="w", offset=start, size=stop - start),))
-        entries = {"exp_avg": flat[start:stop], "step": torch.tensor(3.0)}
-        states.append({"state": {0: entries}, "param_groups": [{"params": [0]}]})
-    sharding = ShardingMetadata(
-        stage=1,
-        tensor=tensor,
-        parameters={"w": metadata},
-        optimizer=tuple(ranks),
-        weights=None if tensor == 1 else tuple(ranks),
+        start, stop = there.place_of(part)
+        half = (start + stop) // 2
+        first, last = (start, half) if replica == 0 else (half, stop)
+        ranges.append((first, last, rank))
+        values[rank] = {"w": flat[first:last]}
+    manifest = Manifest.model_construct(
+        tensors={"w": there}, ranges=tuple({"w": (first, last)} for first, last, _ in ranges)
     )
-    own = cut if here[0] > 1 else None
-    slices = Slices(sharding, {} if own is None else {"w": own})
-    expected = (whole if own is None else own.of(whole, *here)).reshape(-1)
-    found = torch.full_like(expected, torch.nan)
-    for rank, state in enumerate(states):
-        for name, start, stop in slices.note(rank, state, {"w": None}):
-            if name == "w":
-                found[start:stop] = state["state"][0]["exp_avg"]
-    anew = slices.cut_anew(states[0]["param_groups"])
-    assert (anew is not None) == (tensor != here[0])
-    if anew is not None:
-        assert anew["pieces"] == [["w", 0, len(expected)]]
-        assert anew["state"][0]["step"] == 3.0
-        found = anew["state"][0]["exp_avg"]
-    assert torch.equal(found, expected)
+    monkeypatch.setattr(
+        Snapshot, "open_file", lambda snapshot, rank: lambda name, a, b: values[rank][name][a:b]
+    )
+    start, stop = own.place_of(here[1])
+    (found,) = Snapshot(Path(), manifest).read([Elements("w", start, stop, own)])
+    assert torch.equal(found, cut.of(whole, *here).reshape(-1))
 
 
-def test_shards_that_miss_a_part_are_refused() -> None:
-    metadata = TensorMetadata(size=(8, 2), stride=(2, 1), dtype="float32", cut=(0, 1))
-    shard = (ShardMetadata(name="w", offset=0, size=8),)
-    ShardingMetadata(
-        stage=0, tensor=2, parameters={"w": metadata}, optimizer=(shard, shard), weights=(shard, shard)
-    )
-    with pytest.raises(ValueError, match="do not have each element of .w. once"):
-        ShardingMetadata(
-            stage=0, tensor=2, parameters={"w": metadata}, optimizer=((), shard), weights=(shard, shard)
-        )
+def test_a_cut_that_misses_a_part_is_refused() -> None:
+    cut = CutMetadata(dim=0, parts=(((0, 4),), ((4, 8),)))
+    TensorMetadata(dtype="float32", size=(8, 2), cut=cut)
+    for wrong in (((0, 4),), ((5, 8),)), (((0, 4),), ((3, 8),)), (((0, 4),),):
+        with pytest.raises(ValueError, match="does not fit the size"):
+            TensorMetadata(dtype="float32", size=(8, 2), cut=CutMetadata(dim=0, parts=wrong))
 
 
 def test_wrong_numbers_of_parts_are_refused() -> None:

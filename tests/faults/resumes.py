@@ -1,0 +1,207 @@
+"""The resume test: a job saves, a job of another layout resumes and saves again, and both snapshots have the same bits.
+
+``python tests/faults/resumes.py SEED NUMBER`` draws so many pairs of layouts: numbers of ranks, sharding stages, offloading,
+groups, logical replicas, parts, pipeline stages, local SGD. Where both jobs have the same layout, the next step must have the same
+bits, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {"vocabulary": 24, "length": 6, "width": 16, "heads": 4, "layers": 2, "dropout": 0.0}
+OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
+SAVED, NEXT = 2, 3  # steps
+
+
+def draw(rng: random.Random) -> dict[str, Any]:
+    """A case: the layouts of two jobs, and what they have in common."""
+    replicas = rng.choice((0, 0, 0, 0, 4))
+    there, here = (_layout(rng, replicas) for _ in range(2))
+    if rng.random() < 0.2:
+        here = there
+    average = rng.random() < 0.3 and not ("local" in there or "local" in here)
+    return {
+        "there": there,
+        "here": here,
+        "optimizer": rng.choice(list(OPTIMIZERS)),
+        "average": average,
+        "dtype": rng.choice(("float32", "float32", "bfloat16")),
+    }
+
+
+def _layout(rng: random.Random, replicas: int) -> dict[str, Any]:
+    ranks, layout = rng.choice((1, 2, 3, 4)), dict[str, Any]()
+    layout["ranks"] = ranks
+    if replicas:
+        return {**layout, "replicas": replicas, "shard": rng.choice((0, 1, 2))}
+    groups = [[0, 1], [2, 3]] if ranks == 4 else None
+    if rng.random() < 0.2:
+        layout["local"] = SAVED
+        if groups and rng.random() < 0.5:
+            layout.update(within=groups, shard=rng.choice((1, 2, 3)))
+        return layout
+    layout["shard"] = rng.choice((0, 1, 2, 3))
+    if ranks % 2 == 0:
+        layout["stages"] = rng.choice((1, 1, 2))
+        layout["tensor"] = rng.choice((1, 1, 2)) if ranks == 4 or layout["stages"] == 1 else 1
+        if groups and layout["shard"] == 3 and layout["stages"] == layout["tensor"] == 1:
+            layout["within"] = rng.choice((None, groups))
+    if layout["shard"] and rng.random() < 0.3:
+        layout["offload"] = "optimizer"
+    return layout
+
+
+# ------------------------------------------------------------------------------------ on each rank
+
+
+def take_part(folder: Path, case: dict[str, Any], resumes: bool) -> None:
+    """Saves, or resumes and saves again."""
+    import hvd_ckpt as hc
+    from hvd_ckpt.app.models.gpt import gpt
+    from hvd_ckpt.processes import runtime
+
+    layout = case["here" if resumes else "there"]
+    hc.shutdown()
+    stages, tensor = layout.get("stages", 1), layout.get("tensor", 1)
+    runtime.init(stages=stages, tensor=tensor, stall_timeout=100)
+    torch.manual_seed(2 if resumes else 1)
+    model: Any = gpt(**SIZES, tied=False).to(getattr(torch, case["dtype"]))
+    if tensor > 1:
+        model = hc.tensor_parallel(model)
+    if stages > 1:
+        model = hc.Pipeline(model, chunks=1)
+    wrapped = getattr(torch.optim, case["optimizer"])(
+        model.parameters(), lr=0.01, **OPTIMIZERS[case["optimizer"]]
+    )
+    options = {name: layout[name] for name in ("shard", "within", "offload", "replicas") if layout.get(name)}
+    named = list(model.named_parameters())
+    if "local" in layout:
+        optimizer: Any = hc.LocalSGD(wrapped, named, every=layout["local"], model=model, **options)
+    else:
+        optimizer = hc.DistributedOptimizer(wrapped, named, model=model, **options)
+    average = hc.AveragedWeights(optimizer) if case["average"] else None
+
+    def loss_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(scores.float().flatten(0, 1), tokens.flatten())
+
+    def step() -> None:
+        tokens = torch.arange(2 * SIZES["length"]).view(2, -1) % SIZES["vocabulary"]
+        optimizer.zero_grad()
+        if stages > 1:
+            model.accumulate((tokens, tokens), loss_of)
+        else:
+            for each in optimizer.local_replicas() if "replicas" in layout else [contextlib.nullcontext()]:
+                with each:
+                    loss_of(model(tokens), tokens).backward()
+        optimizer.step()
+        if average is not None:
+            average.update_parameters()
+
+    def save(number: int, where: str) -> None:
+        with hc.Snapshots(folder / where, model=model, optimizer=optimizer, average=average) as snapshots:
+            snapshots.save(number)
+
+    if resumes:
+        with hc.Snapshots(folder / "there", model=model, optimizer=optimizer, average=average) as snapshots:
+            assert snapshots.resume() == SAVED
+    else:
+        for _ in range(SAVED):
+            step()
+    save(SAVED, "here" if resumes else "there")
+    if case["there"] == case["here"]:
+        step()
+        save(NEXT, "here-next" if resumes else "there-next")
+
+
+def work(folder: Path, part: str) -> None:
+    """All cases of this part and of as many ranks."""
+    import hvd_ckpt as hc
+
+    hc.init()
+    ranks = hc.size()
+    for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
+        place = folder / str(number)
+        if case[part]["ranks"] != ranks or (part == "here" and not (place / "there").is_dir()):
+            continue
+        try:
+            take_part(place, case, part == "here")
+        except Exception:
+            (place / f"{part}.error").write_text(traceback.format_exc())
+            raise
+
+
+# ------------------------------------------------------------------------------------ the test
+
+
+def check(folder: Path, case: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a case."""
+    from faults.checks import differing
+
+    from hvd_ckpt.snapshots import reader
+
+    for error in folder.glob("*.error"):
+        yield f"{error.stem}: {error.read_text()}"
+        return
+    same = case["there"] == case["here"]
+    for step, suffix in (SAVED, ""), (NEXT, "-next"):
+        if suffix and not same:
+            return
+        name = f"step-{step:08d}"
+        there, here = (
+            reader.read(folder / f"{part}{suffix}" / "snapshots" / name, 0) for part in ("there", "here")
+        )
+        kinds = {name.partition("/")[0] for name in {**there.tensors, **here.tensors}}
+        if not {"weights"} <= kinds or sum(kind.startswith("optimizer.") for kind in kinds) == 0:
+            yield f"{name} has {kinds}"
+        for kind in kinds:
+            if same or "@" not in kind:
+                yield from differing(kind, there.whole_tensors(kind), here.whole_tensors(kind))
+
+
+def run(seed: int, number: int, folder: Path) -> int:
+    """Draws cases and runs them; returns how many were wrong."""
+    from controllers import run_ranks
+
+    rng = random.Random(seed)
+    cases = [draw(rng) for _ in range(number)]
+    for case in range(number):
+        (folder / str(case)).mkdir(parents=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    for part in ("there", "here"):
+        for ranks in sorted({case[part]["ranks"] for case in cases}):
+            status, output = run_ranks(ranks, Path(__file__), str(folder), part)
+            if status:
+                print(f"{part} on {ranks} ranks: {output[-3000:]}", flush=True)
+    wrong = 0
+    for number, case in enumerate(cases):
+        faults = list(check(folder / str(number), case))
+        wrong += bool(faults)
+        if faults:
+            print(f"seed {seed}, case {number}: {case}: {faults[:3]}", flush=True)
+    same = sum(case["there"] == case["here"] for case in cases)
+    print(
+        f"seed {seed}: {number + 1 - wrong} of {number + 1} right, {same} of these with a further step",
+        flush=True,
+    )
+    return wrong
+
+
+if __name__ == "__main__":
+    if sys.argv[-1] in ("there", "here"):
+        work(Path(sys.argv[1]), sys.argv[2])
+    else:
+        tests = Path(__file__).resolve().parents[1]
+        sys.path[:0] = [str(tests), str(tests / "helpers")]
+        with tempfile.TemporaryDirectory() as made:
+            sys.exit(bool(run(int(sys.argv[1]), int(sys.argv[2]), Path(made) / "cases")))

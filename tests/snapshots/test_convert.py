@@ -1,0 +1,126 @@
+"""Snapshots of the earlier version: refused with the way out, and converted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from snapshot_files import sign
+from torch import nn
+
+from hvd_ckpt.app.cli.main import main
+from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.fits import optimizer_values
+from hvd_ckpt.snapshots.folder import SnapshotError
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def replicated(model: nn.Module, **more: Any) -> dict[str, Any]:
+    names = [name for name, _ in model.named_parameters()]
+    return {"groups": [names], "ema": None, "mid_period": False, "replicas": None, **more}
+
+
+def write_old(folder: Path, files: dict[str, Any], sharding: Any, ranks: int) -> Path:
+    path = folder / "old" / "snapshots" / "step-00000007"
+    path.mkdir(parents=True)
+    for name, content in files.items():
+        if name.endswith(".pt"):
+            torch.save(content, path / name)
+        else:
+            save_file({key: value.contiguous() for key, value in content.items()}, path / name)
+    document = {
+        "format": "hvd_ckpt snapshot",
+        "version": 1,
+        "step": 7,
+        "ranks": ranks,
+        "time": "",
+        "libraries": {},
+    }
+    document |= {"aliases": {"tied": "0.bias"}, "sharding": sharding, "files": {name: {} for name in files}}
+    (path / "manifest.json").write_text(json.dumps(document))
+    sign(path)
+    with pytest.raises(SnapshotError, match="earlier version wrote it.*hvd-ckpt export --convert OLD NEW"):
+        reader.read(path)
+    return path
+
+
+def check(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    result = CliRunner().invoke(main, ["export", "--convert", str(folder / "old"), str(folder / "new")])
+    assert result.exit_code == 0, result.output
+    found = reader.read(folder / "new" / "snapshots" / "step-00000007", rank)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found.weights[name], weight), name
+    assert found.weights["tied"] is found.weights["0.bias"]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    values = optimizer_values(found, names.values())["state"]
+    for parameter, name in names.items():
+        assert values[name]["step"] == 1 and list(values[name]) == list(optimizer.state[parameter])
+        for key in ("exp_avg", "exp_avg_sq"):
+            whole = found.whole_tensors(f"optimizer.{key}")[name]
+            assert torch.equal(whole, optimizer.state[parameter][key]), name
+    buffers = found.whole_tensors(f"buffers@{rank}")
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    assert found.replicated["options"][0]["betas"] == (0.9, 0.999) and found.per_rank["optimizer"] is not None
+
+
+def test_a_whole_snapshot(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    own = {"buffers": dict(model.named_buffers()), "local": None}
+    files = {
+        "model.safetensors": model.state_dict(),
+        "replicated.pt": replicated(model, optimizer=optimizer.state_dict()),
+        "rank-00000.pt": own,
+    }
+    write_old(tmp_path, files, None, 1)
+    check(tmp_path, model, optimizer, 0)
+    result = CliRunner().invoke(main, ["export", "--convert", str(tmp_path / "new"), str(tmp_path / "newer")])
+    assert result.exit_code == 2 and "it is not of the earlier version" in result.output
+
+
+def test_shards_of_two_ranks(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    files: dict[str, Any] = {"model.safetensors": buffers, "replicated.pt": replicated(model, optimizer=None)}
+    sharding: dict[str, Any] = {"stage": 3, "pipeline_stages": 1, "tensor": 1, "optimizer": [], "weights": []}
+    sharding["parameters"] = {
+        name: {"size": list(one.shape), "stride": list(one.stride()), "dtype": "float32", "cut": None}
+        for name, one in named.items()
+    }
+    for rank in range(2):
+        shards, state, weights = [], {}, {}
+        for number, (name, parameter) in enumerate(named.items()):
+            half = parameter.numel() // 2
+            part = slice(0, half) if rank == 0 else slice(half, parameter.numel())
+            flat = parameter.detach().flatten()[part]
+            shards.append([name, part.start, len(flat)])
+            weights[name] = flat
+            state[number] = {
+                key: value.flatten()[part] if value.dim() else value
+                for key, value in optimizer.state[parameter].items()
+            }
+        groups = [{**optimizer.state_dict()["param_groups"][0], "params": list(range(len(named)))}]
+        files[f"shard-{rank:05d}.pt"] = {"state": state, "param_groups": groups}
+        files[f"weights-{rank:05d}.safetensors"] = weights
+        files[f"rank-{rank:05d}.pt"] = {"buffers": buffers, "local": None}
+        sharding["optimizer"].append(shards)
+        sharding["weights"].append(shards)
+    path = write_old(tmp_path, files, sharding, 2)
+    check(tmp_path, model, optimizer, 1)
+    shard = path / "shard-00001.pt"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    result = CliRunner().invoke(main, ["export", "--convert", str(tmp_path / "old"), str(tmp_path / "again")])
+    assert result.exit_code == 2 and "shard-00001.pt" in result.output and result.output.count("\n") == 1
