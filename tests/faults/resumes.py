@@ -41,8 +41,8 @@ def draw(rng: random.Random) -> dict[str, Any]:
 
 
 def _layout(rng: random.Random, replicas: int) -> dict[str, Any]:
-    ranks, layout = rng.choice((1, 2, 3, 4)), dict[str, Any]()
-    layout["ranks"] = ranks
+    ranks = rng.choice((1, 2, 4) if replicas else (1, 2, 3, 4))
+    layout: dict[str, Any] = {"ranks": ranks}
     if replicas:
         return {**layout, "replicas": replicas, "shard": rng.choice((0, 1, 2))}
     groups = [[0, 1], [2, 3]] if ranks == 4 else None
