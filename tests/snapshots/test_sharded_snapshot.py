@@ -192,9 +192,10 @@ def test_a_damaged_shard_is_found_and_the_snapshot_before_used(
         with pytest.raises(SnapshotError, match=r"rank-00002\.safetensors: its content is not what was"):
             use(path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["snapshots"]
-    result = CliRunner().invoke(main, ["export", str(tmp_path), "--output", str(tmp_path / "new" / "w")])
+    arguments = ["export", str(tmp_path), "--output", str(tmp_path / "new" / "w")]
+    with pytest.warns(UserWarning, match=r"rank-00002\.safetensors: its content"):
+        result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
-    assert "rank-00002.safetensors: its content" in result.output
     assert "Weights of step 1, written by 3 ranks, 11 tensors" in result.output
 
 
