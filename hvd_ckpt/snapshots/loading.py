@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
@@ -64,7 +63,7 @@ def reading_weights(
         kind = f"weights{copy}" if isinstance(tensor, nn.Parameter) else "weights"
         if kind == "weights" and f"{own}/{name}" in there and not isinstance(tensor, nn.Parameter):
             # In this rank's own file; on other numbers of ranks, those of rank 0.
-            kind = own if snapshot.replicas == hvd.size() and cut_of(tensor) is None else kind
+            kind = own if snapshot.replicas == current().replicas and cut_of(tensor) is None else kind
         return names.elements(kind, stored, tensor, start, stop)
 
     whole = [(name, tensor) for name, tensor in names.tensors.items() if not names.is_sharded(tensor)]
@@ -247,7 +246,7 @@ def load_plain(snapshot: Snapshot, model: nn.Module, optimizer: Any, scaler: Gra
         if scaler is not None and state is not None:
             scaler.load_state_dict(state)
         set_extra_states(model, snapshot.replicated.get("extra", {}))
-        same_ranks: bool = snapshot.replicas == hvd.size() and own is not None
+        same_ranks: bool = snapshot.replicas == current().replicas and own is not None
         if current().number == 0 and (same_ranks or optimizer.replicas is not None):
             _warn_of_changes(snapshot, next(model.parameters()).device.type)
         # As many ranks as before: this rank has a random state and counts
