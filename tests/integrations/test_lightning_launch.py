@@ -25,6 +25,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "scripts" / "lightnin
         ("worker", "ValueError: a bad sample"),
         ("interrupt", "ended by KeyboardInterrupt"),
         ("signal", "ended by SIGTERMException"),
+        ("exit", "ended by SystemExit"),
     ],
 )
 def test_an_error_of_one_rank_ends_all(tmp_path: Path, where: str, says: str) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 import hvd_ckpt as hc
+from hvd_ckpt.app.integrations.stopping import Stopped
 from hvd_ckpt.processes.grid import host_name
 
 TERMINATED = 143  # status of a process that SIGTERM has ended, as a shell has it
@@ -70,7 +71,7 @@ class Ending(_Launcher):
 
     def _end(self, error: BaseException) -> None:
         self.error = error
-        if isinstance(error, SystemExit):  # of all ranks, as SaveOnSignal's
+        if isinstance(error, Stopped):
             return
         if not isinstance(error, Exception):  # Lightning ends the process without a word
             _say(f"ended by {type(error).__name__}")

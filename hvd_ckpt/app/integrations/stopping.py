@@ -17,6 +17,10 @@ from hvd_ckpt.reduction.agreement import of_all_processes
 from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest
 
 
+class Stopped(SystemExit):
+    """All ranks have saved, and end."""
+
+
 class Stopping:
     """What the callbacks of both trainers share."""
 
@@ -58,4 +62,4 @@ class Stopping:
         hc.barrier()
         if hc.rank() == 0:
             print(f"Stopped by {reason}; to resume: {where}", file=sys.stderr, flush=True)
-        sys.exit(0 if reason == STOP_FILE else 128 + signal.Signals[reason])
+        raise Stopped(0 if reason == STOP_FILE else 128 + signal.Signals[reason])

@@ -26,6 +26,8 @@ def fail(here: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     elif where == "interrupt":
         raise KeyboardInterrupt
+    elif where == "exit":
+        sys.exit(3)
     else:
         raise ValueError("a bad sample")
 
@@ -47,7 +49,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
-            for here in ("step", "signal", "interrupt"):
+            for here in ("step", "signal", "interrupt", "exit"):
                 fail(here)
         return self.net(batch).mean()
 
