@@ -22,6 +22,11 @@ class _Entry(NamedTuple):
 
 
 COMMANDS = {
+    "bench": _Entry(
+        "hvd_ckpt.app.cli.bench",
+        "bench",
+        "Say where the benchmarks are.",
+    ),
     "build-horovod": _Entry(
         "hvd_ckpt.app.install.build_horovod",
         "build_horovod",
