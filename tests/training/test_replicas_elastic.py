@@ -45,7 +45,7 @@ def test_a_rank_that_is_lost_and_comes_back_changes_nothing(tmp_path: Path) -> N
     command = [PROGRAM, "train", *SETTINGS, f"--data=text:{text}"]
     launcher = ["horovodrun", "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
     launcher += ["--gloo-timeout-seconds", "120"]  # in which a new rank must start on a busy machine
-    launcher += ["--host-discovery-script", str(script), "--blacklist-cooldown-range", "1", "2"]
+    launcher += ["--host-discovery-script", str(script), "--blacklist-cooldown-range", "10", "15"]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(
             [*launcher, *command, "--steps=100000", f"--output={run}"],
