@@ -61,9 +61,8 @@ def DistributedOptimizer(
     backward passes may precede a ``step()``. A parameter may be used any number of times, in recomputed segments or not: the
     optimizer learns how often each gradient accumulates, and reduces late gradients as well. Collective: call it on every rank.
 
-    A parameter may be in several optimizers. Each gradient is reduced once, by the optimizer that was created
-    last. Create an optimizer before the backward pass: gradients that an older optimizer of the same parameters has not reduced
-    yet are dropped.
+    A parameter may be in several optimizers. Each gradient is reduced once, by the optimizer that was created last. Create an
+    optimizer before the backward pass: gradients that an older optimizer of the same parameters has not reduced yet are dropped.
 
     With ``shard`` the states of the model are split over the ranks (ZeRO, Rajbhandari et al. 2020), and ``step()`` updates this
     rank's pieces of the parameters. All ranks start with the weights of rank 0; if the whole model is known, this includes its

@@ -23,9 +23,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for gradients of a ``DistributedOptimizer``, sharded or not. Call it before ``step()``.
 
-    Gradients that are not reduced yet are reduced first. If several optimizers have a parameter, the one that was created
-    last reduces it. If gradients are split over the ranks (stages 2 and 3), the norm takes one more reduction. The
-    call is collective if a parameter belongs to a ``DistributedOptimizer``. If none does, it is the same as torch's function.
+    Gradients that are not reduced yet are reduced first. If several optimizers have a parameter, the one that was created last
+    reduces it. If gradients are split over the ranks (stages 2 and 3), the norm takes one more reduction. The call is collective if
+    a parameter belongs to a ``DistributedOptimizer``. If none does, it is the same as torch's function.
 
     Args:
         parameters: parameters of the model, one parameter, or an optimizer: all of its parameters.

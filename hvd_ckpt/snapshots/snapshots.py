@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import secrets
-import signal
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -47,7 +46,7 @@ from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find
 from hvd_ckpt.snapshots.schema import DAMAGED, Layout
 from hvd_ckpt.snapshots.state import LoopRankState, LoopState, check_kinds, check_state, kind_of
-from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest, forget_file
+from hvd_ckpt.snapshots.stopping import StopRequest, forget_file, status_of
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils import run_warnings
 from hvd_ckpt.utils.own_state import extra_states
@@ -297,7 +296,7 @@ class Snapshots:
     @property
     def exit_status(self) -> int:
         """Returns the status with which the process should exit: 128 + the number of the signal that has stopped it, else 0."""
-        return 0 if self._stopped in (None, STOP_FILE) else 128 + signal.Signals[self._stopped]
+        return status_of(self._stopped)
 
     def wait(self) -> None:
         """Waits until the snapshot that was saved last is on the disk.

@@ -80,6 +80,11 @@ class StopRequest:
         self._reason = signal.Signals(number).name
 
 
+def status_of(reason: str | None) -> int:
+    """The exit status of a run that a request has stopped: 128 + the number of the signal; 0 for the file, or without a request."""
+    return 0 if reason in (None, STOP_FILE) else 128 + signal.Signals[reason]
+
+
 def forget_file(folder: Path) -> None:
     """Removes the file from a run's folder, if it is there: it was for a run that has ended."""
     with contextlib.suppress(OSError):

@@ -301,7 +301,7 @@ def _flags(settings: dict[str, Any]) -> Iterator[str]:
     for key, value in settings.items():
         flag = f"--{key.replace('_', '-')}"
         if key == "model_options":
-            yield from (f"--model-option {name}={option}" for name, option in value.items())
+            yield from (f"--model-option {shlex.quote(f'{name}={option}')}" for name, option in value.items())
         else:
             yield f"{flag} {shlex.quote(str(value))}"
 

@@ -173,10 +173,11 @@ def run(config: Config) -> None:
     import horovod.torch as hvd
 
     from hvd_ckpt.app.training import elastic
-    from hvd_ckpt.app.training.ending import exit_handler, exit_now, status_of
+    from hvd_ckpt.app.training.ending import exit_handler, exit_now
     from hvd_ckpt.app.training.summary import DryRun
     from hvd_ckpt.processes import runtime, watchdog
     from hvd_ckpt.processes.grid import current
+    from hvd_ckpt.snapshots.stopping import status_of
 
     folder = config.output or (config.resume and _folder_of_run(config.resume))
     with exit_handler(Path(folder) if folder else None):

@@ -6,7 +6,6 @@ the command has: 128 + the number of the signal, or 0 for the file.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 
 import hvd_ckpt as hc
 from hvd_ckpt.reduction.agreement import of_all_processes
-from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest
+from hvd_ckpt.snapshots.stopping import StopRequest, status_of
 
 
 class Stopped(SystemExit):
@@ -55,11 +54,11 @@ class Stopping:
 
     def leave(self, where: str) -> NoReturn:
         """Ends the process after all ranks have saved. Collective."""
-        reason, request = str(self._reason), self._request
+        reason, request = self._reason, self._request
         if request is not None:
             request.acknowledge()
         self.end()
         hc.barrier()
         if hc.rank() == 0:
             print(f"Stopped by {reason}; to resume: {where}", file=sys.stderr, flush=True)
-        raise Stopped(0 if reason == STOP_FILE else 128 + signal.Signals[reason])
+        raise Stopped(status_of(reason))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from hvd_ckpt.processes.grid import current, host_name
 from hvd_ckpt.reduction.agreement import FailedElsewhere, errors_on_all, of_all_processes
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
 from hvd_ckpt.snapshots.folder import SnapshotError
-from hvd_ckpt.snapshots.stopping import STOP_FILE, StopRequest
+from hvd_ckpt.snapshots.stopping import StopRequest
 from hvd_ckpt.snapshots.writer import EXIT_SECONDS
 from hvd_ckpt.utils.extras import explain_import_error
 
@@ -172,11 +171,6 @@ class LocalReports(Reports):
 
 
 # ------------------------------------------------------------------------------------ exit
-
-
-def status_of(reason: str | None) -> int:
-    """The exit status of a run that has stopped for that reason: as a shell has it, or 0 for the file or none."""
-    return 0 if reason in (None, STOP_FILE) else 128 + signal.Signals[reason]
 
 
 @contextlib.contextmanager

@@ -108,12 +108,8 @@ class Trainer:
         self.config, self.objective, self.train, self.test = config, objective, train, test
         self._evaluation: dict[str, float] = {}
         one = OneRank.make(config, Assembly(model, objective, train, test))
-        self.device, self.precision, self.sampler, self.prompt = (
-            one.device,
-            one.precision,
-            one.sampler,
-            one.prompt,
-        )
+        self.device, self.precision = one.device, one.precision
+        self.sampler, self.prompt = one.sampler, one.prompt
         with ExitStack() as undo:
             # Compared with a whole model and the optimizer of one rank, so read before these are distributed.
             start = Start.find(config, one, point, undo)

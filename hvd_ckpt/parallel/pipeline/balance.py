@@ -16,9 +16,7 @@ from hvd_ckpt.planning.step import Step
 from hvd_ckpt.utils.measure import undisturbed
 
 KINDS = ("time", "size")  # of measured costs
-PARAM_SCALE = (
-    4.0  # bytes of a parameter with its gradient and the state of Adam, for each byte of the parameter
-)
+PARAM_SCALE = 4.0  # bytes of a parameter with its gradient and Adam's state, for each byte of the parameter
 
 
 def block_costs(kind: str, model: nn.Sequential, sample: Any, seconds: float = 1.0) -> list[float]:
