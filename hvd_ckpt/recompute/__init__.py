@@ -6,7 +6,8 @@ Functions and segments, run again as a whole:
     sequential     chains of layers in segments
     function       ``CheckpointFunction``: one autograd node
     region         a function with the modules that it can reach, and its passes
-    state          random state and the like, restored for each recomputation
+    state          random state and the like, restored for each recomputation (PyTorch's own by its checkpoint)
+    environment    settings and modes, restored with it
     written        tensors that a first pass has written
     containers     nested arguments and results
     transforms     transforms that do not work with recomputation

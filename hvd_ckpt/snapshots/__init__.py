@@ -4,7 +4,8 @@ snapshots, arguments   ``Snapshots``, which a loop uses
 model          the tensors of a model and optimizer, and which elements a rank saves or wants
 ranges         elements of a tensor
 content        what a rank saves, and how rank 0 completes it
-writer, barrier, folder   the thread that writes, its barrier, the folder
+writer, barrier           the thread that writes, and its barrier
+folder         names of snapshots, renames and removal
 schema, tensors   manifest and files
 state, random_state, period   plain values; random numbers; weights that ranks have of their own
 reader         reading of ranges, with size and hash of each file

@@ -8,9 +8,9 @@ All schedules run the backward passes of a chunk in the order of its micro-batch
 
 - ``"gpipe"``: all forward passes, then all backward passes (Huang et al., "GPipe", 2019, there in reverse order).
 - ``"1f1b"``: stage s of p runs p - s - 1 forward passes, and then one forward and one backward pass in turn. It holds the
-  activations of at most p - s micro-batches (Narayanan et al., "PipeDream", 2019). - ``"interleaved"``: 1f1b with several chunks
-  on each rank. The time that ranks wait at both ends of a step is divided by the number of chunks (Narayanan et al., "Efficient
-  large-scale language model training on GPU clusters using Megatron-LM", 2021).
+  activations of at most p - s micro-batches (Narayanan et al., "PipeDream", 2019).
+- ``"interleaved"``: 1f1b with several chunks on each rank. The time that ranks wait at both ends of a step is divided by the number
+  of chunks (Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021).
 """
 
 from __future__ import annotations
