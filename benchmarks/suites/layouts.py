@@ -10,9 +10,9 @@ from benchmarks.case import Case
 from benchmarks.suite import Axis, Suite
 from benchmarks.suites.scale_on_hosts import hosts, on_hosts
 from benchmarks.worker import Found, MeasuredJob
-from hvd_ckpt.app.cli.layout import job_of, settings_of
+from hvd_ckpt.app.cli.layout import TRIED, candidates, fastest, job_of, settings_of
 from hvd_ckpt.app.compare.runner.report import Column
-from hvd_ckpt.app.training.trial import Trial, trial
+from hvd_ckpt.app.training.trial import Trial, compared, trial
 from hvd_ckpt.planning import kinds
 from hvd_ckpt.prediction.layouts import Job as Layouts
 from hvd_ckpt.prediction.training_layout import LayoutRow
@@ -26,7 +26,7 @@ class Sweep:
     """All layouts of one workload on these ranks.
 
     Attributes:
-        seconds: in which links and computation were measured and layouts compared.
+        seconds: in which links and computation were measured.
     """
 
     def __init__(self, job: MeasuredJob, case: Case) -> None:
@@ -47,11 +47,15 @@ class Sweep:
         layouts = dataclasses.replace(self._layouts, memory=memory)
         rows = layouts.rows()
         fit = [row for row in rows if row.fits]
+        start = time.perf_counter()
+        worth = candidates(rows, TRIED)
+        chosen = fastest(worth, compared([self._settings(row) for row in worth], print), memory)
+        choosing = self.seconds + time.perf_counter() - start
         # Horovod starts anew for other stages and parts.
         for row in sorted(fit, key=lambda row: (row.layout.stages, row.layout.tensor)):
             self._try(row)
         ran = sorted((row for row in fit if self._of(row)), key=lambda row: self._fastest(row))
-        again = {id(row): row for row in [*ran[:AGAIN], *fit[:1]]}.values()
+        again = {id(row): row for row in [*ran[:AGAIN], chosen]}.values()
         for number in range(self._job.steps):
             for row in again if number % 2 else reversed([*again]):
                 self._try(row, again=True)
@@ -63,7 +67,7 @@ class Sweep:
         for row in larger:
             self._try(row)
         needs = [peak for row in larger if (peak := max((each.peak for each in self._of(row)), default=0))]
-        chosen, best = fit[0], min(again, key=self._fastest, default=fit[0])
+        best = min(again, key=self._fastest)
         return {
             "memory_bytes": memory,
             "chosen": str(chosen.layout),
@@ -72,12 +76,14 @@ class Sweep:
             "of_memory": max(each.peak for each in self._of(chosen)) / memory,
             "layouts": len(fit),
             "too_large": f"{sum(peak > memory for peak in needs)} of {len(needs)}",
-            "choosing": self.seconds,
+            "predicted": str(fit[0].layout),
+            "of_predicted": self._fastest(fit[0]) / self._fastest(best),
+            "choosing": choosing,
             "rows": [self._described(row) for row in [*fit, *larger]],
         }
 
     def _try(self, row: LayoutRow, again: bool = False) -> None:
-        settings = settings_of(self._name, self._sizes, {}, row, self._layouts)
+        settings = self._settings(row)
         runs = self._known.setdefault(str(settings), [])
         if again or not runs:
             print(row, flush=True)
@@ -88,8 +94,10 @@ class Sweep:
             print(runs[-1], flush=True)
 
     def _runs(self, row: LayoutRow) -> list[Trial | str]:
-        settings = settings_of(self._name, self._sizes, {}, row, self._layouts)
-        return self._known[str(settings)]
+        return self._known[str(self._settings(row))]
+
+    def _settings(self, row: LayoutRow) -> dict[str, Any]:
+        return settings_of(self._name, self._sizes, {}, row, self._layouts)
 
     def _of(self, row: LayoutRow) -> list[Trial]:
         return [each for each in self._runs(row) if isinstance(each, Trial)]
@@ -136,6 +144,7 @@ layouts = Suite(
         figure("chosen", "chosen", left=True),
         figure("best", "best", left=True),
         figure("of best", "of_best", ".2f"),
+        figure("predicted", "of_predicted", ".2f"),
         figure("of memory", "of_memory", ".2f"),
         figure("too large", "too_large"),
         figure("choosing s", "choosing", ".0f"),
@@ -163,8 +172,8 @@ layouts = Suite(
     worker="benchmarks.suites.layouts:measure",
     notes=(
         "of best: seconds of a step of the chosen layout as a ratio to those of the fastest, each the least of several runs in "
-        "turn. of memory: its measured peak as a ratio to the memory.",
+        "turn. predicted: of the layout that is fastest by prediction, without trials. of memory: its measured peak as a ratio to the memory.",
         "too large: of the layouts that need least beyond the memory by the estimate, those whose measured peak is beyond it. "
-        "choosing s: of `hvd-ckpt layout` without trials.",
+        "choosing s: of `hvd-ckpt layout`.",
     ),
 )

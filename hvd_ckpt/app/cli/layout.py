@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from hvd_ckpt.prediction.training_layout import LayoutRow
 
 SHOWN = 10  # layouts that fit, and as many that do not
+TRIED = 8  # layouts with which some steps are trained, by default
+AS_FAST = 1.4  # that they take by prediction at most, of the seconds of the fastest
 WIDTH = 120  # of the table where the output is not a terminal
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
 SETTINGS_OF = {"length": "sequence_length"}  # of `hvd-ckpt train`, by the option here
@@ -60,11 +62,11 @@ HELP = f"""Which layout? The fastest way to train a model on these ranks, within
 
 \b
     horovodrun -np 8 hvd-ckpt layout --model gpt2-small --batch 64 --memory 3GiB
-    horovodrun -np 8 hvd-ckpt layout train.yaml --memory 3GiB --try 3 --output best.yaml
+    horovodrun -np 8 hvd-ckpt layout train.yaml --memory 3GiB --output best.yaml
     hvd-ckpt layout --model gpt2-small --batch 512 --memory 24GiB --ranks 64 --local 8 --tflops 50
 
-In a job, the links and the computation are measured. For a cluster that is not there, give its --ranks. Global batch and results
-are the same with every layout.
+In a job, the links and the computation are measured, and some steps are trained with each of the best layouts. For a cluster that
+is not there, give its --ranks. Global batch and results are the same with every layout.
 
 Models: {catalog.overview()}; a folder of a Hugging Face model; or module:function, as for `hvd-ckpt plan`.
 """
@@ -89,9 +91,9 @@ def _rate(flag: str, help: str, default: float) -> Callable[[Any], Any]:
 @click.option(
     "--try",
     "trials",
-    type=click.IntRange(1),
+    type=click.IntRange(0),
     metavar="K",
-    help="Train a few steps with each of the K best, and take the fastest.",
+    help=f"Train some steps with each of the K best, and take the fastest.  [default: {TRIED} in a job]",
 )
 @click.option(
     "--inexact",
@@ -115,6 +117,7 @@ def layout(
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
+    from hvd_ckpt.app.training.trial import compared
     from hvd_ckpt.utils.plain_data import named
 
     cluster = take_options(others, CLUSTER, "--ranks, their number")
@@ -150,8 +153,8 @@ def layout(
         say("comparing layouts")
         rows = job.rows()
         changing = dataclasses.replace(job, inexact=True).rows() if inexact else []
-        tried = [row for row in rows if row.fits][: trials or 0]
-        found = [_tried(settings_for(row), say) for row in tried]
+        tried = [] if job.rank is None else candidates(rows, TRIED if trials is None else trials)
+        found = compared([settings_for(row) for row in tried], lambda settings: say(_trying(settings)))
     if job.rank:
         return
     if not rows:
@@ -171,12 +174,7 @@ def layout(
         )
     if tried:
         _print_trials(tried, found)
-        ran = [
-            (each.peak > job.memory, each.seconds, row)
-            for row, each in zip(tried, found)
-            if not isinstance(each, str)
-        ]
-        best = min(ran, default=(False, 0.0, best), key=lambda entry: entry[:2])[2]
+        best = fastest(tried, found, job.memory)
     settings = settings_for(best)
     flags = " ".join(_flags(settings))
     click.echo(f"Best: {best.layout}\n  horovodrun -np {job.ranks} hvd-ckpt train {flags}")
@@ -297,7 +295,7 @@ def settings_of(
     return {**kept, **({"model_options": options} if options else {})}
 
 
-def _flags(settings: dict[str, Any]) -> Iterator[str]:
+def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, value in settings.items():
         flag = f"--{key.replace('_', '-')}"
         if key == "model_options":
@@ -318,15 +316,23 @@ def _print_trials(rows: Sequence[LayoutRow], found: Sequence[Trial | str]) -> No
     console_for_tables(WIDTH).print(table)
 
 
-def _tried(settings: dict[str, Any], say: Callable[[str], None]) -> Trial | str:
-    """What is measured with these settings, or why they do not run. Collective."""
-    from hvd_ckpt.app.training.trial import trial
+def _trying(settings: Mapping[str, Any]) -> str:
+    return "trying " + " ".join(_flags(settings))
 
-    say("trying " + " ".join(_flags(settings)))
-    try:
-        return trial(settings)
-    except ValueError as error:
-        return str(error)
+
+def candidates(rows: Sequence[LayoutRow], most: int) -> list[LayoutRow]:
+    """The layouts that are worth a trial: at most so many that fit, hardly slower than the fastest by prediction."""
+    return [row for row in rows if row.fits and row.seconds <= AS_FAST * rows[0].seconds][:most]
+
+
+def fastest(rows: Sequence[LayoutRow], found: Sequence[Trial | str], memory: int) -> LayoutRow:
+    """The layout whose trial was fastest within the memory; the first one if none was."""
+    within = [
+        (each.seconds, number)
+        for number, each in enumerate(found)
+        if not isinstance(each, str) and each.peak <= memory
+    ]
+    return rows[min(within, default=(0.0, 0))[1]]
 
 
 def _write(file: Path, settings: dict[str, Any], rows: Sequence[LayoutRow], job: Job) -> None:

@@ -1,4 +1,4 @@
-"""A few steps of training as configured, which are measured: :func:`trial`."""
+"""A few steps of training as configured, which are measured: :func:`trial`, and :func:`compared` for several in turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from hvd_ckpt.reduction.agreement import of_all_processes, of_first_process
 from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
 
 RECORDED = 3  # the first steps, which recording slows down: a first one allocates what later ones use again
-
+ROUNDS = 4  # of trials in turn at most
+SECONDS = 45.0  # of all trials, after which no further round begins
 OTHERS = ("epochs", "eval_every", "patience", "snapshot_every")  # settings of what is not in a step
 
 
@@ -73,3 +74,34 @@ def trial(settings: Mapping[str, Any], steps: int = 6) -> Trial:
     seconds = statistics.median(end - begin for begin, end in pairwise(ends[RECORDED - 1 :]))
     found: list[Trial] = of_all_processes(Trial(seconds, held + memory.peak_bytes), "hvd_ckpt.trial")
     return Trial(max(each.seconds for each in found), max(each.peak for each in found))
+
+
+def compared(
+    candidates: Sequence[Mapping[str, Any]], say: Callable[[Mapping[str, Any]], None]
+) -> list[Trial | str]:
+    """Trials of several settings in turn: of each the least seconds and the highest peak, or why it does not run. Collective.
+
+    Other work on a machine makes a step slower, never faster. Ctrl-C ends the trials, and those that have ended count.
+    """
+    found: list[list[Trial]] = [[] for _ in candidates]
+    refused: dict[int, str] = {}
+    start = time.perf_counter()
+    with contextlib.suppress(KeyboardInterrupt):
+        for rounds in range(1, ROUNDS + 1):
+            for number in sorted(range(len(candidates)), reverse=rounds % 2 == 0):
+                if number in refused:
+                    continue
+                say(candidates[number])
+                try:
+                    found[number].append(trial(candidates[number]))
+                except ValueError as error:
+                    refused[number] = str(error)
+            taken = time.perf_counter() - start
+            if of_first_process(taken * (rounds + 1) / rounds > SECONDS, "hvd_ckpt.trial.rounds"):
+                break
+    return [
+        Trial(min(each.seconds for each in trials), max(each.peak for each in trials))
+        if trials
+        else refused.get(number, "it was not tried")
+        for number, trials in enumerate(found)
+    ]
