@@ -172,7 +172,8 @@ layouts = Suite(
     worker="benchmarks.suites.layouts:measure",
     notes=(
         "of best: seconds of a step of the chosen layout as a ratio to those of the fastest, each the least of several runs in "
-        "turn. predicted: of the layout that is fastest by prediction, without trials. of memory: its measured peak as a ratio to the memory.",
+        "turn. predicted: the same of the layout that is fastest by prediction, without trials. of memory: its measured peak as a "
+        "ratio to the memory.",
         "too large: of the layouts that need least beyond the memory by the estimate, those whose measured peak is beyond it. "
         "choosing s: of `hvd-ckpt layout`.",
     ),
