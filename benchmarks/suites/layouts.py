@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from typing import Any
 
@@ -10,13 +11,15 @@ from benchmarks.case import Case
 from benchmarks.suite import Axis, Suite
 from benchmarks.suites.scale_on_hosts import hosts, on_hosts
 from benchmarks.worker import Found, MeasuredJob
-from hvd_ckpt.app.cli.layout import TRIED, candidates, fastest, job_of, settings_of
+from hvd_ckpt.app.cli.layout import TRIED, choose, job_of, settings_of
 from hvd_ckpt.app.compare.runner.report import Column
-from hvd_ckpt.app.training.trial import Trial, compared, trial
+from hvd_ckpt.app.training.trial import Trial, trial
 from hvd_ckpt.planning import kinds
 from hvd_ckpt.prediction.layouts import Job as Layouts
 from hvd_ckpt.prediction.training_layout import LayoutRow
+from hvd_ckpt.reduction.agreement import of_first_process
 
+STEPS = 20  # of these trials
 AGAIN = 4  # layouts that are measured again in turn, the fastest ones
 TOO_LARGE = 4  # layouts that are trained although they are called too large, those that need least
 SECONDS_PER_KIND = 0.4  # of timing for a plan; each layout needs its own
@@ -37,6 +40,7 @@ class Sweep:
         self._layouts: Layouts = job_of(self._name, sizes, {}, 1 << 62, {}, job.device, print, batch=batch)
         rows = self._layouts.rows()
         self.seconds = time.perf_counter() - start
+        self._plans = of_first_process(tempfile.mkdtemp(), "layouts.plans")
         self._most = max(row.peak for row in rows)
         self._least = dataclasses.replace(self._layouts, memory=1).rows()[0].peak
         self._known: dict[str, list[Trial | str]] = {}
@@ -48,8 +52,7 @@ class Sweep:
         rows = layouts.rows()
         fit = [row for row in rows if row.fits]
         start = time.perf_counter()
-        worth = candidates(rows, TRIED)
-        chosen = fastest(worth, compared([self._settings(row) for row in worth], print), memory)
+        chosen, _, _ = choose(rows, TRIED, self._settings, memory, print)
         choosing = self.seconds + time.perf_counter() - start
         # Horovod starts anew for other stages and parts.
         for row in sorted(fit, key=lambda row: (row.layout.stages, row.layout.tensor)):
@@ -58,7 +61,7 @@ class Sweep:
         again = {id(row): row for row in [*ran[:AGAIN], chosen]}.values()
         for number in range(self._job.steps):
             for row in again if number % 2 else reversed([*again]):
-                self._try(row, again=True)
+                self._try(row, STEPS)
         # With a little more than the least budget, since plans are measured.
         larger = [
             dataclasses.replace(row, budget=round(1.03 * (row.budget or 0)))
@@ -82,13 +85,14 @@ class Sweep:
             "rows": [self._described(row) for row in [*fit, *larger]],
         }
 
-    def _try(self, row: LayoutRow, again: bool = False) -> None:
+    def _try(self, row: LayoutRow, again: int = 0) -> None:
         settings = self._settings(row)
         runs = self._known.setdefault(str(settings), [])
         if again or not runs:
             print(row, flush=True)
             try:
-                runs.append(trial(settings))
+                found = trial(settings, again or 6, self._plans)
+                runs.append(found._replace(peak=found.peak + row.unrecorded))
             except ValueError as error:
                 runs.append(str(error))
             print(runs[-1], flush=True)

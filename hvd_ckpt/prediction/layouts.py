@@ -257,35 +257,40 @@ class Job:
         first = slots + self._first_call(layout, part)
         if passes is None or first > self.memory:
             smallest = computation.smallest
-            return LayoutRow(layout, False, max(estimate(smallest).peak, first), smallest)
-        return self._timed(layout, computation, max(estimate(passes.peak).peak, first), budget, passes)
+            needed = estimate(smallest)
+            return LayoutRow(
+                layout, False, max(needed.peak, first), smallest, unrecorded=needed.unrecorded + slots
+            )
+        found = estimate(passes.peak)
+        row = self._timed(layout, computation, max(found.peak, first), budget, passes)
+        return dataclasses.replace(row, unrecorded=found.unrecorded + slots)
 
     def _first_call(self, layout: TrainingLayout, part: nn.Module) -> int:
         """Bytes of the first call of a model in parts, which is compared with a call of the whole model."""
         whole = self._computations.get(layout.key(self.batch)._replace(tensor=1))
         if layout.tensor == 1 or whole is None:
             return 0
-        own, others = (
-            sum(parameter.nbytes for parameter in each.parameters()) for each in (part, self.model)
-        )
-        return own + 2 * others + whole.kept.peak
+        parameters = (*part.parameters(), *self.model.parameters())
+        return 2 * sum(parameter.nbytes for parameter in parameters) + whole.kept.peak  # with gradients
 
     def _in_stages(
         self, layout: TrainingLayout, computation: Computation, part: nn.Module, states: MemoryEstimate
     ) -> LayoutRow:
         whole = sum(parameter.nbytes for parameter in part.parameters())
         staged = StageLayout(layout.stages, layout.micro_batches, param_scale=states.model_state / whole)
-        beside = states.buckets // layout.stages + _slots(layout, computation, part)
+        slots = _slots(layout, computation, part)
+        beside = states.buckets // layout.stages + slots
         budget = self.memory - beside
         smallest, pipeline = computation.stages(part, staged, budget)
         if pipeline is None:
-            return LayoutRow(layout, False, smallest + beside, smallest)
+            return LayoutRow(layout, False, smallest + beside, smallest, unrecorded=slots)
         forward, backward = (
             [getattr(stage, name) for stage in pipeline.parts]
             for name in ("forward_seconds", "backward_seconds")
         )
         passes = Passes(0, forward, backward, 0.0)
-        return self._timed(layout, computation, max(pipeline.memory) + beside, budget, passes, pipeline)
+        row = self._timed(layout, computation, max(pipeline.memory) + beside, budget, passes, pipeline)
+        return dataclasses.replace(row, unrecorded=slots)
 
     def _timed(
         self,

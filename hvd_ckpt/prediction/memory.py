@@ -366,7 +366,7 @@ class Estimator:
                 on_way = min(final, max(_in_flight(sizes), SMALL_BYTES))
                 moment.gradients = final * reduced // whole
                 if micro_batches > 1:
-                    on_way = max(_in_flight(sizes * 2), SMALL_BYTES)
+                    on_way = min(max(_in_flight(sizes * 2), SMALL_BYTES), micro_batches * sum(sizes))
                     moment.gradients = reduced
                     moment.buckets = max(sizes)  # and what is packed beside them
                 moment.buckets += on_way

@@ -84,6 +84,11 @@ class MemoryEstimate:
     averages: int = 0
 
     @property
+    def unrecorded(self) -> int:
+        """Bytes of the peak that Horovod's own threads allocate."""
+        return self.peak - self.recorded_peak
+
+    @property
     def model_state(self) -> int:
         """Parameters, gradients, optimizer state and master weights together."""
         return self.parameters + self.gradients + self.optimizer_state + self.master_weights

@@ -83,6 +83,7 @@ class LayoutRow:
         seconds: of a step; 0 if it does not fit.
         recomputing: the part of a step that is recomputation.
         limit: what limits it: ``"computation"``, ``"link"``, ``"waiting for stages"`` or ``"memory"``.
+        unrecorded: bytes of ``peak`` that no tensor of this process has: what Horovod receives, and memory that parts share.
     """
 
     layout: TrainingLayout
@@ -92,6 +93,7 @@ class LayoutRow:
     seconds: float = 0.0
     recomputing: float = 0.0
     limit: str = "memory"
+    unrecorded: int = 0
 
     def __str__(self) -> str:
         if not self.fits:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 SHOWN = 10  # layouts that fit, and as many that do not
 TRIED = 8  # layouts with which some steps are trained, by default
 AS_FAST = 1.4  # that they take by prediction at most, of the seconds of the fastest
+TIMED_SECONDS = 2.0  # of a trial
 WIDTH = 120  # of the table where the output is not a terminal
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
 SETTINGS_OF = {"length": "sequence_length"}  # of `hvd-ckpt train`, by the option here
@@ -117,7 +118,6 @@ def layout(
     **others: Any,
 ) -> None:
     """The command; :data:`HELP` says what it does."""
-    from hvd_ckpt.app.training.trial import compared
     from hvd_ckpt.utils.plain_data import named
 
     cluster = take_options(others, CLUSTER, "--ranks, their number")
@@ -153,11 +153,12 @@ def layout(
         say("comparing layouts")
         rows = job.rows()
         changing = dataclasses.replace(job, inexact=True).rows() if inexact else []
-        tried = [] if job.rank is None else candidates(rows, TRIED if trials is None else trials)
-        found = compared([settings_for(row) for row in tried], lambda settings: say(_trying(settings)))
+        best, tried, found = rows[0] if rows else None, [], []
+        if job.rank is not None and trials != 0 and best is not None and best.fits:
+            best, tried, found = choose(rows, trials or TRIED, settings_for, job.memory, say)
     if job.rank:
         return
-    if not rows:
+    if best is None:
         raise BadArgument(
             f"--batch {job.batch}: it cannot be divided among {job.ranks} ranks; give a multiple"
         )
@@ -166,7 +167,6 @@ def layout(
         click.echo(f"{tensor} parts: {reason}")
     if inexact:
         _print(changing, job, "; these change results")
-    best = rows[0]
     if not best.fits:
         raise BadArgument(
             f"--memory {memory}: no layout fits; the smallest memory that would do is {best.peak} bytes "
@@ -174,7 +174,6 @@ def layout(
         )
     if tried:
         _print_trials(tried, found)
-        best = fastest(tried, found, job.memory)
     settings = settings_for(best)
     flags = " ".join(_flags(settings))
     click.echo(f"Best: {best.layout}\n  horovodrun -np {job.ranks} hvd-ckpt train {flags}")
@@ -320,19 +319,38 @@ def _trying(settings: Mapping[str, Any]) -> str:
     return "trying " + " ".join(_flags(settings))
 
 
-def candidates(rows: Sequence[LayoutRow], most: int) -> list[LayoutRow]:
-    """The layouts that are worth a trial: at most so many that fit, hardly slower than the fastest by prediction."""
-    return [row for row in rows if row.fits and row.seconds <= AS_FAST * rows[0].seconds][:most]
+def choose(
+    rows: Sequence[LayoutRow],
+    most: int,
+    settings_for: Callable[[LayoutRow], dict[str, Any]],
+    memory: int,
+    say: Callable[[str], None],
+) -> tuple[LayoutRow, list[LayoutRow], list[Trial | str]]:
+    """The best layout, those that were tried, and what was found: some that are hardly slower than the fastest by prediction.
 
+    Args:
+        rows: all layouts, of which the first one fits.
+        most: layouts to try at most.
+        settings_for: gives their settings.
+    """
+    from hvd_ckpt.app.training.trial import compared
 
-def fastest(rows: Sequence[LayoutRow], found: Sequence[Trial | str], memory: int) -> LayoutRow:
-    """The layout whose trial was fastest within the memory; the first one if none was."""
+    worth = [row for row in rows if row.fits and row.seconds <= AS_FAST * rows[0].seconds][:most]
+    found = compared(
+        [settings_for(row) for row in worth],
+        [row.unrecorded for row in worth],
+        memory,
+        lambda settings: say("trying " + " ".join(_flags(settings))),
+        round(
+            min(max(TIMED_SECONDS / rows[0].seconds, 6), 24)
+        ),  # steps: some seconds of them, if they are short
+    )
     within = [
         (each.seconds, number)
         for number, each in enumerate(found)
         if not isinstance(each, str) and each.peak <= memory
     ]
-    return rows[min(within, default=(0.0, 0))[1]]
+    return rows[min(within, default=(0.0, 0))[1]], worth, found
 
 
 def _write(file: Path, settings: dict[str, Any], rows: Sequence[LayoutRow], job: Job) -> None:

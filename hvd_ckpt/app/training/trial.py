@@ -24,6 +24,7 @@ from hvd_ckpt.utils.memory import bytes_since, memory_of_tensors, recording_peak
 
 RECORDED = 3  # the first steps, which recording slows down: a first one allocates what later ones use again
 ROUNDS = 4  # of trials in turn at most
+LEAST = 3  # settings that are tried in each of them
 SECONDS = 45.0  # of all trials, after which no further round begins
 OTHERS = ("epochs", "eval_every", "patience", "snapshot_every")  # settings of what is not in a step
 
@@ -35,11 +36,12 @@ class Trial(NamedTuple):
     peak: int
 
 
-def trial(settings: Mapping[str, Any], steps: int = 6) -> Trial:
+def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None) -> Trial:
     """Trains some steps with settings of ``hvd-ckpt train``. Collective; starts Horovod anew where it has other stages or parts.
 
     Args:
         steps: that are timed, after those of which the peak is recorded.
+        plans: folder of the first process for plans, from which one is taken again.
 
     Raises:
         ConfigError: the settings do not fit; raised on every rank.
@@ -52,6 +54,8 @@ def trial(settings: Mapping[str, Any], steps: int = 6) -> Trial:
     folder = of_first_process(tempfile.mkdtemp(prefix="hvd_ckpt-trial-"), "hvd_ckpt.trial.folder")
     # The trainer calls after each step but the last.
     others = {name: value for name, value in settings.items() if name not in OTHERS}
+    if plans is not None and "budget" in settings:
+        others["budget"] = f"{settings['budget']},cache={plans}"
     number = RECORDED + steps + 1
     config = Config.make({**others, "validation_split": 0.0, "steps": number, "output": f"{folder}/run"})
     ends: list[float] = []
@@ -77,31 +81,50 @@ def trial(settings: Mapping[str, Any], steps: int = 6) -> Trial:
 
 
 def compared(
-    candidates: Sequence[Mapping[str, Any]], say: Callable[[Mapping[str, Any]], None]
+    candidates: Sequence[Mapping[str, Any]],
+    unrecorded: Sequence[int],
+    memory: int,
+    say: Callable[[Mapping[str, Any]], None],
+    steps: int = 6,
 ) -> list[Trial | str]:
     """Trials of several settings in turn: of each the least seconds and the highest peak, or why it does not run. Collective.
 
-    Other work on a machine makes a step slower, never faster. Ctrl-C ends the trials, and those that have ended count.
+    A peak is that of tensors and ``unrecorded`` bytes beside them. Other work on a machine makes a step slower, never faster. After
+    each round, the faster half of those that stay within ``memory`` is tried again. Ctrl-C ends the trials, and those that have
+    ended count.
     """
-    found: list[list[Trial]] = [[] for _ in candidates]
+    found: dict[int, list[Trial]] = {}
     refused: dict[int, str] = {}
     start = time.perf_counter()
-    with contextlib.suppress(KeyboardInterrupt):
-        for rounds in range(1, ROUNDS + 1):
-            for number in sorted(range(len(candidates)), reverse=rounds % 2 == 0):
-                if number in refused:
-                    continue
+
+    def fastest(number: int) -> float:
+        return min(each.seconds for each in found[number])
+
+    with (
+        tempfile.TemporaryDirectory(prefix="hvd_ckpt-plans-") as plans,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        running = list(range(len(candidates)))
+        for rounds in range(ROUNDS):
+            for number in running[:: -1 if rounds % 2 else 1]:
                 say(candidates[number])
                 try:
-                    found[number].append(trial(candidates[number]))
+                    made = trial(candidates[number], steps, plans)
+                    found.setdefault(number, []).append(made._replace(peak=made.peak + unrecorded[number]))
                 except ValueError as error:
                     refused[number] = str(error)
-            taken = time.perf_counter() - start
-            if of_first_process(taken * (rounds + 1) / rounds > SECONDS, "hvd_ckpt.trial.rounds"):
+            within = [number for number in running if number in found and _peak(found[number]) <= memory]
+            running = sorted(within, key=fastest)[: max(LEAST, len(within) // 2)]
+            late = of_first_process(time.perf_counter() - start > SECONDS, "hvd_ckpt.trial.late")
+            if late or len(running) < 2:
                 break
     return [
-        Trial(min(each.seconds for each in trials), max(each.peak for each in trials))
-        if trials
+        Trial(fastest(number), _peak(found[number]))
+        if number in found
         else refused.get(number, "it was not tried")
-        for number, trials in enumerate(found)
+        for number in range(len(candidates))
     ]
+
+
+def _peak(trials: Sequence[Trial]) -> int:
+    return max(each.peak for each in trials)
