@@ -5,13 +5,13 @@ An error is written for the launcher, and ends the process at once: a clean exit
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
 from pathlib import Path
 from typing import get_type_hints
 
-import hvd_ckpt as hc
 from hvd_ckpt.app.compare.runner.jobs import RankJob, load_json, reason, save_json
 from hvd_ckpt.processes.launchers import launched_rank
 from hvd_ckpt.utils.named import import_named
@@ -31,7 +31,7 @@ def run_rank(worker: str, file: Path) -> None:
         job.error_file(rank).write_text(reason(error), encoding="utf-8")
         os._exit(1)
     if job.ends_at_once:
-        hc.shutdown()
+        atexit._run_exitfuncs()  # among them the ends of Horovod and of MPI
         sys.stdout.flush()
         os._exit(0)
 
