@@ -3,7 +3,7 @@
 Ranks write into ``.step-00000120.tmp-<token>``, which gets its name when all of it is on the disk. An existing snapshot of the
 same step is ``.step-00000120.old-<token>`` between two renames, and counts as a snapshot if the second rename does not happen.
 
-This module does not import PyTorch, since the supervisor of a job does not need it.
+This module does not import PyTorch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Requests to stop: signals, and the file ``stop`` in a run's folder.
-
-This module does not import PyTorch, since the supervisor of a job does not need it.
-"""
+"""Requests to stop: signals, and the file ``stop`` in a run's folder."""
 
 from __future__ import annotations
 
@@ -83,6 +80,13 @@ class StopRequest:
 def status_of(reason: str | None) -> int:
     """The exit status of a run that a request has stopped: 128 + the number of the signal; 0 for the file, or without a request."""
     return 0 if reason in (None, STOP_FILE) else 128 + signal.Signals[reason]
+
+
+def in_words(reason: str) -> str:
+    """The source of a request, for messages."""
+    if reason == STOP_FILE:
+        return f"the file '{STOP_FILE}' in its folder"
+    return "Ctrl-C (SIGINT)" if reason == "SIGINT" else reason
 
 
 def forget_file(folder: Path) -> None:

@@ -66,7 +66,7 @@ def needs(feature: str, other: str, reason: str, way_out: str) -> list[Rule]:
 RULES: tuple[Rule, ...] = (
     # ---------------------------------------------------------------- shards (ZeRO)
     *apart("shard", (
-        (ELASTIC, "a worker that dies takes its shard along", "start again from snapshots instead (hvd-ckpt train --max-restarts)"),
+        (ELASTIC, "a worker that dies takes its shard along", "start again from snapshots instead (hvd-ckpt train --resume)"),
         ("op=Adasum|Min|Max|Product", "shards are sums or averages", "use Average or Sum"),
         (APEX, "Apex replaces the parameters after they were split", "use precision fp16 or bf16"),
     )),
@@ -167,7 +167,6 @@ RULES: tuple[Rule, ...] = (
         ("wire=*int8*|*int4*", "a block has one scale, so parts would round what all have alike differently", "use bf16 or fp16"),
         ("offload=parameters", "its files hold whole layers"),
         ("optimizer=adafactor", "its state has no value for each element", "use adamw"),
-        ("prompt", "only whole models generate text"),
         (APEX, "Apex wants whole gradients", "use precision fp16 or bf16"),
         ("comm", "it makes the communicators of its replicas itself"),
         ("an optimizer that is made already", "it has the parameters of the whole model", "give its class"),
@@ -208,12 +207,7 @@ RULES: tuple[Rule, ...] = (
     *apart("ema", ((APEX, "Apex replaces the parameters", "use precision fp16 or bf16"),)),
     *needs("patience", "eval_every", "it counts evaluations", "give eval_every as well"),
     *apart("patience", (("validation_split=0.0", "it counts evaluations", "give a validation_split above 0"),)),
-    *apart("prompt", (
-        ("module:function", "it is for models of the catalogue", "leave prompt out"),
-        ("tokens without a tokenizer", "nothing tells which tokens it has", "give the tokenizer of the token ids as well"),
-    )),
     *apart("resume", (("output", "a resumed run writes to its own folder"),)),
-    *apart("np", (("launcher", "each starts the ranks"),)),
     *apart("avg_fn", (("multi_avg_fn", "each computes the average"),)),
     # ---------------------------------------------------------------- integrations
     *(Rule(setting, TRAINER, reason, way_out) for setting, reason, way_out in (

@@ -1,4 +1,4 @@
-"""Tests of ``hvd-ckpt export`` and ``hvd-ckpt generate``: other tools get the trained model and its tokens."""
+"""Tests of ``hvd-ckpt export``: other tools get the trained model and its tokens."""
 
 from __future__ import annotations
 
@@ -92,41 +92,13 @@ def test_pt_and_what_cannot_be_exported(tmp_path: Path) -> None:
     result = command(tmp_path, "export", "--format", "hf", "--output", str(tmp_path / "hf"))
     assert result.exit_code == 2 and "gpt-tiny is not one of transformers" in result.output
     write(tmp_path / "run" / "snapshots", 4, {"loop": {}}, {}, {"w": torch.ones(2)})
-    for arguments in (("export", "--format", "hf"), ("generate", "--prompt", "To")):
-        result = command(tmp_path, *arguments)
-        assert result.exit_code == 2 and "written by a loop of your own" in result.output
+    result = command(tmp_path, "export", "--format", "hf")
+    assert result.exit_code == 2 and "written by a loop of your own" in result.output
     assert {path.name for path in tmp_path.iterdir()} == {"run", "text.txt", "weights.pt"}
-
-
-def test_a_causal_model_continues_a_text_and_others_are_refused(tmp_path: Path) -> None:
-    model = run_of(tmp_path, "gpt-tiny")
-    made = list(b"To be, or not")
-    for _ in range(3):
-        with torch.no_grad():
-            made.append(int(model(torch.tensor([made[-LENGTH:]]))[0, -1].argmax()))
-    result = command(tmp_path, "generate", "--prompt", "To be, or not", "--tokens", "3", "--temperature", "0")
-    assert result.exit_code == 0, result.output
-    expected = bytes(one for one in made if one < 256).decode(errors="replace")
-    assert result.output.rstrip("\n") == expected.rstrip("\n")
-    drawn = [
-        command(tmp_path, "generate", "--prompt", "To", "--top-k", "9", "--seed", seed).output
-        for seed in "112"
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
-    small = catalog.find("gpt-tiny").build({"vocabulary": 40, "length": LENGTH}, OPTIONS).state_dict()
-    config = Config(model="gpt-tiny", model_options=OPTIONS, sequence_length=LENGTH)
-    write(tmp_path / "run" / "snapshots", 4, {"config": config.as_dict(), "optimizer": {}}, {}, small)
-    result = command(tmp_path, "generate", "--prompt", "To")
-    assert result.exit_code == 2 and "reach 111, and the model knows those below 40" in result.output
-    run_of(tmp_path / "masked", "bert-tiny")
-    result = command(tmp_path / "masked", "generate", "--prompt", "To")
-    assert result.exit_code == 2 and "bert-tiny: it fills in tokens" in result.output
 
 
 def test_token_ids_without_a_tokenizer_leave_as_weights_alone(tmp_path: Path) -> None:
     run_of(tmp_path, "gpt2-tiny", data=f"tokens:{tmp_path / 'ids.bin'},vocabulary=260")
-    result = command(tmp_path, "generate", "--prompt", "To")
-    assert result.exit_code == 2 and "without a tokenizer: put its tokenizer.json" in result.output
     output = tmp_path / "model"
     assert command(tmp_path, "export", "--format", "hf", "--output", str(output)).exit_code == 0
     assert (output / "config.json").is_file() and not (output / "tokenizer.json").exists()

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.logs import Logs
-from hvd_ckpt.utils.spans import KINDS
 
 STEPS = (1, 2, 3)
 
@@ -45,27 +44,6 @@ def test_runs_are_drawn_by_folder_log_and_name(tmp_path: Path, monkeypatch: pyte
     first = {"one": 6.0, "half": 12.0, "two": 12.0, "lr=0.1": 18.0}
     assert lines == {name: [loss / step for step in STEPS] for name, loss in first.items()}
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_times_are_drawn_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, steps in (("one", STEPS), ("two", STEPS[:1])):
-        with Logs(tmp_path / name) as log:
-            for step in steps:
-                times = {f"{kind}_seconds": 0.1 for kind in KINDS}
-                log.write({"step": step, "kind": "train", "loss": 1.0, "step_seconds": 1.0, **times})
-                log.write({"step": step, "kind": "eval", "loss": 1.0, "seconds": 1.0})
-    steps, columns = logs._times(tmp_path / "one" / "log.jsonl")
-    assert steps == list(STEPS) and columns[0] == [0.1] * 3 and columns[-1] == pytest.approx([0.4] * 3)
-    result = run("one", "two", "--what", "time")
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
-    for times in ({}, {"step_seconds": 1.0}):
-        with Logs(tmp_path / "without") as log:
-            log.write({"step": 1, "kind": "train", "loss": 1.0, **times})
-        result = run("without", "--what", "time")
-        assert result.exit_code == 2 and result.output.count("\n") == 1
-        assert ("has no times" if not times else "line 1") in result.output
 
 
 def test_undrawable_runs_are_one_line(tmp_path: Path) -> None:

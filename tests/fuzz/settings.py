@@ -204,7 +204,6 @@ class Stop(Exception):
 
 STOPS = (
     "hvd_ckpt.app.cli.train.run",
-    "hvd_ckpt.app.cli.train.supervise",
     "hvd_ckpt.app.cli.plan.output_folder",
     "hvd_ckpt.app.cli.plan_models.build",
     "hvd_ckpt.app.compare.runner.options.output_folder",

@@ -1,4 +1,4 @@
-"""Tests of callbacks and trackers of a run: their calls, and failures of one of them."""
+"""Tests of callbacks of a run: their calls, and failures of one of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from controllers import HOROVODRUN
 
-from hvd_ckpt.app.cli.main import main
-from hvd_ckpt.app.training import logs
 from hvd_ckpt.app.training.callbacks import Callbacks, callbacks_of
 from hvd_ckpt.app.training.config import Config
 
@@ -109,10 +107,10 @@ def test_an_exception_of_a_callback_ends_all_ranks_with_one_traceback(folder: Pa
     assert (folder / "ended.txt").read_text() == "None"
 
 
-def test_a_tracker_that_fails_is_a_warning_and_hears_no_more() -> None:
-    [tracker], said, heard = callbacks_of(Config("gpt-tiny", tensorboard=True)), [], []
+def test_tensorboard_that_fails_is_a_warning_and_hears_no_more() -> None:
+    [board], said, heard = callbacks_of(Config("gpt-tiny", tensorboard=True)), [], []
     own = types.SimpleNamespace(on_log=lambda record: heard.append(record["step"]))
-    tell = Callbacks([tracker, own], said.append)
+    tell = Callbacks([board, own], said.append)
     tell("on_begin", types.SimpleNamespace())  # without a folder
     for step in (1, 2):
         tell("on_log", {"step": step, "kind": "train", "loss": 1.0})
@@ -133,42 +131,9 @@ def test_a_tracker_that_fails_is_a_warning_and_hears_no_more() -> None:
             {"callback": "own_callback:Needy"},
             "own_callback:Needy: it is made without arguments: missing a required argument",
         ),
-        ({"tracker": "mlflow"}, "tracker mlflow: it is not installed: pip install"),
     ],
 )
-def test_what_cannot_be_called_is_one_line(
-    settings: dict[str, Any], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_what_cannot_be_called_is_one_line(settings: dict[str, Any], said: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         callbacks_of(Config("gpt-tiny", **settings))
     assert "\n" not in str(caught.value)
-
-
-def resumed(tracker: str) -> None:
-    """A run that is resumed, tracked in one process."""
-    for arguments in (f"{SHORT} --tracker {tracker} --output run", "--resume run --steps 6"):
-        with pytest.raises(SystemExit) as end:
-            main(["train", *arguments.split()])
-        assert end.value.code == 0
-
-
-def test_mlflow_goes_on_with_the_run_of_a_resumed_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    resumed("mlflow")
-    client = mlflow.MlflowClient((folder / "run" / "mlflow").as_uri())
-    [run] = client.search_runs([client.get_experiment_by_name("hvd_ckpt").experiment_id])
-    assert run.info.status == "FINISHED" and run.data.params["model"] == "gpt-tiny"
-    records = [one for one in logs.read(folder / "run" / "log.jsonl") if one["kind"] == "train"]
-    written = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(one.step, one.value) for one in written] == [(one["step"], one["loss"]) for one in records]
-
-
-def test_wandb_goes_on_with_the_run_of_a_resumed_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    resumed("wandb")
-    name = (folder / "run" / "wandb-run.txt").read_text()
-    runs = [path.name for path in (folder / "run" / "wandb").iterdir() if path.name.startswith("offline-run")]
-    assert len(runs) == 2 and all(one.endswith(name) for one in runs)

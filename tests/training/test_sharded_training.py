@@ -93,28 +93,6 @@ def test_a_run_that_changes_its_stage_at_each_step_ends_in_the_bits_of_one_that_
         assert raw.keys() == ema.keys() and not any(torch.equal(raw[name], ema[name]) for name in raw)
 
 
-def test_evaluations_show_what_the_model_makes_of_a_text(shared: Path, folder: Path) -> None:
-    values: dict[str, Any] = {"steps": 4, "eval_every": 2}
-    plain = train(shared, output=str(folder / "plain"), **values)
-    runs = [
-        train(shared, output=str(folder / str(stage)), shard=stage, prompt="ABC", **values)
-        for stage in (0, 3)
-    ]
-    written = [read(run.folder / "log.jsonl") for run in runs]
-    samples, others = ([one["sample"] for one in log if one["kind"] == "eval"] for log in written)
-    assert samples == others and samples[0] != samples[1]
-    assert [one[:3] for one in samples] == ["ABC", "ABC"] and min(map(len, samples)) > 20
-    assert_same_state(reader.read(last(runs[0])).weights, reader.read(last(plain)).weights)
-    without = {"model_options": {}, "data": None, "sequence_length": None, "segments": None, "prompt": "AB"}
-    for changes, message in (
-        ({"model": "bert-tiny", "data": f"text:{shared / 'text.txt'}"}, "bert-tiny: it fills in tokens"),
-        ({"model": "resnet-20"}, "prompt AB: the model resnet-20 is trained on images"),
-        ({"model": "own:make"}, "it is for models of the catalogue"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            trainer_of(shared, **without | changes)
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
     stage: int, shared: Path, folder: Path, monkeypatch: pytest.MonkeyPatch

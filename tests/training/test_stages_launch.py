@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[list[str], list[str]]] = {  # settings, and those of the
     "gpt2-tiny": ([*TOKENS, *SGD], ["--pipeline=2,schedule=interleaved"]),
     "gpt-tiny": (
         [*TOKENS, *ADAM, "--model-option=tied=false", "--model-option=dropout=0.1", "--ema=0.8",
-         f"--snapshot-every={STOPPED}", "--log-every=3", "--eval-every=2", "--clip=0.5", "--prompt=ABC"],
+         f"--snapshot-every={STOPPED}", "--log-every=3", "--eval-every=2", "--clip=0.5"],
         ["--budget=min"],
     ),
     "lstm-small": (["--sequence-length=8", "--model-option=width=16", *ADAM], []),

@@ -330,18 +330,12 @@ def test_frozen_layers_stay_and_blocks_have_rates_of_their_own_sharded_and_resum
 
 
 def test_the_log_says_where_the_time_goes_and_traces_name_segments_and_buckets(text, folder):
-    values = settings(
-        "gpt-tiny", text, log_every=1, segments=2, accumulate=2, profile="2:3", peak_tflops=1e-3
-    )
+    values = settings("gpt-tiny", text, log_every=1, segments=2, accumulate=2, profile="2:3")
     train(folder / "run", **values)
     for record in read(folder / "run" / "log.jsonl")[:3]:
         parts = {kind: record[f"{kind}_seconds"] for kind in KINDS}
         assert all(seconds > 0 for seconds in parts.values()), parts
         assert sum(parts.values()) < record["step_seconds"] * (1 + 1e-9)
-        # 3 * 2 operations for each weight of a product, in the blocks and in the head, and those of attention
-        weights = 3 * 12 * 32**2 + 32 * 260
-        flops = 3 * (2 * weights + 3 * 2 * 2 * 16 * 32)
-        assert record["mfu"] == pytest.approx(record["rate"] * flops / (1e9 * hc.size()), rel=1e-9)
     trace = json.loads((folder / "run" / "profile" / f"rank-{hc.rank():05}.json").read_text())["traceEvents"]
     names = Counter(event["name"].split(" (")[0] for event in trace if "hvd_ckpt: " in event["name"])
     for name, times in {

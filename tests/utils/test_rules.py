@@ -21,7 +21,6 @@ import hvd_ckpt as hc
 from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.integrations.lightning import HorovodStrategy
 from hvd_ckpt.app.integrations.transformers import Trainer
-from hvd_ckpt.processes.launchers import RANK_VARIABLES
 from hvd_ckpt.utils import rules
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
@@ -83,16 +82,6 @@ def joined(make: Provoke) -> Provoke:
 
 def command(*words: str) -> Provoke:
     return lambda: main(list(words), standalone_mode=False)
-
-
-def without_launcher(provoke: Provoke) -> Provoke:
-    def within() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            for name in RANK_VARIABLES:
-                patch.delenv(name, raising=False)
-            provoke()
-
-    return within
 
 
 def averaged() -> None:
@@ -229,7 +218,6 @@ CASES: dict[tuple[str, str], Provoke] = {
     ("tensor", "wire=*int8*|*int4*"): config(tensor=2, shard=2, wire="int8"),
     ("tensor", "offload=parameters"): config(tensor=2, shard=3, offload="parameters"),
     ("tensor", "optimizer=adafactor"): config(tensor=2, optimizer="adafactor"),
-    ("tensor", "prompt"): config(tensor=2, prompt="To be"),
     ("tensor", rules.APEX): config(tensor=2, precision=APEX),
     ("tensor", "comm"): lambda: hc.init([0, 1], tensor=2),
     ("tensor", "an optimizer that is made already"): estimate(
@@ -258,11 +246,7 @@ CASES: dict[tuple[str, str], Provoke] = {
     ("ema", rules.APEX): config(ema=0.9, precision=APEX),
     ("patience", "eval_every"): config(patience=2),
     ("patience", "validation_split=0.0"): config(patience=2, eval_every=1, validation_split=0.0),
-    ("prompt", "module:function"): lambda: hc.training.Config("my_module:build", prompt="To be"),
     ("resume", "output"): config(resume="a", output="b"),
-    ("np", "launcher"): without_launcher(
-        command("train", "--model", "gpt-tiny", "--np", "2", "--launcher", "sh")
-    ),
     ("avg_fn", "multi_avg_fn"): averaged,
     ("HorovodStrategy", "sync_dist_group"): lambda: HorovodStrategy().reduce(torch.ones(1), group=[0]),
     **{
@@ -278,7 +262,7 @@ CASES: dict[tuple[str, str], Provoke] = {
     },
 }
 
-ELSEWHERE = {  # rules whose error needs more: three ranks, stages, a split model, a folder of token ids
+ELSEWHERE = {  # rules whose error needs more: three ranks, stages, a split model
     ("chunks of Pipeline", "a plan of stages"): "tests/helpers/scripts/stages.py",
     ("schedule of Pipeline", "a plan of stages"): "tests/helpers/scripts/stages.py",
     ("virtual_stages of Pipeline", "a plan of stages"): "tests/helpers/scripts/stages.py",
@@ -286,7 +270,6 @@ ELSEWHERE = {  # rules whose error needs more: three ranks, stages, a split mode
     ("tensor", "dropout of attention with enable_gqa"): "tests/helpers/scripts/tensor_modes.py",
     ("tensor", "max_norm, sparse or scale_grad_by_freq"): "tests/helpers/scripts/tensor_modes.py",
     ("checkpoint(partition=True)", "tensor_parallel(sequence=True)"): "tests/helpers/scripts/tensor_modes.py",
-    ("prompt", "tokens without a tokenizer"): "tests/datasets/test_shards.py",
     ("gradient_predivide_factor", "ROCm"): "no machine of the tests",
 }
 TABLE = [(rule.feature, rule.other) for rule in rules.RULES]

@@ -45,9 +45,6 @@ COMMANDS = {
         "export",
         "Write the weights of a run, however split, for transformers and other tools.",
     ),
-    "generate": _Entry(
-        "hvd_ckpt.app.cli.generate", "generate", "Continue a text with a trained language model."
-    ),
     "layout": _Entry(
         "hvd_ckpt.app.cli.layout",
         "layout",

@@ -1,4 +1,4 @@
-"""``hvd-ckpt plot``: the losses of several training runs, or the times of their steps, in one picture.
+"""``hvd-ckpt plot``: the losses of several training runs in one picture.
 
 Exit status 0 with a picture, 2 for a run or a log that cannot be drawn.
 """
@@ -17,30 +17,24 @@ LOG = "log.jsonl"
 @click.command("plot", cls=OneLineErrors)
 @click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUN...")
 @click.option(
-    "--what",
-    type=click.Choice(["loss", "time"]),
-    default="loss",
-    show_default=True,
-    help="The loss, or the time of the parts of a step.",
+    "--output", metavar="FILE", default="loss.png", show_default=True, help="File of the picture, a PNG."
 )
-@click.option("--output", metavar="FILE", help="File of the picture, a PNG.  [default: loss.png or time.png]")
-@click.option("--title", metavar="TEXT", help="Title of the picture.")
-def plot(runs: tuple[str, ...], what: str, output: str | None, title: str | None) -> None:
+@click.option("--title", metavar="TEXT", default="Loss", help="Title of the picture.")
+def plot(runs: tuple[str, ...], output: str, title: str) -> None:
     """Draw the losses of training runs over their steps: hvd-ckpt plot runs/a short=runs/b --output both.png
 
     A RUN is the folder of a run of `hvd-ckpt train`, or its log. The name of a line is NAME, or else that of the folder. Training
-    is drawn as lines, evaluations as points. With `--what time`, each run has a picture of the seconds of a step.
+    is drawn as lines, evaluations as points.
     """
     logs = _logs(runs)
-    file = Path(output or f"{what}.png")
+    file = Path(output)
     if file.suffix.lower() != ".png":
         raise BadArgument(f"--output: '{output}' is not a PNG: give a name that ends in .png")
-    from hvd_ckpt.app.training.logs import loss_plot, time_plot
+    from hvd_ckpt.app.training.logs import loss_plot
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        draw = loss_plot if what == "loss" else time_plot
-        draw(logs, file, **({} if title is None else {"title": title}))
+        loss_plot(logs, file, title)
     except ValueError as error:
         raise BadArgument(str(error)) from None
     except OSError as error:

@@ -8,8 +8,6 @@ them.
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +16,9 @@ import click
 from hvd_ckpt.app.cli.command_line import BadArgument, OneLineErrors
 from hvd_ckpt.app.cli.options import options_of, values_of
 from hvd_ckpt.app.models.catalog import overview
-from hvd_ckpt.app.training.config import GROUPS, RENAMED, Config, ConfigError, read_yaml
+from hvd_ckpt.app.training.config import GROUPS, Config, ConfigError, instead_of, read_yaml
 from hvd_ckpt.app.training.field_types import Options
-from hvd_ckpt.app.training.supervise import Commands, asked_by, supervise
-from hvd_ckpt.processes.launchers import RANK_VARIABLES, is_elastic, launched_rank
-from hvd_ckpt.processes.probe import find_launcher, launcher_environment
-from hvd_ckpt.utils import rules
-from hvd_ckpt.utils.folders import new_folder
+from hvd_ckpt.processes.launchers import is_elastic, launched_rank
 from hvd_ckpt.utils.text import SECONDS, talking
 
 if TYPE_CHECKING:
@@ -35,97 +29,11 @@ if TYPE_CHECKING:
 ALTERNATIVES = ({"steps", "epochs"}, {"budget", "plan", "segments"})
 
 
-def _train(
-    file: str | None,
-    max_restarts: int | None,
-    np: int | None,
-    launcher: str | None,
-    grace: float,
-    **flags: Any,
-) -> None:
+def _train(file: str | None, **flags: Any) -> None:
     try:
-        config = _config(file, flags)
-        if max_restarts is None and np is None and launcher is None:
-            run(config)
-            return
-        stages = config.pipeline.stages
-        if np is not None and np % (stages * config.tensor) and config.tensor > 1:
-            raise ConfigError(
-                f"--np {np}: stages x tensor, {stages} x {config.tensor}, does not divide it, give a multiple"
-            )
-        if np is not None and np % stages:
-            raise ConfigError(f"--np {np}: stages {stages} do not divide it, give a multiple")
-        words = _launcher(np, launcher)
-        commands = _commands(config, words, file, flags)
+        run(_config(file, flags))
     except ConfigError as error:
         raise BadArgument(str(error)) from None
-    click.get_current_context().exit(supervise(commands, max_restarts or 0, grace))
-
-
-def _launcher(np: int | None, launcher: str | None) -> list[str]:
-    """The words of the launcher; none for one process.
-
-    Raises:
-        ConfigError: it cannot be, or is not here.
-    """
-    # A launcher started by a rank would start a job in each rank.
-    inside = next((name for name in RANK_VARIABLES if name in os.environ), None)
-    if inside is not None:
-        raise ConfigError(
-            f"--max-restarts, --np, --launcher: {inside} is set, so a launcher has started this process already; start the "
-            "launcher from here instead: hvd-ckpt train --max-restarts 3 --launcher 'horovodrun -np 2' ..."
-        )
-    if reason := rules.refusal({"np": np, "launcher": launcher}, rules.setting):
-        raise ConfigError(reason)
-    if np is not None:
-        horovodrun = find_launcher()
-        if horovodrun is None:
-            raise ConfigError(f"--np {np}: horovodrun was found neither next to this Python nor on PATH")
-        return [*horovodrun, "-np", str(np)]
-    try:
-        words = shlex.split(launcher or "")
-    except ValueError as error:
-        raise ConfigError(f"--launcher '{launcher}': {str(error).lower()}") from None
-    if words and shutil.which(words[0], path=launcher_environment()["PATH"]) is None:
-        raise ConfigError(f"--launcher '{launcher}': there is no command '{words[0]}' here")
-    return words
-
-
-def _commands(config: Config, launcher: list[str], file: str | None, flags: dict[str, Any]) -> Commands:
-    """The commands of a run, whose folder is decided here.
-
-    Raises:
-        ConfigError: the folder is in use or cannot be written to.
-    """
-    files = [] if file is None else [file]
-    if config.resume is not None:
-        run = _folder_of_run(config.resume).resolve()
-        # The first launch resumes from what was named, which may be one snapshot; later ones from the newest of the run.
-        first = [*files, *_arguments({**flags, "resume": config.resume})]
-        again = [*files, *_arguments({**flags, "resume": str(run)})]
-        return Commands(launcher, first, again, run, resumed=True)
-    try:
-        run = new_folder(config.output, "train", make=not config.dry_run)
-    except ValueError as error:
-        raise ConfigError(f"output: {error}") from None
-    # The folder is chosen here and not by the ranks, so that a second launch finds the snapshots of the first.
-    first = [*files, *_arguments({**flags, "output": str(run)})]
-    return Commands(launcher, first, [f"--resume={run}"], run, resumed=False)
-
-
-def _arguments(flags: dict[str, Any]) -> list[str]:
-    """The flags as they are written on a command line."""
-    written = []
-    for setting in Config.model_fields:
-        name, value = setting.replace("_", "-"), flags[setting]
-        # A flag that is given as no must be handed on as no: a file may say yes.
-        if isinstance(value, bool):
-            written.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, tuple):
-            written += [f"--{name.removesuffix('s')}={option}" for option in value]
-        elif value is not None:
-            written.append(f"--{name}={value}")
-    return written
 
 
 def _config(file: str | None, flags: dict[str, Any]) -> Config:
@@ -177,10 +85,9 @@ def run(config: Config) -> None:
     from hvd_ckpt.app.training.summary import DryRun
     from hvd_ckpt.processes import runtime, watchdog
     from hvd_ckpt.processes.grid import current
-    from hvd_ckpt.snapshots.stopping import status_of
+    from hvd_ckpt.snapshots.stopping import in_words, status_of
 
-    folder = config.output or (config.resume and _folder_of_run(config.resume))
-    with exit_handler(Path(folder) if folder else None):
+    with exit_handler():
         # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
         watchdog.end_with_parent()
         # Each group of ranks is a process set, which Horovod must be told before it starts.
@@ -199,7 +106,7 @@ def run(config: Config) -> None:
     if current().number == 0:
         end = "ended early" if outcome.ended_early else "done"
         if outcome.stopped:
-            end = f"stopped by {asked_by(outcome.stopped)}, with a snapshot,"
+            end = f"stopped by {in_words(outcome.stopped)}, with a snapshot,"
         click.echo(f"{end} after {outcome.steps} steps: {outcome.folder}")
     if outcome.stopped:
         # Everything is written, and a launcher may give no time for the interpreter's own end.
@@ -227,8 +134,8 @@ class _Train(OneLineErrors):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for flag in (word.partition("=")[0] for word in args if word.startswith("--")):
-            if new := RENAMED.get(flag.removeprefix("--").replace("-", "_")):
-                raise BadArgument(f"no option {flag}: give --{new}")
+            if (new := instead_of(flag.removeprefix("--"))) is not None:
+                raise BadArgument(f"no option {flag}: {new}")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -248,35 +155,8 @@ train = _Train(
     params=[
         click.Argument(["file"], required=False, metavar="[FILE]"),
         *options_of(Config),
-        click.Option(
-            ["--max-restarts"],
-            type=click.IntRange(0),
-            metavar="N",
-            help="Start the ranks from this process. If they die, start them again from the newest snapshot, at most N times.",
-        ),
-        click.Option(
-            ["--np"],
-            type=click.IntRange(1),
-            metavar="P",
-            help="Start P ranks from this process, with horovodrun.",
-        ),
-        click.Option(
-            ["--launcher"],
-            metavar="COMMAND",
-            help="Start the ranks with this command, such as 'horovodrun -np 8 -H node1:4,node2:4'.",
-        ),
-        click.Option(
-            ["--grace"],
-            type=click.FloatRange(0),
-            default=20,
-            show_default=True,
-            metavar="SECONDS",
-            help="After a signal to this process, time that the ranks it started have to save and end.",
-        ),
     ],
     help=f"""Train a model over all ranks: horovodrun -np 2 hvd-ckpt train --model bert-small ...
-
-    With restarts when a rank dies: hvd-ckpt train --max-restarts 3 --np 2 --model bert-small ...
 
     Settings come from flags and from a YAML FILE, whose keys are the names of the flags. Flags override the file.
 

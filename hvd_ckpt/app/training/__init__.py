@@ -12,6 +12,6 @@ evaluation     evaluation on other samples
 report, logs, summary, callbacks, profiling   what a run shows
 resume         what a run takes from a snapshot
 ending         errors on all ranks, and the exit
-elastic, supervise   runs that go on after changes of the ranks, and after failures
+elastic        runs that go on after changes of the ranks
 trained        the model of a finished run
 """

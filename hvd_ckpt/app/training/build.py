@@ -24,7 +24,6 @@ from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.processes import watchdog
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.host_memory import init_on_disk
-from hvd_ckpt.utils import rules
 from hvd_ckpt.utils.measure import undisturbed
 from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.schema import shown
@@ -34,7 +33,6 @@ from hvd_ckpt.utils.text import DOCUMENTS
 SETTINGS_OF_DATA = {
     "tokenizer": TEXTS,
     "sequence_length": TEXTS,
-    "prompt": TEXTS,
     "pixels": ("images", "volumes"),
 }
 
@@ -129,8 +127,6 @@ def _open_text(
     tokenizer = find_tokenizer(config, entry.folder)
     data = config.data
     of_ids = data is not None and data.kind == "tokens"
-    unknown = of_ids and tokenizer is None
-    rules.check({"prompt": config.prompt, "tokens without a tokenizer": unknown}, write=rules.setting)
     tokens = (
         Shards(data.path, tokenizer, data.vocabulary, token_type=data.type)
         if data is not None and of_ids

@@ -99,23 +99,33 @@ RENAMED = {  # earlier names, and those of Lightning and transformers
     "chunks": "accumulate",
     "micro_batches": "accumulate",
 }
+REMOVED = {  # and what does the same
+    "np": "start the ranks with horovodrun -np N",
+    "launcher": "start the ranks with this command",
+    "max_restarts": "repeat hvd-ckpt train --resume RUN until its exit status is 0",
+    "grace": "create the file 'stop' in the folder of the run and wait",
+    "tracker": "give a callback that writes the log for your tool, or tensorboard",
+    "prompt": "export a snapshot for transformers, whose generate() continues it",
+    "peak_tflops": "divide the rate in the log by the peak of your devices",
+}
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or has a value that is not allowed; one line.
+    """A setting is unknown or has a value that is not allowed; one line."""
 
-    Attributes:
-        passing: the cause may not last: a file cannot be read or written at the moment.
-    """
-
-    def __init__(self, message: str, passing: bool = False) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
-        self.passing = passing
 
 
-def _check_renamed(name: str) -> None:
-    if new := RENAMED.get(name.replace("-", "_")):
-        raise ConfigError(f"no setting '{name}': did you mean '{new}'?")
+def instead_of(name: str) -> str | None:
+    """What to do in place of a setting that there is not, or not any more; None for any other name."""
+    name = name.replace("-", "_")
+    return REMOVED.get(name) or (f"did you mean '{RENAMED[name]}'?" if name in RENAMED else None)
+
+
+def _check_known(name: str) -> None:
+    if (new := instead_of(name)) is not None:
+        raise ConfigError(f"no setting '{name}': {new}")
 
 
 class Config(Strict):
@@ -269,23 +279,13 @@ class Config(Strict):
     eval_batches: Count | None = Field(
         None, description="Batches of each rank in an evaluation.  [default: all validation samples]"
     )
-    prompt: Text | None = Field(
-        None, description="A text that causal language models continue at each evaluation."
-    )
     patience: Count | None = Field(
         None, description="End after this number of evaluations without a lower loss."
     )
     log_every: Count = Field(10, description="Steps between log entries.")
     tensorboard: bool = Field(False, description="Also write logs for TensorBoard.")
-    tracker: Annotated[str, one_of("tracker", "wandb", "mlflow")] | None = Field(
-        None, description="Also write logs for Weights & Biases or MLflow: wandb, mlflow."
-    )
     callback: Text | None = Field(
         None, description="module:class of your own with methods for events of the run."
-    )
-    peak_tflops: Positive | None = Field(
-        None,
-        description="Peak TFLOP/s of a device, for MFU.  [default: that of known GPUs, in half precision]",
     )
     profile: Steps | None = Field(None, description="First and last step of a trace, such as 10:15.")
     snapshot_every: Count | None = Field(
@@ -318,7 +318,7 @@ class Config(Strict):
         if model is not None:
             settings["model"] = model
         for name in settings:
-            _check_renamed(name)
+            _check_known(name)
         try:
             super().__init__(**settings)
         except ValidationError as error:
@@ -383,7 +383,7 @@ class Config(Strict):
         given = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
-            _check_renamed(str(key))
+            _check_known(str(key))
             if name not in cls.model_fields:
                 raise ConfigError(unknown("setting", str(key), sorted(cls.model_fields)))
             # A flag can take back what a file sets, as a text, since a flag has no other form for None.
@@ -408,7 +408,7 @@ class Config(Strict):
             if not path.is_file() or path.read_bytes() != text.encode():
                 write_text(text, path)
         except OSError as error:
-            raise ConfigError(f"cannot write '{path}': {error.strerror}", passing=True) from None
+            raise ConfigError(f"cannot write '{path}': {error.strerror}") from None
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

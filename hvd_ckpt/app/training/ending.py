@@ -15,17 +15,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn
 
 import horovod.torch as hvd
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.supervise import FAILURE_FILE, SUPERVISED_VARIABLE
 from hvd_ckpt.processes import uncaught
 from hvd_ckpt.processes.grid import current, host_name
-from hvd_ckpt.reduction.agreement import FailedElsewhere, errors_on_all, of_all_processes
+from hvd_ckpt.reduction.agreement import errors_on_all, of_all_processes
 from hvd_ckpt.reduction.consistency import WeightsDiffer, check_equal_weights
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.stopping import StopRequest
@@ -65,8 +63,7 @@ def config_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        passing = isinstance(error, (FailedElsewhere, SnapshotError)) or getattr(error, "passing", False)
-        raise ConfigError(str(error), passing) from None
+        raise ConfigError(str(error)) from None
 
 
 def check_weights(model: nn.Module) -> None:
@@ -174,22 +171,14 @@ class LocalReports(Reports):
 
 
 @contextlib.contextmanager
-def exit_handler(folder: Path | None = None) -> Iterator[None]:
+def exit_handler() -> Iterator[None]:
     """Exits the process, with status 1, when its body raises; 130 for Ctrl-C. For the outermost call of a command.
 
     ``SystemExit`` and ``ConfigError``, which a command reports in its own way, pass.
-
-    Args:
-        folder: folder of the run. If a supervisor has started the ranks, an error that would occur again is written there for it,
-            as ``failure.txt``.
     """
     try:
         yield
-    except SystemExit:
-        raise
-    except ConfigError as error:
-        if not error.passing:
-            _write_failure_file(folder, error)
+    except (SystemExit, ConfigError):
         raise
     except KeyboardInterrupt as error:
         if current().number == 0:
@@ -206,8 +195,6 @@ def exit_handler(folder: Path | None = None) -> Iterator[None]:
             # Once a rank has exited, the launcher ends the others, so they leave the first rank time to show the error.
             if not shows:
                 time.sleep(MOMENT)
-            elif isinstance(error, (FatalTrainingError, WeightsDiffer)):
-                _write_failure_file(folder, error)
             if missing or shows:
                 with contextlib.suppress(OSError, ValueError):
                     print(f"Error: {missing or error}", file=sys.stderr, flush=True)
@@ -222,9 +209,3 @@ def exit_now(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def _write_failure_file(folder: Path | None, error: Exception) -> None:
-    if folder is not None and current().number == 0 and os.environ.get(SUPERVISED_VARIABLE) == "1":
-        with contextlib.suppress(OSError):
-            (folder / FAILURE_FILE).write_text(f"{error}\n", "utf-8")

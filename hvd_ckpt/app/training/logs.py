@@ -2,20 +2,22 @@
 
 A record is a flat dictionary. Those of a training run have these keys, and more for metrics:
 
-    step      optimizer steps taken kind      ``train`` or ``eval`` loss mean since the previous record; of an evaluation, over all
-    its samples lr        learning rate of the last step rate      units per second, over all ranks unit      the unit of
-    throughput: ``tokens``, ``images``, ... memory    peak bytes of the process; ``memory_of`` names the kind of memory divergence
-    with local SGD: the ranks' distance to the average before, in the last average seconds   of training since the record before,
-    evaluations and snapshots left out; of an evaluation, its own step_seconds  of a step; data_seconds, forward_seconds, ...: its
-    parts, see :data:`hvd_ckpt.utils.spans.KINDS`. Means over steps and ranks mfu       model FLOPs utilization, where the peak of
-    the device is known
+    step            optimizer steps taken
+    kind            ``train`` or ``eval``
+    loss            mean since the previous record; of an evaluation, over all its samples
+    lr              learning rate of the last step
+    rate, unit      units per second over all ranks, and what they are: ``tokens``, ``images``, ...
+    memory          peak bytes of the process; ``memory_of`` names the kind of memory
+    divergence      with local SGD, the ranks' distance to the average before, in the last average
+    seconds         of training since the record before, without evaluations and snapshots; of an evaluation, its own
+    step_seconds    of a step; ``data_seconds``, ``forward_seconds``, ...: its parts, see :data:`hvd_ckpt.utils.spans.KINDS`.
+                    Means over steps and ranks
 
 Only rank 0 writes.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -28,7 +30,7 @@ from hvd_ckpt.utils.text import one_line
 
 TIMES = ("step_seconds", *(f"{kind}_seconds" for kind in KINDS))
 KEYS = (  # the others are metrics
-    "step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds", "sample", "mfu", *TIMES,
+    "step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds", *TIMES,
 )  # fmt: skip
 MAX_BYTES = 1 << 30
 # Okabe and Ito's colours, which people who are colour-blind can tell apart.
@@ -169,55 +171,6 @@ def loss_plot(
     for text in axes.legend(frameon=False).get_texts():
         text.set_parse_math(False)
     figure.savefig(Path(path), dpi=120)
-
-
-def time_plot(
-    runs: Mapping[str, str | os.PathLike[str]],
-    path: str | os.PathLike[str],
-    title: str = "Time of a step",
-) -> None:
-    """Draws where the time of a step goes over the steps: one stacked area for each run, side by side.
-
-    Args:
-        runs, path, title: as in :func:`loss_plot`.
-
-    Raises:
-        ValueError: a log has no times, or a line of it is not a record.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2.2 + 6 * len(runs), 4.8), layout="constrained")
-    every = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
-    kinds = (*KINDS, "other")
-    for axes, (name, log) in zip(every, runs.items()):
-        steps, seconds = _times(log)
-        drawn = axes.stackplot(steps, *seconds, colors=(*COLORS[: len(KINDS)], "#bbbbbb"), labels=kinds)
-        if len(steps) == 1:  # an area needs two steps
-            for area, top in zip(drawn, itertools.accumulate(values[0] for values in seconds)):
-                axes.plot(steps, [top], marker="_", color=area.get_facecolor()[0])
-        axes.set_title(one_line(name)[:LONGEST], parse_math=False)
-        axes.set_xlabel("step")
-    every[0].set_ylabel("seconds of a step")
-    figure.suptitle(one_line(title)[:LONGEST], parse_math=False)
-    figure.legend(*every[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(Path(path), dpi=120)
-
-
-def _times(log: str | os.PathLike[str]) -> tuple[list[int], list[list[float]]]:
-    """Steps, and the seconds of each kind of span and of all else in each."""
-    steps, rows = [], []
-    for number, record in enumerate(read(log), start=1):
-        if record.get("kind") != "train" or "step_seconds" not in record:
-            continue
-        values: list[Any] = [record.get(f"{kind}_seconds") for kind in ("step", *KINDS)]
-        step: Any = record["step"]
-        if not all(type(value) in (int, float) and 0 <= value < LARGEST for value in (step, *values)):
-            raise ValueError(f"log '{log}', line {number}: the times of a step must be numbers of seconds")
-        steps.append(step)
-        rows.append([*values[1:], max(values[0] - sum(values[1:]), 0.0)])
-    if not steps:
-        raise ValueError(f"log '{log}' has no times of steps to draw")
-    return steps, [list(column) for column in zip(*rows)]
 
 
 def _draw_run(axes: Any, number: int, name: str, log: str | os.PathLike[str], alone: bool) -> None:

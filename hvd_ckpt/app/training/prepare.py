@@ -20,7 +20,6 @@ from hvd_ckpt.app.training.modes import mode_of
 from hvd_ckpt.app.training.optim import Schedule, build_optimizer, freeze
 from hvd_ckpt.app.training.own import Stream
 from hvd_ckpt.app.training.resume import Progress, ResumePoint, find_resume_point, read_snapshot
-from hvd_ckpt.app.training.trained import Continuation, trained_on_text
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.parallel.tensor.recipes import tensor_parallel
@@ -44,7 +43,6 @@ class OneRank:
         sampler: the order of the samples to train on.
         device, precision: device and precision of the passes.
         callbacks: callbacks of this process.
-        prompt: a text that the model continues at each evaluation, or None.
     """
 
     parts: Assembly
@@ -53,7 +51,6 @@ class OneRank:
     device: torch.device
     precision: Precision
     callbacks: list[Any]
-    prompt: Continuation | None
 
     @classmethod
     def make(cls, config: Config, parts: Assembly) -> OneRank:
@@ -75,7 +72,6 @@ class OneRank:
             )
             precision = precision_of(config, device)
             callbacks = callbacks_of(config)
-            prompt = None if config.prompt is None else Continuation(trained_on_text(config), config.prompt)
             if config.freeze is not None:
                 freeze(parts.model, config.freeze)
             parts = parts._replace(model=prepare_model(parts.model, config, device))
@@ -92,7 +88,7 @@ class OneRank:
         if config.tensor > 1:
             with config_errors():
                 tensor_parallel(parts.model)
-        return cls(parts, optimizer, sampler, device, precision, callbacks, prompt)
+        return cls(parts, optimizer, sampler, device, precision, callbacks)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from hvd_ckpt.processes.grid import current
 from hvd_ckpt.processes.launchers import launcher_terminal
 from hvd_ckpt.utils.extras import explain_import_error
 from hvd_ckpt.utils.spans import KINDS, SpanTimes, recording
-from hvd_ckpt.utils.text import Heartbeat, elapsed, one_line, show_bytes
+from hvd_ckpt.utils.text import Heartbeat, elapsed, show_bytes
 
 
 class Meter:
@@ -203,8 +203,6 @@ class ProgressLine:
             parts.append(f"loss {record['loss']:.5g}")
         if "rate" in record:
             parts.append(quantity(record["rate"], f"{record['unit']}/s"))
-        if "mfu" in record:
-            parts.append(f"MFU {record['mfu']:.1%}")
         if "lr" in record:
             parts.append(f"lr {record['lr']:.3g}")
         if "memory" in record:
@@ -257,7 +255,6 @@ class Report:
         line: on rank 0, where records are shown.
         start: steps taken before; records of later ones are dropped from the logs.
         unit: unit of throughput.
-        utilization: utilization of the devices' peak by one unit per second; None if that is not known.
         callbacks: callbacks of this process.
 
     Attributes:
@@ -273,12 +270,11 @@ class Report:
         *,
         start: int,
         unit: str,
-        utilization: float | None = None,
         callbacks: Sequence[Any] = (),
     ) -> None:
         self.tell = Callbacks(list(callbacks), self.say)
         self._folder, self._mode, self._line = folder, mode, line
-        self._start, self._unit, self._utilization = start, unit, utilization
+        self._start, self._unit = start, unit
         self.meter = Meter(mode.device, parts=mode.parts)
         self._open = ExitStack()
         self._logs: Logs | None = None
@@ -330,15 +326,11 @@ class Report:
         reading = self.meter.read(self._mode.add_up)
         memory, kind = peak_memory(self._mode.device)
         units = {"unit": self._unit, "memory": memory, "memory_of": kind}
-        if self._utilization is not None:
-            units["mfu"] = reading["rate"] * self._utilization
         self._write({"step": step, "kind": "train", "lr": lr, **reading, **units, **self._mode.facts()})
 
-    def evaluation(self, step: int, means: dict[str, float], seconds: float, **sample: str) -> None:
-        """Writes the result of an evaluation, and a text that the model has made."""
-        self._write({"step": step, "kind": "eval", **means, "seconds": seconds, **sample})
-        for text in sample.values():
-            self.say(f"sample at step {step}: {one_line(text)}")
+    def evaluation(self, step: int, means: dict[str, float], seconds: float) -> None:
+        """Writes the result of an evaluation."""
+        self._write({"step": step, "kind": "eval", **means, "seconds": seconds})
 
     def draw(self) -> None:
         """Draws the loss over the steps, on rank 0."""

@@ -1,14 +1,10 @@
-"""The trained model of a run, built from a snapshot without the run's data, for transformers; and text generation."""
+"""The trained model of a run, built from a snapshot without the run's data, for transformers."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from hvd_ckpt.app.datasets.text import TEXTS
@@ -18,8 +14,6 @@ from hvd_ckpt.app.training.build import find_tokenizer
 from hvd_ckpt.app.training.config import Config, ConfigError
 from hvd_ckpt.app.training.own import of_own
 from hvd_ckpt.parallel.pipeline.chain import WrappedChain
-from hvd_ckpt.processes.grid import current
-from hvd_ckpt.snapshots.export import whole_weights
 from hvd_ckpt.snapshots.reader import open_snapshot
 from hvd_ckpt.utils.named import is_named
 from hvd_ckpt.utils.schema import Wrong
@@ -31,14 +25,12 @@ EMBEDDINGS = (
     "embedding.tokens.weight",
     "embedding.0.weight",
 )
-TOKENS_OF_SAMPLE = 64
 
 
 class Trained(NamedTuple):
-    """A run: its settings, the kind of its model (one of :data:`~.catalog.KINDS`), tokens in a sample, and its tokenizer's file."""
+    """A run: its settings, tokens in a sample, and its tokenizer's file."""
 
     config: Config
-    kind: str
     length: int
     tokenizer: Path | None
 
@@ -61,15 +53,7 @@ def settings_of(path: Path) -> Trained:
             f"'{path}' was written by a loop of your own, so the model is not known: export its weights with --format "
             "safetensors or pt, and load them into your model"
         )
-    return trained_on_text(Config.make(state["config"]))
-
-
-def trained_on_text(config: Config) -> Trained:
-    """A run with these settings.
-
-    Raises:
-        ConfigError: its model is one that the catalogue does not make, or not of text.
-    """
+    config = Config.make(state["config"])
     way_out = "export its weights with --format safetensors or pt"
     if is_named(config.model):
         raise ConfigError(
@@ -82,7 +66,7 @@ def trained_on_text(config: Config) -> Trained:
     if entry.kind not in TEXTS or of_own(config):
         raise ConfigError(f"model {config.model}: it was not trained on text: {way_out}")
     tokenizer = find_tokenizer(config, entry.folder)
-    return Trained(config, entry.kind, config.sequence_length or entry.data.get("length", 128), tokenizer)
+    return Trained(config, config.sequence_length or entry.data.get("length", 128), tokenizer)
 
 
 def load_model(run: Trained, weights: dict[str, Tensor]) -> nn.Module:
@@ -135,10 +119,6 @@ def write_hf(run: Trained, path: Path, weights: dict[str, Tensor]) -> None:
 def _tokenizer_of(run: Trained) -> tuple[Any, dict[str, str]]:
     """The tokenizer, also for bytes, and its special tokens by transformers' names; those that it lacks have numbers above its own,
     as in :class:`hvd_ckpt.app.datasets.tokens.Tokens`."""
-    if run.tokenizer is None and run.is_of_ids:
-        raise Wrong(
-            f"the run was trained on the token ids of '{run.config.data}' without a tokenizer: put its tokenizer.json beside them"
-        )
     tokenizer = _byte_tokenizer() if run.tokenizer is None else read_tokenizer(run.tokenizer)[0]
     following = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     special = {}
@@ -167,104 +147,3 @@ def _byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def generate(
-    path: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    ema: bool = False,
-) -> Iterator[str]:
-    """Continues a text, token by token; yields the text so far, after the prompt.
-
-    Args:
-        path: path of a snapshot of a causal language model.
-        tokens: to make at most.
-        temperature: divides the scores; 0 takes the likeliest token.
-        top_k: draw among that many likeliest tokens.
-
-    Raises:
-        ConfigError: the model does not predict the next token, or the prompt has no tokens.
-    """
-    run = settings_of(path)
-    start = Continuation(run, prompt)
-    if not math.isfinite(temperature):
-        raise ConfigError(f"--temperature {temperature}: give a number from 0")
-    weights = whole_weights(open_snapshot(path), ema)
-    model = load_model(run, weights)
-    if max(start.ids) >= (known := len(_embeddings(weights))):
-        raise ConfigError(
-            f"--prompt: its tokens reach {max(start.ids)}, and the model knows those below {known}: give the tokenizer that it was "
-            "trained with"
-        )
-    try:
-        yield from start.continued(model, tokens, temperature, top_k, seed)
-    except FloatingPointError:
-        raise ConfigError(f"The model of '{path}' computes nan: choose another snapshot") from None
-
-
-class Continuation:
-    """The start of a text, which causal language models continue.
-
-    Args:
-        run: the settings of the model.
-        prompt: the text.
-
-    Attributes:
-        ids: token ids of the text.
-
-    Raises:
-        ConfigError: the model does not predict the next token, or the prompt has no tokens.
-    """
-
-    def __init__(self, run: Trained, prompt: str) -> None:
-        if run.kind != "causal":
-            raise ConfigError(
-                f"model {run.config.model}: it fills in tokens ({run.kind}) and cannot continue a text: give a model that predicts "
-                "the next token, such as gpt2-small, gpt-lite or lstm-small"
-            )
-        self._tokenizer, _ = _tokenizer_of(run)
-        self._prompt, self._length = prompt, run.length
-        self.ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
-        if not self.ids:
-            raise ConfigError("prompt: it has no tokens: give some text to continue")
-
-    def continued(
-        self, model: nn.Module, tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
-    ) -> Iterator[str]:
-        """Yields the text so far, after the prompt, token by token; see :func:`generate`. Collective, if forward passes are.
-
-        Raises:
-            FloatingPointError: the model computes nan.
-        """
-        # The generator is on the CPU, so that what is drawn does not depend on the device.
-        generator, made, grid = torch.Generator().manual_seed(seed), list[int](), current()
-        device = next(model.parameters()).device
-        for _ in range(tokens):
-            with torch.no_grad():
-                output = model(torch.tensor([(self.ids + made)[-self._length :]], device=device))
-            # Only the last stage has the output, and all stages draw the same next token from it.
-            scores: Any = grid.of_last_stage(None if output is None else output[0, -1].float().cpu())
-            if scores.isnan().any():
-                raise FloatingPointError("the scores of the next token are nan")
-            if top_k is not None:
-                scores[scores < scores.topk(min(top_k, len(scores))).values[-1]] = -torch.inf
-            if temperature:
-                made.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))
-            else:
-                made.append(int(scores.argmax()))
-            yield self._tokenizer.decode(made, skip_special_tokens=True)
-
-    def sample(self, model: nn.Module, seed: int) -> str:
-        """The prompt and 64 tokens more, drawn in the model's evaluation mode; fewer where it computes nan. Collective like
-        :meth:`continued`."""
-        text, training = "", model.training
-        model.eval()
-        with contextlib.suppress(FloatingPointError):
-            for part in self.continued(model, TOKENS_OF_SAMPLE, seed=seed):
-                text = part
-        model.train(training)
-        return self._prompt + text

@@ -26,7 +26,7 @@ from hvd_ckpt.app.training.modes import Parts, mode_of
 from hvd_ckpt.app.training.own import Stream
 from hvd_ckpt.app.training.plans import choose_plan, planned_peak
 from hvd_ckpt.app.training.prepare import OneRank, Start
-from hvd_ckpt.app.training.profiling import StepTrace, utilization_of_a_unit
+from hvd_ckpt.app.training.profiling import StepTrace
 from hvd_ckpt.app.training.report import ProgressLine, Report
 from hvd_ckpt.app.training.resume import ResumePoint, average_weights
 from hvd_ckpt.app.training.summary import print_summary
@@ -109,22 +109,20 @@ class Trainer:
         self._evaluation: dict[str, float] = {}
         one = OneRank.make(config, Assembly(model, objective, train, test))
         self.device, self.precision = one.device, one.precision
-        self.sampler, self.prompt = one.sampler, one.prompt
+        self.sampler = one.sampler
         with ExitStack() as undo:
             # Compared with a whole model and the optimizer of one rank, so read before these are distributed.
             start = Start.find(config, one, point, undo)
             self.folder, self.progress, self.steps = start.folder, start.progress, start.steps
             self.schedule, self._first_ranks = start.schedule, start.first_ranks
             print_summary(config, one, start)
-            # Both run the whole model with the weights of the snapshot.
-            utilization = utilization_of_a_unit(config, one.parts, one.device)
             self.plan, self.plan_text = choose_plan(config, one, start)
             self._distribute(one)
             # A folder must be empty to be given for a run, and that of a run that cannot start can be given again.
             with errors_everywhere("hvd_ckpt.train.config"):
                 if current().number == 0:
                     config.write_yaml(self.folder / "config.yaml")
-            self._load(start, one.callbacks, utilization)
+            self._load(start, one.callbacks)
             undo.pop_all()  # from here on the folder is with the snapshots
 
     def _distribute(self, one: OneRank) -> None:
@@ -144,7 +142,7 @@ class Trainer:
             config, self.model, self.optimizer, self.objective, precision=one.precision, device=one.device
         )
 
-    def _load(self, start: Start, callbacks: list[Any], utilization: float | None) -> None:
+    def _load(self, start: Start, callbacks: list[Any]) -> None:
         """The state of the snapshot: shards, moments and random states are known last. Nothing draws random numbers after it."""
         config, taken = self.config, self.progress.step
         seed_all(seed_of_rank(config.seed, taken))
@@ -157,7 +155,6 @@ class Trainer:
             line,
             start=taken,
             unit=self.objective.unit,
-            utilization=utilization,
             callbacks=callbacks,
         )
         self.trace = StepTrace(config.profile, self.folder, self.report)
@@ -296,12 +293,6 @@ class Trainer:
         with self.mode.evaluated():
             return evaluate(self.model, self.test, self.objective, options, self.average)
 
-    def sample(self) -> str:
-        """The configured prompt and its continuation by the model, the same on every rank; see :meth:`~.trained.Start.sample`."""
-        assert self.prompt is not None
-        with self.mode.evaluated(), self.precision.autocast():
-            return self.prompt.sample(self.model, self.config.seed)
-
     def state(self) -> SavedState:
         """All state that the run needs to resume, on each rank; see :meth:`Snapshots.commit`."""
         return self.snapshots.commit(**self._further_state())
@@ -369,8 +360,7 @@ class Trainer:
         with self.report.meter.excluded():
             start = time.perf_counter()
             means = self._evaluation = self.evaluate()
-            sample = {} if self.prompt is None else {"sample": self.sample()}
-            self.report.evaluation(progress.step, means, time.perf_counter() - start, **sample)
+            self.report.evaluation(progress.step, means, time.perf_counter() - start)
         if due:
             progress.evaluated(means["loss"])
 
