@@ -32,11 +32,11 @@ def test_run_sharded_over_two_ranks_resumes_on_one_rank_at_another_stage(tmp_pat
     offloaded.mkdir()
     model = ["--model", "gpt-tiny", *(f"--model-option={one}" for one in ("width=32", "layers=2", "heads=2"))]
     data = [f"--data=text:{tmp_path / 'text.txt'}", "--sequence-length=16", "--batch=2", "--steps=2"]
-    split = ["--shard", "2", "--offload", f"optimizer,folder={offloaded}", "--wire", "int8"]
+    split = ["--shard", f"2,offload=optimizer,folder={offloaded},wire=int8"]
     more = ["--budget", "min", "--output", str(run)]
     launch([*HOROVODRUN, "-np", "2", "--gloo", *COMMAND, *model, *data, *split, *more])
     assert not list(offloaded.iterdir())
-    again = ["--resume", str(run), "--shard", "3", "--offload", "none", "--steps", "3"]
+    again = ["--resume", str(run), "--shard", "3", "--steps", "3"]
     assert f"done after 3 steps: {run}" in launch([*COMMAND, *again])
 
     weights = []

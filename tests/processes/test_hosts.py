@@ -96,7 +96,7 @@ def test_groups_of_hosts_are_those_of_ranks(flags, hosts, text, tmp_path) -> Non
         pytest.skip(f"MPI does not work here: {answer.reason}")
     found = []
     for launcher, where, within in (("mpi", "a:2,b:2", "host"), ("gloo", "a:4", "[[0,1],[2,3]]")):
-        words = command(launcher, where, text, tmp_path / launcher, *flags.split(), "--within", within)
+        words = command(launcher, where, text, tmp_path / launcher, *f"{flags},within={within}".split())
         words[words.index("-np") + 1] = "4"
         end(hosts, words)
         found.append(final_weights(tmp_path / launcher))

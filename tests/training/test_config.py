@@ -71,8 +71,10 @@ def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ({"data": "tokens:a,type=int3"}, "no type of token ids 'int3'"),
         ({"local_steps": 4}, "did you mean 'local N'?"),
         ({"text": "a"}, "did you mean 'data text:PATH'?"),
-        ({"local": 4, "within": "rack"}, "within: 'rack' is not allowed"),
-        ({"local": 4, "within": [[0, "1"]]}, "within: [[0, '1']] is not allowed"),
+        ({"local": "4,within=rack"}, "within: 'rack' is not allowed"),
+        ({"local": {"every": 4, "within": [[0, "1"]]}}, "within: [[0, '1']] is not allowed"),
+        ({"shard": "2,wire=fp8"}, "no wire format 'fp8'"),
+        ({"offload": "optimizer"}, "did you mean 'shard STATES,offload=WHAT'?"),
         ({"chunks": 8}, "did you mean 'accumulate'"),
         ({"max_restarts": 3}, "no setting 'max_restarts': repeat hvd-ckpt train --resume RUN"),
         ({"profile": "10:9"}, "profile: '10:9' is not allowed"),
@@ -85,8 +87,13 @@ def test_invalid_settings_are_one_line(values: dict[str, object], said: str) -> 
 
 def test_shard_may_be_a_number() -> None:
     made = [Config("gpt-tiny", shard=given) for given in ("none", 1, "2", "parameters")]
-    assert [config.shard for config in made] == ["none", "optimizer", "gradients", "parameters"]
-    assert [config.shard_stage for config in made] == [0, 1, 2, 3]
+    assert [str(config.shard) for config in made] == ["", "optimizer", "gradients", "parameters"]
+    assert [config.shard.stage for config in made] == [0, 1, 2, 3]
+    for options in (
+        "parameters,wire=int8,within=[[0,1],[2,3]]",
+        "optimizer,offload=optimizer,folder=/a disk, or two",
+    ):
+        assert str(Config("gpt-tiny", shard=options).shard) == options
 
 
 @pytest.mark.parametrize(

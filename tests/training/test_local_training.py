@@ -25,10 +25,8 @@ from hvd_ckpt.snapshots.schema import Manifest
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
-STREAMING = {
-    "local": "4,outer_lr=0.7,outer_momentum=0.9,fragments=2,delay=3",
-    "wire": "int8",
-}
+STREAMING = {"local": "4,outer_lr=0.7,outer_momentum=0.9,fragments=2,delay=3,wire=int8"}
+GROUPED = {"local": STREAMING["local"] + ",within=[[0,1]]"}
 STEPS = 10
 
 
@@ -110,15 +108,9 @@ def assert_same_end(trainer: Trainer, other: Trainer) -> None:
     [
         {**STREAMING, "clip": 0.5, "schedule": "cosine"},
         {"local": "5,delay=2", "precision": "fp16"},
-        {"local": "5,outer_lr=0.5", "within": [[0, 1]], "batch_norm": "deferred", "accumulate": 2},
-        {**STREAMING, "within": [[0, 1]], "shard": "gradients", "clip": 0.5},
-        {
-            **STREAMING,
-            "within": [[0, 1]],
-            "shard": "parameters",
-            "precision": "fp16",
-            "offload": "parameters",
-        },
+        {"local": "5,outer_lr=0.5,within=[[0,1]]", "batch_norm": "deferred", "accumulate": 2},
+        {**GROUPED, "shard": "gradients", "clip": 0.5},
+        {**GROUPED, "shard": "parameters,offload=parameters", "precision": "fp16"},
     ],
     ids=["streaming", "fp16", "one group", "a sharded group", "an offloaded group"],
 )
@@ -192,12 +184,12 @@ def test_another_number_of_ranks_and_other_periods_begin_at_the_end_of_one(
     for changes, said in (
         ({"local": 3}, "local 3: the snapshot of step 3 .* give 2,outer_lr=0.7"),
         ({"local": None}, "local None"),
-        ({"wire": "int8"}, "wire int8"),
+        ({"local": "2,outer_lr=0.7,wire=int8"}, "wire=int8"),
     ):
         with pytest.raises(ConfigError, match=said):
             train(folder, **{**settings, **changes}, resume=within)
     path = copy(folder / "run", folder / "other", 2)
-    again, _ = train(folder, **{**settings, "local": "3,outer_lr=0.7", "wire": "int8"}, resume=path)
+    again, _ = train(folder, **{**settings, "local": "3,outer_lr=0.7,wire=int8"}, resume=path)
     assert again.optimizer.averaging.step == 2
 
     monkeypatch.setattr(Manifest, "replicas", 3)
@@ -241,7 +233,7 @@ def test_unsupported_settings_are_one_line_on_all_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for settings, said in (
-        ({"local": 4, "within": [[0, 1, 2]]}, r"local 4: within=\[\[0, 1, 2\]\]"),
+        ({"local": "4,within=[[0,1,2]]"}, r"local 4,within=\[\[0,1,2\]\]: within=\[\[0, 1, 2\]\]"),
         ({"local": "400,fragments=300"}, "fragments=300"),
     ):
         with pytest.raises(ConfigError, match=said):

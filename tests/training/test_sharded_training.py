@@ -44,8 +44,8 @@ def trainer_of(folder: Path, **changes: Any) -> Trainer:
     }
     values.update(batch=4, accumulate=2, lr=1e-2, ema=0.8, schedule="constant", eval_batches=1, segments=3)
     values.update({"keep_snapshots": 9, "bucket_cap_mb": 0.02, **changes})
-    if int(values.get("shard", 0)) >= 2:
-        values["accumulate_locally"] = values.get("accumulate_locally", True)
+    if values.get("shard") in (2, 3):
+        values["shard"] = f"{values['shard']},accumulate_locally=true"
     config = Config.make(values)
     parts = assemble(config)
     return Trainer(config, parts.model, parts.objective, parts.train, parts.test)
@@ -98,9 +98,9 @@ def test_a_lossy_wire_and_offloaded_state_are_resumed_bit_for_bit(
     stage: int, shared: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank reads the shards of the weights for all."""
-    values: dict[str, Any] = {"shard": stage, "wire": "int8", "clip": 0.5}
-    values["offload"] = f"{'parameters' if stage == 3 else 'optimizer'},folder={folder}"
-    values.update(verify="every=1", accumulate_locally=False)
+    offload = "parameters" if stage == 3 else "optimizer"
+    shard = f"{stage},wire=int8,offload={offload},folder={folder}"
+    values: dict[str, Any] = {"shard": shard, "clip": 0.5, "verify": "every=1"}
     whole = train(shared, **values, output=str(folder / "run"), steps=4, snapshot_every=2)
     weights = reader.read(last(whole)).weights
     with opened_files(monkeypatch) as counts:

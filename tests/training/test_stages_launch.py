@@ -169,12 +169,12 @@ def test_every_model_trains_in_two_stages_with_the_bits_of_one(tmp_path: Path) -
 
 def test_replicas_of_stages_resume_at_any_sharding(tmp_path: Path) -> None:
     """Two replicas of two stages go on from two ranks with the whole model, sharded in each way, and these from them."""
-    name, exact = "lstm-small", ("--accumulate-locally", "--keep-snapshots=9")
+    name, keep, exact = "lstm-small", "--keep-snapshots=9", ",accumulate_locally=true"
     saves = ("--ema=0.8", "--snapshot-every=1")
     whole = [
         run_of(tmp_path, "whole", name, *saves),
         resumed(
-            tmp_path, "whole", "staged", "none", "--pipeline=1", "--shard=2", *exact, name="from none", step=3
+            tmp_path, "whole", "staged", "none", "--pipeline=1", f"--shard=2{exact}", keep, name="from none", step=3
         ),
         resumed(tmp_path, "whole", "staged", "parameters", "--pipeline=1", name="from parameters", step=3),
     ]
@@ -183,8 +183,8 @@ def test_replicas_of_stages_resume_at_any_sharding(tmp_path: Path) -> None:
         for to, own in (
             ("none", ()),
             ("optimizer", ("--shard=1",)),
-            ("gradients", ("--shard=2", *exact)),
-            ("parameters", ("--shard=3", *exact)),
+            ("gradients", (f"--shard=2{exact}", keep)),
+            ("parameters", (f"--shard=3{exact}", keep)),
         )
     ]
     run_jobs(tmp_path, {"whole": (2, 1, whole), "staged": (4, 2, staged)})

@@ -48,7 +48,6 @@ COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#f
 SETTINGS_OF = {"length": "sequence_length"}  # of `hvd-ckpt train`, by the option here
 CHOSEN = (
     "shard",
-    "offload",
     "pipeline",
     "tensor",
     "accumulate",
@@ -280,8 +279,7 @@ def settings_of(
         "model": name,
         "batch": job.batch // layout.replicas,
         "accumulate": layout.micro_batches,
-        "shard": layout.shard,
-        "offload": layout.offload,
+        "shard": layout.shard if layout.offload is None else f"{layout.shard},offload={layout.offload}",
         "pipeline": layout.stages,
         "tensor": layout.tensor,
         "precision": job.precision,

@@ -91,7 +91,7 @@ def run(config: Config) -> None:
         # A launcher that is killed leaves its ranks behind, which would train on and hold the devices.
         watchdog.end_with_parent()
         # Each group of ranks is a process set, which Horovod must be told before it starts.
-        if config.within is not None:
+        if config.shard.within is not None or (config.local is not None and config.local.within is not None):
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         try:
             runtime.init(

@@ -74,10 +74,9 @@ def assemble(config: Config) -> Assembly:
         raise ConfigError(str(error)) from None
     # The weights follow from the configuration, whatever has been drawn before.
     torch.manual_seed(config.seed)
-    offloaded = config.offloaded()
     on_disk: Any = contextlib.nullcontext()
-    if offloaded["offload"] == "parameters":
-        on_disk = init_on_disk(offloaded["offload_folder"])
+    if config.shard.offload == "parameters":
+        on_disk = init_on_disk(config.shard.folder)
     try:
         with on_disk:
             model = entry.build(facts, config.model_options)

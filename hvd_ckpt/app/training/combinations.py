@@ -39,7 +39,7 @@ def _features(config: Config) -> dict[str, Any]:
         if isinstance(value, WithOptions):
             options = value.given()
             first = next(iter(type(value).model_fields))
-            value = options.pop(first, True) if name != "pipeline" else None
+            value = options.pop(first, True if name == "verify" else None) if name != "pipeline" else None
             given |= {
                 OPTIONS.get((name, option), f"{option} of {name}"): set for option, set in options.items()
             }
@@ -57,4 +57,5 @@ def _features(config: Config) -> dict[str, Any]:
 
 
 OPTIONS = {("pipeline", name): name for name in ("stages", "virtual_stages", "balance")}
-OPTIONS |= {("local", name): name for name in ("outer_lr", "outer_momentum", "fragments", "delay")}
+OPTIONS |= {("local", name): name for name in ("outer_lr", "outer_momentum", "fragments", "delay", "wire", "within")}
+OPTIONS |= {("shard", name): name for name in ("wire", "offload", "accumulate_locally", "within")}

@@ -19,14 +19,12 @@ from hvd_ckpt.app.training.combinations import check_combinations
 from hvd_ckpt.app.training.field_types import (
     Count,
     Data,
-    Groups,
     Local,
-    Offloaded,
     Options,
     Planned,
     Positive,
     Segments,
-    ShardStage,
+    Sharded,
     Stages,
     Steps,
     Text,
@@ -42,7 +40,6 @@ from hvd_ckpt.utils.text import (
     SCHEDULES,
     STAGES,
     one_line,
-    stage_of,
     unknown,
 )
 
@@ -91,7 +88,11 @@ RENAMED = {  # earlier names, and those of Lightning and transformers
     "verify_recomputation": "verify PASSES",
     "verify_weights": "verify weights=false",
     "check_weights": "verify every=N",
-    "offload_folder": "offload WHAT,folder=FOLDER",
+    "wire": "shard STATES,wire=FORMAT' or 'local N,wire=FORMAT",
+    "within": "shard parameters,within=host' or 'local N,within=host",
+    "accumulate_locally": "shard STATES,accumulate_locally=true",
+    "offload": "shard STATES,offload=WHAT",
+    "offload_folder": "shard STATES,offload=WHAT,folder=FOLDER",
     "reentrant": "segments N,reentrant=true",
     "plan_cache": "budget LIMIT,cache=FOLDER",
     "chunk_head": "budget LIMIT,chunk_head=false",
@@ -238,33 +239,20 @@ class Config(Strict):
         None,
         description="Logical replicas, a power of two: any power of two of ranks up to it gives the same bits.",
     )
-    shard: ShardStage = Field(
-        "none", description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO)."
-    )
-    wire: Annotated[str, one_of("wire format", "fp32", "fp16", "bf16", "int8", "int4")] = Field(
-        "fp32",
-        description="Communication dtype of sharded gradients and parameters, or of averages: fp32, fp16, bf16, int8; int4 only "
-        "for gradients.",
-    )
-    accumulate_locally: bool = Field(
-        False,
-        description="Add up the sharded gradients of a step on each rank and send them once; needs memory for whole gradients.",
-    )
-    offload: Offloaded | None = Field(
-        None,
-        description="State on disk (CPU) or in host memory (CUDA): optimizer, parameters (with gradients and optimizer), none; "
-        "folder=FOLDER on a CPU.",
+    shard: Sharded = Field(
+        Sharded(),
+        description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO). wire (communication dtype: fp32, "
+        "fp16, bf16, int8; int4 only for gradients), offload (optimizer, or parameters with gradients and optimizer; to host memory "
+        "on CUDA, to files in folder=FOLDER on a CPU), accumulate_locally=true (add up the gradients of a step on each rank and send "
+        "them once; needs memory for whole gradients), within (host, or groups such as [[0,1],[2,3]], which keep a second copy of "
+        "the parameters).  [default: none]",
     )
 
     local: Local | None = Field(
         None,
         description="Local SGD: steps of each rank on its own between two averages of the parameters; outer_lr, outer_momentum "
-        "(DiLoCo), fragments (parts that are averaged in turn), delay (steps that an average overlaps).  [default: no local SGD]",
-    )
-    within: Groups = Field(
-        None,
-        description="Groups of ranks: host, or lists such as [[0,1],[2,3]]. In local SGD they reduce gradients in each step; "
-        "with shard parameters they keep a second copy of the parameters.",
+        "(DiLoCo), fragments (parts that are averaged in turn), delay (steps that an average overlaps), wire (communication dtype of "
+        "averages), within (host, or groups such as [[0,1],[2,3]], which reduce gradients in each step).  [default: no local SGD]",
     )
 
     pipeline: Stages = Field(
@@ -334,32 +322,6 @@ class Config(Strict):
         """Whether the model is cut into pipeline stages."""
         return self.pipeline.stages > 1
 
-    @property
-    def shard_stage(self) -> int:
-        """The stage of ZeRO, from 0 to 3."""
-        return stage_of(self.shard)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether some state is split over the ranks."""
-        return self.shard != STAGES[0]
-
-    def offloaded(self) -> dict[str, Any]:
-        """The arguments of an optimizer for what is offloaded."""
-        if self.offload is None:
-            return {"offload": None, "offload_folder": None}
-        return {"offload": self.offload.what, "offload_folder": self.offload.folder}
-
-    @property
-    def splits_gradients(self) -> bool:
-        """Whether gradients are split over the ranks."""
-        return self.shard in STAGES[2:]
-
-    @property
-    def splits_parameters(self) -> bool:
-        """Whether parameters are split over the ranks, too."""
-        return self.shard == STAGES[3]
-
     def parts_of_batch(self, ranks: int) -> int:
         """Parts of a global batch: one for each rank, or for each logical replica."""
         return self.replicas or ranks
@@ -386,8 +348,7 @@ class Config(Strict):
             _check_known(str(key))
             if name not in cls.model_fields:
                 raise ConfigError(unknown("setting", str(key), sorted(cls.model_fields)))
-            # A flag can take back what a file sets, as a text, since a flag has no other form for None.
-            if value is not None and not (value == "none" and name == "offload"):
+            if value is not None:
                 given[name] = value
         return cls(**given)
 

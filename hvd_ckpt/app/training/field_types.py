@@ -99,7 +99,7 @@ class WithOptions(Strict):
         if not given:
             return values
         _text(given)
-        for part in re.split(r",(?![^\[]*\])", given):  # not within [3,4]
+        for part in re.split(r",(?=\s*\w+=)", given):  # not within [3,4]
             name, equals, text = part.partition("=")
             if not equals and not values:
                 name, text = next(iter(cls.model_fields)), part
@@ -120,8 +120,11 @@ class WithOptions(Strict):
     @model_serializer
     def __str__(self) -> str:
         first, *_ = type(self).model_fields
-        texts = [str(value) if name == first else f"{name}={value}" for name, value in self.given().items()]
-        return ",".join(text.replace(" ", "") for text in texts)
+        texts = {
+            name: value if isinstance(value, str) else str(value).replace(" ", "")
+            for name, value in self.given().items()
+        }
+        return ",".join(text if name == first else f"{name}={text}" for name, text in texts.items())
 
 
 DATA = ("text", "lines", "jsonl", "tokens", "images", "volumes", "own")
@@ -134,6 +137,7 @@ When = Annotated[str | int, AfterValidator(_when)]
 ShardStage = Annotated[str, BeforeValidator(_stage)]
 Steps = Annotated[str, BeforeValidator(_steps)]
 Groups = Annotated[Any, AfterValidator(_groups)]
+Wire = Annotated[str, one_of("wire format", "fp32", "fp16", "bf16", "int8", "int4")]
 
 
 class Data(WithOptions):
@@ -197,6 +201,8 @@ class Local(WithOptions):
     outer_momentum: Annotated[float, Field(gt=0, lt=1)] | None = None
     fragments: Count = 1
     delay: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    wire: Wire = "fp32"
+    within: Groups = None
 
     @model_validator(mode="after")
     def _check(self) -> Local:
@@ -235,11 +241,20 @@ class Verify(WithOptions):
     every: Count | None = None
 
 
-class Offloaded(WithOptions):
-    """State that is kept elsewhere."""
+class Sharded(WithOptions):
+    """State that is split over the ranks (ZeRO)."""
 
-    what: Annotated[str, one_of("thing to offload", "optimizer", "parameters", "none")]
+    states: ShardStage = STAGES[0]
+    wire: Wire = "fp32"
+    accumulate_locally: bool = False
+    offload: Annotated[str, one_of("thing to offload", "optimizer", "parameters")] | None = None
     folder: Text | None = None
+    within: Groups = None
+
+    @property
+    def stage(self) -> int:
+        """The stage, from 0 to 3."""
+        return stage_of(self.states)
 
 
 class Segments(WithOptions):

@@ -13,7 +13,7 @@ from hvd_ckpt.parallel.local_sgd.options import Nesterov
 from hvd_ckpt.snapshots.reader import Snapshot
 
 # Settings that a period begins and ends with.
-OF_A_PERIOD = ("local", "wire", "within", "shard")
+OF_A_PERIOD = ("local", "shard")
 
 
 def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> LocalOptimizer:
@@ -33,12 +33,13 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
             outer=None if local.outer_lr is None else Nesterov(local.outer_lr, momentum),
             fragments=local.fragments,
             delay=local.delay,
-            wire=config.wire,
-            within=config.within,
-            shard=config.shard,
+            wire=local.wire,
+            within=local.within,
+            shard=config.shard.states,
             model=model,
             elastic=True,
-            **config.offloaded(),
+            offload=config.shard.offload,
+            offload_folder=config.shard.folder,
         )
     except (ValueError, OSError) as error:
         raise ConfigError(f"local {local}: {error}") from None

@@ -79,7 +79,7 @@ class Plain:
     ) -> None:
         ranks: int = hvd.size()
         self.parts = config.parts_of_batch(ranks) // ranks
-        self.gathers_weights = config.splits_parameters
+        self.gathers_weights = config.shard.stage == 3
         self.config, self.device = config, device
         self._model, self._optimizer = model, optimizer
         self._objective, self._precision = objective, precision
@@ -409,11 +409,15 @@ def mode_of(config: Config) -> type[Plain]:
 
 def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
     """The options of a sharded optimizer; none without sharding."""
-    if not config.is_sharded:
+    shard = config.shard
+    if not shard.stage:
         return {}
-    options = {"shard": config.shard, "wire": config.wire, **config.offloaded()}
-    options["backward_passes_per_step"] = config.accumulate if config.accumulate_locally else 1
-    return {**options, "model": model, "within": config.within} if config.splits_parameters else options
+    options: dict[str, Any] = {"offload": shard.offload, "offload_folder": shard.folder, "wire": shard.wire}
+    options |= {
+        "shard": shard.states,
+        "backward_passes_per_step": config.accumulate if shard.accumulate_locally else 1,
+    }
+    return {**options, "model": model, "within": shard.within} if shard.stage == 3 else options
 
 
 def _distributed(

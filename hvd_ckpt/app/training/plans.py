@@ -108,9 +108,9 @@ def _param_scale(optimizer: torch.optim.Optimizer, config: Config) -> float:
     )
     # Optimizer state with average, gradients and parameters, and whether they are split over the ranks.
     parts = (
-        (kept + (config.ema is not None), config.is_sharded),
-        (1, config.splits_gradients),
-        (1, config.splits_parameters),
+        (kept + (config.ema is not None), config.shard.stage > 0),
+        (1, config.shard.stage > 1),
+        (1, config.shard.stage > 2),
     )
     return sum(part / hvd.size() if split else float(part) for part, split in parts)
 

@@ -135,7 +135,7 @@ class Trainer:
         optimizer = Mode.distribute(config, model, one.optimizer, aliases)
         self.model, self.optimizer = one.precision.prepare(model, optimizer)
         # The state of shards is different on each rank.
-        if Mode.same_state and config.shard == "none":
+        if Mode.same_state and not config.shard.stage:
             broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.average = average_weights(self.optimizer, config.ema)
         self.mode = Mode(
