@@ -45,7 +45,6 @@ class PlanOptions:
     blocks: Sequence[str] | None = None
     autocast: torch.dtype | None = None
     chunk_head: bool = True
-    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,11 +178,10 @@ def _matters(trace: Trace, node: frozenset[int]) -> bool:
     return any(source in node for call in calls for source, _ in call.reads)
 
 
-def candidates(trace: Trace, limit: int = 8, offload: bool = False) -> list[CheckpointPolicy]:
+def candidates(trace: Trace, limit: int = 8) -> list[CheckpointPolicy]:
     """Policies that are worth measuring, "keep" first.
 
-    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress. With
-    ``offload``, each set also appears with kept tensors in host memory.
+    They are at most ``limit`` sets of dropped calls, and their compressed forms if there is something to compress.
     """
     parts = nodes(trace)
     pool = _exhaust(trace, parts) if len(parts) <= _EXHAUSTIVE else _descend(trace, parts)
@@ -202,9 +200,6 @@ def candidates(trace: Trace, limit: int = 8, offload: bool = False) -> list[Chec
             policy = Policy(trace.names, dropped, breaks, compress)
             if dropped or compress:
                 policies.append(CheckpointPolicy(_title(trace, policy), policy))
-        if offload:
-            policy = Policy(trace.names, dropped, breaks, offload=True)
-            policies.append(CheckpointPolicy(_title(trace, policy), policy))
     return policies
 
 
@@ -309,8 +304,6 @@ def _title(trace: Trace, policy: Policy) -> str:
         words.append("in two parts")
     if policy.compress:
         words.append("compress")
-    if policy.offload:
-        words.append("offload")
     return ", ".join(words)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hvd_ckpt.planning.block_runner import BlockRunner
 from hvd_ckpt.planning.blocks import FoundBlock
-from hvd_ckpt.planning.candidates import PlanOptions, candidates
+from hvd_ckpt.planning.candidates import candidates
 from hvd_ckpt.planning.chain import Block, Choice
 from hvd_ckpt.planning.inputs import in_words
 from hvd_ckpt.planning.policy import KEEP, RECOMPUTE, CheckpointPolicy
@@ -46,7 +46,6 @@ class KindProfiler:
 
     Args:
         step: the step of the model.
-        options: options of the plan.
         kinds: the number of kinds.
 
     Attributes:
@@ -54,11 +53,10 @@ class KindProfiler:
         alone: kinds of blocks that are in no segment.
     """
 
-    def __init__(self, step: Step, options: PlanOptions, kinds: int) -> None:
+    def __init__(self, step: Step, kinds: int) -> None:
         self.notes: dict[int, str] = {}
         self.alone: set[int] = set()
         self._step = step
-        self._offload = options.offload
         self._most_policies = 4 if kinds > _MANY_KINDS else 8
         self._least_seconds = min(_SECONDS_PER_KIND, _SECONDS / max(kinds, 1))
         self._checked: dict[object, _Checked] = {}  # by the form of the calls of a block
@@ -120,7 +118,7 @@ class KindProfiler:
             reason = "it gives other values in each run" if whole else f"recomputing it {problems[-1]}"
             self.notes[block.like] = f"in no segment: {reason}"
         if not block.compiled:
-            chosen = [] if traced is None else candidates(traced, self._most_policies, self._offload)
+            chosen = [] if traced is None else candidates(traced, self._most_policies)
             right = [policy for policy in chosen if policy == KEEP or is_right(policy)]
             if len(right) > 1 or not (problems or chosen == []):
                 return right

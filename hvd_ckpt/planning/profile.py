@@ -73,7 +73,7 @@ class Profile:
             self._look_for_head(say)
         kinds = [index for index, block in enumerate(self.blocks) if block.like == index]
         say(f"found {len(self.blocks)} blocks of {len(kinds)} kinds")
-        profiler = KindProfiler(step, options, len(kinds))
+        profiler = KindProfiler(step, len(kinds))
         self.notes, self._alone = profiler.notes, profiler.alone
         if limit is not None:
             say("measuring what runs around the blocks")

@@ -33,7 +33,6 @@ def plan(
     blocks: Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
     chunk_head: bool = True,
-    offload: bool = False,
     verbose: bool | None = None,
     layout: Layout | None = None,
     cache: str | os.PathLike[str] | None = None,
@@ -61,8 +60,6 @@ def plan(
         chunk_head: whether the cross entropy of a language model's head may be computed in chunks of rows (as by
             :func:`hvd_ckpt.chunked_cross_entropy`). Results are then equal up to float32 rounding. With False, they keep their
             bits. With a ``layout``, the head is never computed in chunks.
-        offload: on a GPU, large tensors that a block keeps may be kept in host memory, as a third choice beside keeping and
-            recomputing them. Results keep their bits.
         verbose: whether to print progress on standard error of rank 0; None to print it once planning has taken 10 seconds.
         layout: pipeline stages, as a :class:`hvd_ckpt.StageLayout`. The model must be a chain of this library or an
             ``nn.Sequential``, and its children are the blocks. The budget then covers all memory of a stage: parameters, gradients
@@ -80,7 +77,7 @@ def plan(
 
     Raises:
         ValueError: the model has no blocks, or is on ``meta`` or on another device than the sample. Or the budget is invalid, or
-            the loss is not a single number. Or ``offload`` is set without a GPU, or ``layout`` for a model that is not a chain or
+            the loss is not a single number. Or ``layout`` is set for a model that is not a chain or
             has too few blocks.
         BudgetError: no plan fits the budget, or the batch does not fit the device with any plan. The message has the smallest peak
             and the block that sets it, and the error has the plan that reaches it. A budget in bytes that the code around the
@@ -96,7 +93,6 @@ def plan(
         "blocks": blocks,
         "autocast": autocast,
         "chunk_head": chunk_head,
-        "offload": offload,
         "layout": layout,
     }
 

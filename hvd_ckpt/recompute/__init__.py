@@ -19,7 +19,6 @@ Single calls, dropped and replayed:
     replay         runs dropped calls again
     keeper         tensors that are kept for that
     saved          kept masks in bits
-    host           kept tensors in host memory
 
 Verification, and heads of language models:
 

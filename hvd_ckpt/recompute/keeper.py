@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from hvd_ckpt.recompute.host import HostTensors, may_leave
 from hvd_ckpt.recompute.saved import Compressed, compress
 from hvd_ckpt.utils.frames import aside
 from hvd_ckpt.utils.torch_private import infer_device_type, top_saved_tensors_default_hooks
@@ -152,20 +151,15 @@ class Later:
 
 
 class Forms:
-    """The forms in which tensors that the code computes are kept: as bits, in host memory, or as they are.
+    """The forms in which tensors that the code computes are kept: as bits, or as they are.
 
     Args:
         keeper: keeps the tensors to which no other form applies.
-        compress, offload: as in :class:`.tape.Policy`.
-
-    Attributes:
-        of_results: whether results of calls may be kept in another form, in addition to masks and other inner tensors.
+        compress: as in :class:`.tape.Policy`.
     """
 
-    def __init__(self, keeper: Keeper, compress: bool, offload: bool) -> None:
-        self.of_results = offload
+    def __init__(self, keeper: Keeper, compress: bool) -> None:
         self._keeper, self._compresses = keeper, compress
-        self._host = HostTensors() if offload else None
 
     def keep(self, tensor: Tensor, user: str, after: list[Callable[[], object]]) -> Any:
         """The object to hold in place of ``tensor``.
@@ -174,19 +168,15 @@ class Forms:
             user: the function that saves the tensor.
             after: callbacks for the time when the running call has returned, which is when the form is chosen.
         """
-        if not self._compresses and self._host is None:
+        if not self._compresses:
             return self._keeper.keep(tensor, user)
         later = Later(tensor, user)
         after.append(lambda: setattr(later, "packed", self._choose(tensor, user)))
         return later
 
     def _choose(self, tensor: Tensor, user: str) -> Any:
-        packed = None
-        if self._compresses:
-            with aside():
-                packed = compress(tensor)
-        elif self._host is not None and not self._keeper.collecting and may_leave(tensor):
-            return self._host.take(tensor)
+        with aside():
+            packed = compress(tensor)
         if packed is None:
             return self._keeper.keep(tensor, user)
         if self._keeper.collecting:

@@ -51,7 +51,6 @@ from hvd_ckpt.utils.measure import is_undisturbed
 from hvd_ckpt.utils.torch_private import disable_dynamo, function_mode_stack, in_functorch
 
 _TAG = "_hvd_ckpt_dropped"
-_MADE = "_hvd_ckpt_made"
 
 
 @dataclass(frozen=True)
@@ -65,19 +64,17 @@ class Policy:
         breaks: dropped calls that end a group. The calls that depend on their results are replayed apart from the calls that they
             depend on, which takes less memory and more time.
         compress: keep masks as bits (:mod:`hvd_ckpt.recompute.saved`).
-        offload: keep large CUDA tensors that the code computes in host memory (:mod:`hvd_ckpt.recompute.host`).
     """
 
     calls: tuple[str, ...]
     dropped: frozenset[int]
     breaks: frozenset[int] = frozenset()
     compress: bool = False
-    offload: bool = False
 
     @property
     def acts(self) -> bool:
         """Whether the policy changes what is kept."""
-        return bool(self.dropped) or self.compress or self.offload
+        return bool(self.dropped) or self.compress
 
 
 class _Tag(NamedTuple):
@@ -166,7 +163,7 @@ class Tape(TorchFunctionMode):
         self.depth = depth()
         self.keeper = Keeper()
         self._policy = policy
-        self._forms = Forms(self.keeper, policy.compress, policy.offload)
+        self._forms = Forms(self.keeper, policy.compress)
         self._dropped = policy.dropped
         self._count = 0
         self._running: _Running | None = None
@@ -201,7 +198,6 @@ class Tape(TorchFunctionMode):
             if tensor is not None:
                 # A mark holds its group and so the group's kept arguments. A result that outlives the graph must not hold them.
                 tensor.__dict__.pop(_TAG, None)
-                tensor.__dict__.pop(_MADE, None)
         self._tagged.clear()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,17 +233,7 @@ class Tape(TorchFunctionMode):
             elif self._dropped and not self._expected(number, func):
                 # The code calls other functions than those that the policy was made for, so later numbers mean other calls.
                 self._dropped = frozenset()
-            if self._forms.of_results:
-                self._mark(inputs, outputs)
         return result
-
-    def _mark(self, inputs: _Inputs, outputs: tuple[Tensor, ...]) -> None:
-        """Marks results in memory of their own, which may be kept in another form when a later call saves them."""
-        sources = {memory_of(tensor) for tensor, _, _ in inputs}
-        for tensor in outputs:
-            if memory_of(tensor) not in sources:
-                tensor.__dict__[_MADE] = self._token
-                self._tagged.append(TensorWeakRef(tensor))
 
     def _may_keep(self, func: Callable[..., Any]) -> bool:
         """Whether the saved tensors of a call may have to be kept, because it may change its arguments past its schema."""
@@ -413,9 +399,6 @@ class Tape(TorchFunctionMode):
                     or tensor.is_conj()
                     or tensor.is_neg()
                 ):
-                    made_here = source is tensor and tensor.__dict__.get(_MADE) is self._token
-                    if made_here:
-                        return self._forms.keep(tensor, name, running.after)
                     return self.keeper.keep(tensor, name)
                 return self._see(_hold(tag.group, tag.call, tag.output, View.of(tensor, source)), tensor)
         if running.call is None or running.group is None:

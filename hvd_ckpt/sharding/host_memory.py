@@ -51,7 +51,7 @@ class MappedFiles:
         if kind in _IN_MEMORY:
             run_warnings.warn(
                 f"the folder for offloaded state, '{self._folder}', is itself in memory ({kind}), so nothing is saved: "
-                f"name one on a disk (offload_folder=, hvd-ckpt train --offload WHAT,folder=)"
+                f"name one on a disk (offload_folder=, hvd-ckpt train --shard STATES,offload=WHAT,folder=)"
             )
 
     def allocate(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
@@ -174,7 +174,7 @@ def _no_room(folder: Path, size: int, error: OSError) -> OffloadError:
         free = ""
     refused = OffloadError(
         f"cannot offload to the folder '{folder}' ({reason}): {show_bytes(size)} are needed{free}; make room, or name another "
-        f"folder (offload_folder=, hvd-ckpt train --offload WHAT,folder=); nothing has changed, so you can try again"
+        f"folder (offload_folder=, hvd-ckpt train --shard STATES,offload=WHAT,folder=); nothing has changed, so you can try again"
     )
     refused.errno = error.errno
     return refused

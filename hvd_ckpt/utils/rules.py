@@ -196,7 +196,6 @@ RULES: tuple[Rule, ...] = (
         ("gradient_checkpointing", "the budget chooses what is recomputed"),
     )),
     *apart("plan", (("segments", "each sets what is recomputed"),)),
-    *needs("offload of activations", "a GPU", "host memory holds them", "move the model to a GPU first, or leave offload out"),
     *apart("chunked_cross_entropy", (
         ("create_graph", "it cannot be differentiated twice", "leave create_graph out, or use torch.nn.functional.cross_entropy "
          "(in a plan: chunk_head=False)"),

@@ -235,9 +235,6 @@ CASES: dict[tuple[str, str], Provoke] = {
     ("budget", "manual optimization"): lightning({"budget": "0.5x"}, False),
     ("budget", "gradient_checkpointing"): trainer({"gradient_checkpointing": True}, budget="0.5x"),
     ("plan", "segments"): config(plan="plan.json", segments=2),
-    ("offload of activations", "a GPU"): lambda: hc.plan(
-        model(), torch.ones(2, 4), budget="min", offload=True
-    ),
     ("chunked_cross_entropy", "create_graph"): twice_differentiated,
     ("a model on the meta device", "sample"): lambda: hc.estimate_memory(
         model().to("meta"), 2, sample=torch.ones(2, 4)
