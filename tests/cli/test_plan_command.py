@@ -208,7 +208,7 @@ def test_a_budget_that_cannot_be_met_shows_the_plan_that_comes_nearest(run, quic
     assert met.exit_code == 0, met.output
 
 
-def test_pipeline_stages_are_shown_written_and_drawn(run, quick_planner: None) -> None:
+def test_pipeline_stages_are_shown_and_written(run, quick_planner: None) -> None:
     stages = ("--batch", "64", "--stages", "3", "--chunks", "6")
     result = run(*stages, "--budget", "0.7x", "--output", "stages")
     assert result.exit_code == 0, result.output
@@ -222,7 +222,6 @@ def test_pipeline_stages_are_shown_written_and_drawn(run, quick_planner: None) -
     assert waits is not None and 20 <= int(waits[1]) < 100  # 25 % where all are equally long
     lines = re.findall(r"^stage \d +(0?\S+)$", result.output, re.MULTILINE)
     assert len(lines) == 3 and all(set("012345-=.") >= set(line) for line in lines)
-    assert Path("stages/schedule.png").read_bytes().startswith(b"\x89PNG")
     loaded = run("--batch", "64", "--load", "stages/plan.json", "--output", "loaded-stages")
     assert loaded.exit_code == 0 and Plan.load("loaded-stages/plan.json") == written
     assert re.findall(r"^stage \d.*$", loaded.output, re.MULTILINE) == re.findall(

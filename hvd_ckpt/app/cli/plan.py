@@ -314,15 +314,12 @@ def _report(chosen: Plan, baseline: Cost | None, folder: Path) -> None:
 
     console = console_for_tables(WIDTH)
     plan_show.print_plan(chosen, console, baseline)
-    if chosen.pipeline is not None:
-        plan_show.print_stages(chosen, console)
     chosen.save(folder / "plan.json")
     click.echo(f"Plan: {folder / 'plan.json'}")
+    if chosen.pipeline is not None:
+        plan_show.print_stages(chosen, console)
+        return
     try:
-        if chosen.pipeline is not None:
-            plan_show.schedule_plot(chosen, folder / "schedule.png")
-            click.echo(f"Schedule: {folder / 'schedule.png'}")
-            return
         plan_show.frontier_plot(chosen, folder / "frontier.png", baseline)
         click.echo(f"Frontier: {folder / 'frontier.png'}")
         if any(chosen.timelines.values()):

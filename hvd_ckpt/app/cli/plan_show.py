@@ -1,4 +1,4 @@
-"""Tables of the blocks and costs of a plan, and plots of time against memory, of memory over time, and of a schedule."""
+"""Tables of the blocks, costs and stages of a plan, and plots of time against memory and of memory over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvd_ckpt.parallel.pipeline.schedule import BACKWARD, FORWARD, Span, bubble
+from hvd_ckpt.parallel.pipeline.schedule import FORWARD, Span, bubble
 from hvd_ckpt.parallel.pipeline.stages import spans_of
 from hvd_ckpt.planning.plan import BlockPlan, Cost, Plan, policies_of
 
@@ -273,51 +273,6 @@ def timeline_plot(plan: Plan, path: str | os.PathLike[str], baseline: Cost | Non
     axes.set_ylabel(f"memory above the start of the step, {unit.name}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _save(figure, axes, path, 2)
-
-
-def schedule_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Plots the passes of one step on each pipeline stage over time.
-
-    Args:
-        plan: a plan with stages.
-        path: path of the PNG.
-    """
-    assert plan.pipeline is not None
-    spans = spans_of(plan.pipeline)
-    least = 0.015 * 1000 * max(rank[-1].end for rank in spans)  # shortest bar that gets a number
-    figure, axes = _figure(1.6 + 0.5 * len(spans))
-    for kind, color, label in (
-        (FORWARD, OURS, "forward"),
-        (BACKWARD, BASELINE, "backward and recomputation"),
-    ):
-        for stage, rank in enumerate(spans):
-            chosen = [span for span in rank if span.action.kind == kind]
-            bars = [(1000 * span.start, 1000 * (span.end - span.start)) for span in chosen]
-            axes.broken_barh(
-                bars,
-                (stage - 0.4, 0.8),
-                facecolors=color,
-                edgecolors="white",
-                label=label if stage == 0 else "_",
-            )
-            for span, (start, length) in zip(chosen, bars):
-                if length < least:
-                    continue
-                axes.text(
-                    start + length / 2,
-                    stage,
-                    str(span.action.micro_batch),
-                    ha="center",
-                    va="center",
-                    color="white",
-                    fontsize=7,
-                    clip_on=True,
-                )
-    axes.set_yticks(range(len(spans)), [f"stage {stage}" for stage in range(len(spans))])
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.set_xlabel("predicted time since the start of the step, ms; numbers are micro-batches")
     _save(figure, axes, path, 2)
 
 
