@@ -139,26 +139,26 @@ class Replicas:
     def enter(self, index: int) -> None:
         """Begins a replica: sets the model's buffers to its values."""
         self._reducer.begin_replica()
-        buffers, own = self._named_buffers(), self._buffers[index]
+        buffers, kept = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
             _keep(buffers, self._outside)
-            _copy(own, buffers, own)
+            _copy(kept, buffers, kept)
 
     def leave(self, index: int, failed: bool) -> None:
         """Ends a replica: restores the model's buffers.
 
         What a replica that failed has changed is not kept, since it may be computed again.
         """
-        buffers, own = self._named_buffers(), self._buffers[index]
+        buffers, kept = self._named_buffers(), self._buffers[index]
         with torch.no_grad():
             # Buffers that no pass changes, such as tables of positions, are not kept for each replica.
             changed = {
                 name: buffer
                 for name, buffer in buffers.items()
-                if name in own or not torch.equal(buffer, self._outside[name])
+                if name in kept or not torch.equal(buffer, self._outside[name])
             }
             if not failed:
-                _keep(changed, own)
+                _keep(changed, kept)
             _copy(changed, buffers, self._outside)
         if not failed:
             self._reducer.end_replica()
@@ -169,16 +169,16 @@ class Replicas:
         Call it before an evaluation, or before you save the model. Training continues with the buffers of each replica.
         """
         buffers = self._named_buffers()
-        own = list(self._buffers.values())
-        changed = self._communicator.objects([list(values) for values in own], "buffers")
+        values_of = list(self._buffers.values())
+        changed = self._communicator.objects([list(values) for values in values_of], "buffers")
         names = sorted({name for rank in changed for values in rank for name in values})
         with torch.no_grad():
             for name in names:
                 target = buffers[name]
-                for values_of_one in own:  # one that has not changed it yet keeps what all began with
+                for values_of_one in values_of:  # one that has not changed it yet keeps what all began with
                     if name not in values_of_one:
                         values_of_one[name] = target.detach().clone()
-                values = [each[name].double().view(-1) for each in own]
+                values = [each[name].double().view(-1) for each in values_of]
                 if target.is_floating_point():
                     result = self._communicator.mean(values, f"buffer.{name}")
                 else:
@@ -233,10 +233,10 @@ class Replicas:
                 f"the state is that of {state['number']} replicas, and this job has {self.number}"
             )
         self.seed, self.step = state["seed"], state["step"]
-        own = self._named_buffers()
+        buffers = self._named_buffers()
         self._buffers = {
             index: {
-                name: value.to(own[name].device, copy=True) for name, value in state["buffers"][index].items()
+                name: value.to(buffers[name].device, copy=True) for name, value in state["buffers"][index].items()
             }
             for index in self._buffers
         }

@@ -103,13 +103,13 @@ def estimate(trace: Trace, dropped: frozenset[int], breaks: frozenset[int] = fro
                 _join(groups, source, number)
     # A replay ends a call once its wanted inner tensors have been saved, so a
     # product that is wanted for these alone is not multiplied again.
-    own = {
+    replayed = {
         number: 0.0
         if _only_inner(trace, number, read) and calls[number].name in _MATMULS
         else calls[number].seconds
         for number in needed
     }
-    seconds = sum(own.values())
+    seconds = sum(replayed.values())
     # Groups that begin at a break compute its result, and all that it depends on, once more and for themselves.
     again = {number: _closure(trace, number, dropped) for number in breaks if number in groups}
     distinct = {id(group): group for group in groups.values()}.values()

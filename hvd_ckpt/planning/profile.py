@@ -287,11 +287,11 @@ class Profile:
             begin.peak_bytes,
         )
         choices = []
-        for _, peak, own in costs:  # the step ran with the last of them
+        for _, peak, measured in costs:  # the step ran with the last of them
             forward_peak, backward_peak = (
                 max(head_peak + peak - costs[-1].peak, 0) for head_peak in (forward, backward)
             )
-            own_seconds = max(rest + own - costs[-1].seconds, 0.0)
+            own_seconds = max(rest + measured - costs[-1].seconds, 0.0)
             choices.append(Choice(own_seconds, 0, forward_peak, backward_peak))
         behind_block = Block(tuple(choices), 0, 0.0, 0)
         return [before_block, *inner, behind_block]

@@ -296,15 +296,15 @@ class _Rows:
 
 def _run(number: int, choice: Choice, rest: Frontier, waiting: int, others: int) -> Frontier:
     """The frontier of a level that starts with a run of a block, beside ``others`` micro-batches in flight."""
-    own = max(waiting + max(choice.forward_peak, choice.kept), choice.backward_peak)
+    need = max(waiting + max(choice.forward_peak, choice.kept), choice.backward_peak)
     start = 0
     if not others:
         # All points of the rest that fit into the block's own need would make a schedule of that need: the fastest is enough.
-        start = max(int(np.searchsorted(rest.need, own - choice.kept - choice.casts, side="right")) - 1, 0)
+        start = max(int(np.searchsorted(rest.need, need - choice.kept - choice.casts, side="right")) - 1, 0)
     then = np.arange(start, len(rest.need))
     kept = rest.kept[start:] + choice.kept
     return Frontier(
-        np.maximum(rest.need[start:] + (1 + others) * choice.kept + choice.casts, own + others * kept),
+        np.maximum(rest.need[start:] + (1 + others) * choice.kept + choice.casts, need + others * kept),
         rest.seconds[start:] + choice.seconds,
         kept,
         np.full(len(then), number),

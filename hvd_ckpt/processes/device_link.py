@@ -173,15 +173,15 @@ class DeviceLink:
     def exchange(self, sent: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """Sends ``sent[r]`` to each other member r, and receives ``rows[r]`` from it, as bytes. Collective over the members."""
         self._raise_failure()
-        group, own = self._groups[()], self._members.index(self._grid.number)
+        group, position = self._groups[()], self._members.index(self._grid.number)
         works = []
         if group.supports_coalescing:  # one kernel sends and receives
             group._start_coalescing()
         for rank, other in enumerate(self._members):
             with noticing_ends(self._grid.name(other)):
-                if rank != own and rows[rank].numel():
+                if rank != position and rows[rank].numel():
                     works.append((group.recv([rows[rank]], rank, 0), other))
-                if rank != own and sent[rank].numel():
+                if rank != position and sent[rank].numel():
                     works.append((group.send([sent[rank]], rank, 0), other))
         if group.supports_coalescing:
             work = group._end_coalescing()

@@ -133,8 +133,8 @@ class Grid:
         """Whether something has happened on some stage or part of this replica. Collective over these."""
         if self.model_parallel_size == 1:
             return happened
-        own = torch.tensor([float(happened)], dtype=torch.float64)
-        return any(bool(stage) for stage in self.gather(own))
+        flag = torch.tensor([float(happened)], dtype=torch.float64)
+        return any(bool(stage) for stage in self.gather(flag))
 
     def of_last_stage(self, value: T) -> T:
         """The picklable value of the last stage, such as the output of a model, on every stage. Collective like :meth:`gather`."""

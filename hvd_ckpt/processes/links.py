@@ -105,12 +105,12 @@ class MpiLink:
 
     def fail(self, reason: str) -> None:
         """Tells the other processes that this one ends by an error."""
-        own = self._communicator.Get_rank()
+        rank = self._communicator.Get_rank()
         text = reason.encode()[:FAILURE_BYTES]
         left = [
             self._communicator.Isend(text, dest=other, tag=FAILURE_TAG)
             for other in range(self._communicator.Get_size())
-            if other != own
+            if other != rank
         ]
         # The others may never ask for the message. MPI needs tests to send it, so they are made for a moment, without a wait.
         end = time.monotonic() + FAILURE_SECONDS

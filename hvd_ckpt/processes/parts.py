@@ -72,12 +72,12 @@ def gather(tensor: Tensor, shapes: Sequence[Sequence[int]] | None = None) -> lis
         StageFailed: another part has ended by an error.
     """
     grid = current()
-    own = tensor.detach().contiguous()
+    sent = tensor.detach().contiguous()
     rows = [
-        own if part == grid.part else own.new_empty(own.shape if shapes is None else shapes[part])
+        sent if part == grid.part else sent.new_empty(sent.shape if shapes is None else shapes[part])
         for part in range(grid.tensor)
     ]
-    exchange([own] * grid.tensor, rows)
+    exchange([sent] * grid.tensor, rows)
     return rows
 
 

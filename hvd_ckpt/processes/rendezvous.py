@@ -91,10 +91,10 @@ def join_job(launcher: str, seconds: float | None = None) -> None:
         if rank == 0:
             hosts = [store.get(f"{name}.host.{other}").decode() for other in range(size)]
             server = RendezvousServer()  # a daemon thread, which ends with the process
-            own = own_address(address, port)
+            host = own_address(address, port)
             # A loopback address means that the meeting point is on this host, at an address that all ranks know.
-            own = address if own.startswith("127.") or own == "::1" else own
-            for other, variables in enumerate(rank_variables(hosts, own, server.start())):
+            host = address if host.startswith("127.") or host == "::1" else host
+            for other, variables in enumerate(rank_variables(hosts, host, server.start())):
                 store.set(f"{name}.variables.{other}", json.dumps(variables))
         own_variables = json.loads(store.get(f"{name}.variables.{rank}"))
     except (RuntimeError, OSError) as error:  # of PyTorch's store, in several lines

@@ -191,14 +191,14 @@ def _init_grid(stages: int, tensor: int, *args: Any, **kwargs: Any) -> dict[str,
 
     given = {"stages": stages if stages != 1 else None, "tensor": tensor if tensor != 1 else None}
     check({**given, "comm": bool(args) or kwargs.get("comm") is not None})
-    own = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
-    if "comm" in own.horovod:
-        kwargs["comm"] = own.horovod["comm"]
-    device_link.add_links(own)
-    with links.starting(own):
+    grid = links.enter(stages, _import_mpi if _starts_over_mpi() else None, tensor)
+    if "comm" in grid.horovod:
+        kwargs["comm"] = grid.horovod["comm"]
+    device_link.add_links(grid)
+    with links.starting(grid):
         hvd.init(**kwargs)
     # Again: the start has let the ranks of this stage meet (`watchdog.meet`), and they would be taken for the whole job.
-    watchdog.introduce(own.peers, own.process(own.stage))
+    watchdog.introduce(grid.peers, grid.process(grid.stage))
     return kwargs
 
 

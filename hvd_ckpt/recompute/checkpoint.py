@@ -171,9 +171,9 @@ class _FlatRun:
         self._flags = requires_grad_of(self.tensors)
         self._reentrant = bool(options.use_reentrant)
         self._context_fn = options.context_fn
-        own = {id(tensor) for tensor in self.tensors}
+        arguments = {id(tensor) for tensor in self.tensors}
         # PyTorch saves the arguments with the graph and raises an error where one was changed. They must not be restored here.
-        reached.tensors = [tensor for tensor in reached.tensors if id(tensor) not in own]
+        reached.tensors = [tensor for tensor in reached.tensors if id(tensor) not in arguments]
         # With what else decides which parts of the function are run and compared again.
         variant = ("checkpoint", options.partition, options.context_fn is noop_context_fn)
         self.region = Region(

@@ -105,8 +105,8 @@ def apart(reference: Reference, trained: Training, rank: int) -> dict[str, Any]:
         ("", trained.parameters, reference.parameters),
         ("buffer_", dict(trained.model.named_buffers()), reference.buffers[rank]),
     ):
-        own = {name: tensor.detach().cpu() for name, tensor in found.items()}
-        values = largest_difference(own, expected, reference.start)
+        on_cpu = {name: tensor.detach().cpu() for name, tensor in found.items()}
+        values = largest_difference(on_cpu, expected, reference.start)
         figures |= {prefix + name: value for name, value in zip(("difference", "relative", "worst"), values)}
     return figures
 

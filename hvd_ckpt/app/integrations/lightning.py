@@ -139,9 +139,9 @@ class HorovodStrategy(ParallelStrategy):
         """All ranks' tensors, of one shape, in a new first dimension. Collective."""
         self._launcher.check("all_gather()")
         check_group(group)
-        own = (tensor if sync_grads else tensor.detach())[None]
-        gathered: torch.Tensor = hc.allgather(own)
-        if own.requires_grad:  # Horovod averages the gradients that the ranks have of this rank's part
+        row = (tensor if sync_grads else tensor.detach())[None]
+        gathered: torch.Tensor = hc.allgather(row)
+        if row.requires_grad:  # Horovod averages the gradients that the ranks have of this rank's part
             gathered.register_hook(lambda gradient: gradient.contiguous() * hc.size())
         return gathered if hc.size() > 1 else gathered[0]
 

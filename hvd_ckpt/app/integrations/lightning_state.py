@@ -17,14 +17,14 @@ from hvd_ckpt.utils.own_state import load_own_state, own_state
 
 def states_of_ranks(module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
     """What a checkpoint has of all ranks: their random state, state of modules and metrics, and order of reduction. Collective."""
-    own = {
+    state = {
         "random": random_state(),
         "module": own_state(module),
         "metrics": _metrics(module),
         "reduction": [optimizer.reduction_state_dict() for optimizer in optimizers],
     }
     buffer = io.BytesIO()
-    torch.save(own, buffer)
+    torch.save(state, buffer)
     # As bytes, since unsigned integers of random states cannot be pickled.
     stored = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     replicas = [optimizer.replicas and optimizer.replicas.state_dict() for optimizer in optimizers]
@@ -47,15 +47,15 @@ def load_states(
     if len(state["ranks"]) != hc.size():
         return None  # each rank draws new random numbers
     stored = io.BytesIO(state["ranks"][hc.rank()].numpy().tobytes())
-    own = torch.load(stored, weights_only=not objects)
-    for optimizer, reduction in zip(optimizers, own["reduction"]):
+    of_rank = torch.load(stored, weights_only=not objects)
+    for optimizer, reduction in zip(optimizers, of_rank["reduction"]):
         optimizer.load_reduction_state_dict(reduction)
-    load_own_state(module, own["module"])
+    load_own_state(module, of_rank["module"])
     for name, metric in module.named_modules():
-        if isinstance(metric, Metric) and name in own["metrics"]:
-            metric._update_count, values = own["metrics"][name]
+        if isinstance(metric, Metric) and name in of_rank["metrics"]:
+            metric._update_count, values = of_rank["metrics"][name]
             vars(metric).update(values)
-    return own["random"]
+    return of_rank["random"]
 
 
 def _metrics(module: nn.Module) -> dict[str, Any]:

@@ -90,13 +90,13 @@ class _Callbacks(CallbackHandler):
 
         Those of transformers and of this library decide by what is the same on all ranks, and need no message.
         """
-        own = {
+        events = {
             event
             for event in (*OF_LOOP, *IN_LOOP)
             for callback in self.callbacks
             if getattr(callback, event).__module__.partition(".")[0] not in ("transformers", "hvd_ckpt")
         }
-        self.agreed = frozenset().union(*of_all_processes(own, "Trainer: callbacks"))
+        self.agreed = frozenset().union(*of_all_processes(events, "Trainer: callbacks"))
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         outer, self._event = self._event, event
@@ -246,14 +246,14 @@ class _OverHorovod:
     def _buffers_of_first_rank(self: Any) -> Iterator[None]:
         """A context in which each rank has rank 0's buffers, which are those that are saved. Afterwards those that have not
         changed are the rank's own again. Collective."""
-        own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self._share_buffers()
         shared = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         yield
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 if name in shared and torch.equal(buffer, shared[name]):
-                    buffer.copy_(own[name])
+                    buffer.copy_(before[name])
 
     def _share_buffers(self: Any) -> None:
         hc.broadcast_parameters(dict(self.model.named_buffers()), root_rank=0)
@@ -324,17 +324,17 @@ class _OverHorovod:
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
-        own = {"reduction": self._distributed.reduction_state_dict(), "module": own_state(self.model)}
-        torch.save(own, Path(output_dir, f"hvd_ckpt_{hc.rank()}_of_{hc.size()}.pt"))
+        state = {"reduction": self._distributed.reduction_state_dict(), "module": own_state(self.model)}
+        torch.save(state, Path(output_dir, f"hvd_ckpt_{hc.rank()}_of_{hc.size()}.pt"))
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         path = Path(checkpoint or "", f"hvd_ckpt_{hc.rank()}_of_{hc.size()}.pt")
         if checkpoint is None or not path.is_file():
             return  # of other ranks: each draws new random numbers
-        own = torch.load(path, weights_only=True)
-        self._distributed.load_reduction_state_dict(own["reduction"])
-        load_own_state(self.model, own["module"])
+        state = torch.load(path, weights_only=True)
+        self._distributed.load_reduction_state_dict(state["reduction"])
+        load_own_state(self.model, state["module"])
 
 
 class Trainer(_OverHorovod, transformers.Trainer):  # type: ignore[misc]

@@ -63,8 +63,8 @@ def assemble(config: Config) -> Assembly:
     """
     entry: catalog.Entry | OwnModel
     try:
-        own = is_named(config.model)
-        entry = OwnModel(config.model, kind_of_data(config)) if own else catalog.find(config.model)
+        is_own = is_named(config.model)
+        entry = OwnModel(config.model, kind_of_data(config)) if is_own else catalog.find(config.model)
         entry.check_options(config.model_options)
         kind = KIND if of_own(config) else entry.kind
         _check_settings(config, kind)

@@ -59,8 +59,8 @@ class RunState(TorchState):  # type: ignore[misc]
         """Takes a commit: a copy of the trainer's state on the CPU."""
         assert self._trainer is not None
         state, step = self._trainer.state(), self._trainer.progress.step
-        own = {"optimizer": state.per_rank["optimizer"]}
-        commit = HeldSnapshot.of(step, state.ranges, state.aliases, state.replicated, own)
+        per_rank = {"optimizer": state.per_rank["optimizer"]}
+        commit = HeldSnapshot.of(step, state.ranges, state.aliases, state.replicated, per_rank)
         self.start(ResumePoint(self._trainer.folder, commit))
 
     def reset(self) -> None:

@@ -66,12 +66,12 @@ def evaluate(
 
     def run_part(part: int) -> tuple[float, dict[str, torch.Tensor]]:
         # Samples are dealt to the parts in turn, so that their numbers differ by one at most.
-        own = range(part, samples, all_parts)
+        numbers = range(part, samples, all_parts)
         sums: dict[str, torch.Tensor] = {}
         terms = 0.0
-        for first in range(0, longest if options.in_step else len(own), size):
+        for first in range(0, longest if options.in_step else len(numbers), size):
             # Without samples left, the first sample stands in: it is computed and not counted.
-            indices = own[first : first + size] or range(1)
+            indices = numbers[first : first + size] or range(1)
             batch = data.batch(indices, [0] * len(indices)).to(options.device)
             with options.autocast():
                 output = model(*batch.inputs, **batch.shared)
@@ -79,7 +79,7 @@ def evaluate(
                 if output is None:
                     continue
                 means = {"loss": objective.loss(output, batch), **objective.metrics(output, batch)}
-            if first < len(own):
+            if first < len(numbers):
                 weight = objective.weight(batch)
                 terms += weight
                 for name, mean in means.items():
@@ -110,8 +110,8 @@ def evaluate(
 
 def _over_ranks(parts: list[tuple[float, dict[str, torch.Tensor]]]) -> dict[str, float]:
     """The means. A rank without samples does not know the names, so they are sent with the numbers."""
-    own = [(terms, {name: float(value) for name, value in sums.items()}) for terms, sums in parts]
-    ranks = hvd.allgather_object(own, name="hvd_ckpt.evaluation")
+    of_rank = [(terms, {name: float(value) for name, value in sums.items()}) for terms, sums in parts]
+    ranks = hvd.allgather_object(of_rank, name="hvd_ckpt.evaluation")
     everyone = [part for rank in ranks for part in rank]
     total = sum(count for count, _ in everyone)
     # A sum of floats in the order of the parts, whichever ranks have them: the same bits on every rank and any number of ranks.

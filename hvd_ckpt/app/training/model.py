@@ -146,10 +146,10 @@ def cut_into_stages(
                 checkpoint=config.checkpoint,
                 virtual_stages=config.pipeline.virtual_stages_of_each,
             )
-        own = set(pipeline.parameters())
+        of_stage = set(pipeline.parameters())
         # A group may become empty. It stays, since snapshots of all stages have the same groups.
         for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in own]
+            group["params"] = [parameter for parameter in group["params"] if parameter in of_stage]
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigError(
                 f"pipeline {config.pipeline.stages}: stage {current().stage} has no parameters that are trained, give another "

@@ -391,8 +391,8 @@ class Local(Plain):
         return in_sync
 
     def _run_part(self, batch: Batch, samples: int, micro_batches: int) -> Accumulated:
-        own = float(self._objective.weight(batch)) if samples else 0.0
-        mean_terms = self._optimizer.begin_group_mean(own)
+        terms = float(self._objective.weight(batch)) if samples else 0.0
+        mean_terms = self._optimizer.begin_group_mean(terms)
         accumulated = self._in_turn(batch, samples, micro_batches, mean_terms)
         self._idle = not mean_terms()
         return accumulated

@@ -115,11 +115,11 @@ def _groups_of_blocks(
         raise ValueError(f"layer_decay {layer_decay}: this {type(model).__name__} is not a chain of blocks")
     groups, seen = [], set[nn.Parameter]()
     for number, block in enumerate(model):
-        own = [parameter for parameter in block.parameters() if parameter not in seen]
+        untied = [parameter for parameter in block.parameters() if parameter not in seen]
         # A tied parameter has the learning rate of the first block that has it.
-        seen.update(own)
+        seen.update(untied)
         scale = layer_decay ** (len(model) - 1 - number)
-        groups += [{**group, "lr_scale": scale} for group in _groups(own, weight_decay, decays)]
+        groups += [{**group, "lr_scale": scale} for group in _groups(untied, weight_decay, decays)]
     return groups
 
 

@@ -109,10 +109,10 @@ class Meter:
         more = [self._units, 1.0, *(value / max(self._steps, 1) for value in of_steps)]
         # One row for each part of the batch, so that the sums have an order that does not depend on the ranks. What is counted for
         # the rank as a whole stands in its first row.
-        own = torch.tensor([[*pair, *[0.0] * len(more)] for pair in pending], dtype=torch.float64)
-        own[0, 2:] = torch.tensor(more, dtype=torch.float64)
-        loss, weight, units, ranks, *times = (own.sum(0) if add_ranks is None else add_ranks(own)).tolist()
-        self._losses, self._weights = [0.0] * len(own), [0.0] * len(own)
+        rows = torch.tensor([[*pair, *[0.0] * len(more)] for pair in pending], dtype=torch.float64)
+        rows[0, 2:] = torch.tensor(more, dtype=torch.float64)
+        loss, weight, units, ranks, *times = (rows.sum(0) if add_ranks is None else add_ranks(rows)).tolist()
+        self._losses, self._weights = [0.0] * len(rows), [0.0] * len(rows)
         self._units, self._seconds, self._since, self._steps = 0.0, 0.0, now, 0
         return {
             "loss": loss / weight if weight else math.nan,

@@ -42,8 +42,8 @@ def print_summary(config: Config, one: OneRank, start: Start) -> None:
         size = sum(parameter.nbytes for parameter in parameters)
         units, unit = objective.units(train.batch([0], [0])), objective.unit
         # Samples that a program hands over have no name in the settings; those of this package have a default.
-        own = DEFAULT_DATA.get(unit) if type(train).__module__.startswith("hvd_ckpt.") else None
-        source = config.data or own or type(train).__name__
+        default = DEFAULT_DATA.get(unit) if type(train).__module__.startswith("hvd_ckpt.") else None
+        source = config.data or default or type(train).__name__
         samples = config.global_batch(hvd.size())
         each = "" if units == 1 else f", {samples * units:,} {unit}"
         split = "" if config.accumulate == 1 else f" in {config.accumulate} micro-batches"

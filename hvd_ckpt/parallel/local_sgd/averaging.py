@@ -59,11 +59,11 @@ class Averaging:
         self._members, self._groups, self._prefix = members, groups, prefix
         self._averages_moments, self._outer = options.moments == "average", options.outer
         self._wire = options.format
-        own = next(group for group in groups if members.rank() in group)
+        own_group = next(group for group in groups if members.rank() in group)
         # The ranks with this rank's place in their groups: of [[0, 1], [2, 3]], rank 1 averages with rank 3.
-        column = [group[own.index(members.rank())] for group in groups]
+        column = [group[own_group.index(members.rank())] for group in groups]
         everyone = range(members.size())
-        shared = len(own) > 1 and not optimizer.shard_stage  # the group's ranks have the same values
+        shared = len(own_group) > 1 and not optimizer.shard_stage  # the group's ranks have the same values
         self._group = Exchange(optimizer.process_set, "") if shared else None
         self._place = Place(PeerExchange(self._collectives, column, self.traffic), self._group)
         self._everyone = Place(PeerExchange(self._collectives, everyone, self.traffic))
@@ -150,8 +150,8 @@ class Averaging:
         place: Place,
     ) -> None:
         for fragment in self.fragments:
-            own = (segment for number, segment in placed if number == fragment.number)
-            for segments in split_into_runs(own):
+            of_fragment = (segment for number, segment in placed if number == fragment.number)
+            for segments in split_into_runs(of_fragment):
                 run = make(f"{what}.{segments[0].name}", segments, place)
                 # The first step, before which begin() is called for all runs, is over.
                 if self.step:
@@ -310,8 +310,8 @@ class Averaging:
         for run in (run for fragment in self.fragments for run in fragment.runs):
             if run.name.startswith(MOMENT) or self.in_sync or run.place.exchange.ranks == 1:
                 continue
-            own = [value.detach() for segment in run.segments if (value := segment.value()) is not None]
-            kept += [(value, value.clone()) for value in own]
+            values = [value.detach() for segment in run.segments if (value := segment.value()) is not None]
+            kept += [(value, value.clone()) for value in values]
             mean = Run(f"means.{run.name}", run.segments, run.place)
             mean.send()
             mean.combine(_parts_of_one([1.0] * run.place.exchange.ranks))
@@ -394,5 +394,5 @@ def _parts_of_one(weights: Sequence[float]) -> list[float]:
 
 
 def _is_persistent(model: torch.nn.Module, name: str) -> bool:
-    module, _, own = name.rpartition(".")
-    return own not in model.get_submodule(module)._non_persistent_buffers_set
+    module, _, last = name.rpartition(".")
+    return last not in model.get_submodule(module)._non_persistent_buffers_set

@@ -100,14 +100,14 @@ def LocalSGD(
 
     prefix, model = f"hvd_ckpt.local.{identity}", options.model
     groups = rank_groups(within, process_set, f"{prefix}.hosts")
-    own = next(group for group in groups if mpi_ops.rank() in group)
+    members = next(group for group in groups if mpi_ops.rank() in group)
     start_alike(named, model, process_set, f"{prefix}.start")
     sets, added = process_sets_of(groups, process_set)
     positions = {rank: position for position, rank in enumerate(ranks_of(process_set))}
     places = [[positions[rank] for rank in group] for group in groups]
     try:
         distributed = DistributedOptimizer(
-            optimizer, pairs, process_set=sets[tuple(own)], model=model, **options.of_group(len(own))
+            optimizer, pairs, process_set=sets[tuple(members)], model=model, **options.of_group(len(members))
         )
         new = add_averages(distributed, process_set)
         new.begin_averages(Averaging(new, options, places, prefix), added)

@@ -67,11 +67,11 @@ def block_bytes(blocks: Sequence[nn.Module]) -> list[float]:
     seen: set[int] = set()
     costs = []
     for block in blocks:
-        own = {
+        tensors = {
             id(tensor): tensor for tensor in (*block.parameters(), *block.buffers()) if id(tensor) not in seen
         }
-        seen |= own.keys()
-        costs.append(float(sum(tensor.numel() * tensor.element_size() for tensor in own.values())))
+        seen |= tensors.keys()
+        costs.append(float(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())))
     return costs
 
 
@@ -128,9 +128,9 @@ def best_cuts(count: int, parts: int, cost: Callable[[int, int, int], float]) ->
                 # The rest alone is no better than the best so far. Skipped before cost() is called, which may run a solver.
                 if least[end] >= best[start]:
                     continue
-                own = max(cost(parts - left, start, end), least[end])
-                if own < best[start]:
-                    best[start], end_of[start] = own, end
+                longest = max(cost(parts - left, start, end), least[end])
+                if longest < best[start]:
+                    best[start], end_of[start] = longest, end
         least = best
         ends.append(end_of)
     balance, start = [], 0

@@ -73,8 +73,8 @@ def clip_over_stages(
 def _clip_sharded(
     split: SplitGradients, grid: Grid, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
-    own = split.norm(float(norm_type))
-    measured = torch.tensor([-1.0 if own is None else own], dtype=torch.float64)
+    norm = split.norm(float(norm_type))
+    measured = torch.tensor([-1.0 if norm is None else norm], dtype=torch.float64)
     norms, dtype = _gathered(grid, measured, split.dtypes)
     exact = norms[norms > 0].sum() if norm_type == 0 else _joined(norms.flatten(), norm_type)
     total = exact.to(dtype)

@@ -111,8 +111,8 @@ class Chunk:
                     raise TypeError(
                         f"None of the {len(accepted)} blocks accepts the keyword argument {name!r}."
                     )
-            own = accepted[self.own.start : self.own.stop]
-            self._segments[shared] = LayerSegment(self.blocks, own, self.number + 1, self.count, self.first)
+            taken = accepted[self.own.start : self.own.stop]
+            self._segments[shared] = LayerSegment(self.blocks, taken, self.number + 1, self.count, self.first)
         return self._segments[shared]
 
 

@@ -92,8 +92,8 @@ def accumulate(
         )
     parts = split_batch(batch, micro_batches)
     weights = [terms_of(part, weight) for part in parts]
-    own = math.fsum(weights)
-    everywhere = TotalTerms(own, across_ranks, mean_terms)
+    local_terms = math.fsum(weights)
+    everywhere = TotalTerms(local_terms, across_ranks, mean_terms)
     mean: Tensor | None = None
     for index, (part, terms) in enumerate(zip(parts, weights)):
         last = index == len(parts) - 1
@@ -103,13 +103,13 @@ def accumulate(
                 loss = one_element(compute(part))
         finally:
             everywhere.factor()  # always waited for, since the next call sends under the same name
-        mean = add_loss(mean, loss, terms, own)
+        mean = add_loss(mean, loss, terms, local_terms)
         with span("backward"):
             run_backward(loss, terms, everywhere, backward, last)
         # Drops the graph of this micro-batch before the next forward pass builds another one.
         del loss
     assert mean is not None
-    return Accumulated(mean, own)
+    return Accumulated(mean, local_terms)
 
 
 # Weights. Micro-batch i of this rank has t_i terms and the mean loss l_i. Its backward pass starts from l_i times

@@ -139,18 +139,18 @@ def _orders(
 
     Micro-batches are in groups of as many as there are stages. Each group goes through one chunk after the other.
     """
-    own = [stage + stages * number for number in range(virtual_stages)]
-    before = {chunk: tuple(edge for edge in edges if edge.target == chunk) for chunk in own}
-    after = {chunk: tuple(edge for edge in edges if edge.source == chunk) for chunk in own}
+    chunks = [stage + stages * number for number in range(virtual_stages)]
+    before = {chunk: tuple(edge for edge in edges if edge.target == chunk) for chunk in chunks}
+    after = {chunk: tuple(edge for edge in edges if edge.source == chunk) for chunk in chunks}
     forwards, backwards = [], []
     for start in range(0, micro_batches, stages):
         group = range(start, min(start + stages, micro_batches))
         forwards += [
-            Action(FORWARD, chunk, index, before[chunk], after[chunk]) for chunk in own for index in group
+            Action(FORWARD, chunk, index, before[chunk], after[chunk]) for chunk in chunks for index in group
         ]
         backwards += [
             Action(BACKWARD, chunk, index, after[chunk], before[chunk])
-            for chunk in reversed(own)
+            for chunk in reversed(chunks)
             for index in group
         ]
     return forwards, backwards

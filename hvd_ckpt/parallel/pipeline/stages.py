@@ -221,9 +221,9 @@ class StagePlanner:
             memory, seconds = fixed + kept.need, kept.seconds
             if count > 1:
                 inner = self._solver(0, end).from_block(first)
-                own = self._blocks[first:end]
+                blocks = self._blocks[first:end]
                 boundary, highest = 0, 0
-                for block in own:
+                for block in blocks:
                     highest = max(highest, boundary + max(block.forward_working, block.output))
                     boundary = block.output
                 if end == len(self._blocks):
@@ -231,9 +231,9 @@ class StagePlanner:
                     rest = self._behind.choices[0].seconds
                 else:
                     rest = 0.0
-                forward = sum(block.forward_seconds for block in own)
+                forward = sum(block.forward_seconds for block in blocks)
                 memory = np.concatenate(
-                    (memory, fixed + count * own[-1].output + np.maximum(inner.need, highest))
+                    (memory, fixed + count * blocks[-1].output + np.maximum(inner.need, highest))
                 )
                 seconds = np.concatenate((seconds, forward + rest + inner.seconds))
             self._known[key] = memory, seconds
@@ -287,11 +287,11 @@ class StagePlanner:
     def _fastest(self, limit: float) -> tuple[list[int], float]:
         """The cuts that minimize the time of the longest part, and that time; inf if no cuts stay within the limit."""
         # Cuts are chosen part by part. So the parts of a stage share its memory equally, although one may need more.
-        own = limit / self.layout.parts_of_stage
+        share = limit / self.layout.parts_of_stage
 
         def seconds(part: int, first: int, end: int) -> float:
             memory, seconds = self._ways(part, first, end)
-            return float(np.min(seconds, initial=math.inf, where=memory <= own))
+            return float(np.min(seconds, initial=math.inf, where=memory <= share))
 
         return self._cuts(seconds)
 
@@ -303,9 +303,9 @@ class StagePlanner:
 
     def pipeline(self, limit: float) -> tuple[PipelinePlan, list[int]]:
         """The fastest plan within a budget that is at least :attr:`smallest`, and the choice of each block."""
-        own = limit / self.layout.parts_of_stage
+        share = limit / self.layout.parts_of_stage
         balance, _ = self._fastest(limit)
-        return self._made(balance, lambda part, first, end: self._best(part, first, end, own))
+        return self._made(balance, lambda part, first, end: self._best(part, first, end, share))
 
     @functools.cached_property
     def baseline(self) -> PipelinePlan:

@@ -98,17 +98,17 @@ class TiedGradients:
         """
         grid = self._transport.grid
         exchanges = [_fixed_order(tie.parameter) for tie in self._tied]
-        own = [
+        gradients = [
             _part(tie, exchange) if exchange is not None else _copy(tie.parameter.grad)
             for tie, exchange in zip(self._tied, exchanges)
         ]
         # All sends are started before the first receive is waited for: the
         # stages run the same lines, and none may wait for another to send.
-        for tie, part in zip(self._tied, own):
+        for tie, part in zip(self._tied, gradients):
             for stage in tie.stages:
                 if stage != grid.stage:
                     self._transport.send([part], grid.process(stage), self._tag)
-        for tie, exchange, part, before in zip(self._tied, exchanges, own, self._before):
+        for tie, exchange, part, before in zip(self._tied, exchanges, gradients, self._before):
             total: Tensor | None = None
             for stage in tie.stages:
                 if stage != grid.stage:

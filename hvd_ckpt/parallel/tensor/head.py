@@ -57,8 +57,8 @@ class SplitVocabulary(NamedTuple):
         shifted = logits - parts.maximum(logits.amax(-1, keepdim=True))
         place, here = self.local(targets)
         # Zero where another part has the target, so that the sum over the parts is the target's score.
-        own = shifted.gather(1, place).masked_fill(~here, 0.0)
-        sums = torch.cat([shifted.exp().sum(-1, keepdim=True), own, shifted.sum(-1, keepdim=True)], -1)
+        scores = shifted.gather(1, place).masked_fill(~here, 0.0)
+        sums = torch.cat([shifted.exp().sum(-1, keepdim=True), scores, shifted.sum(-1, keepdim=True)], -1)
         exponentials, of_targets, of_all = torch.split(parts.add(sums), 1, -1)
         norm = exponentials.log()
         return shifted.sub_(norm), of_targets - norm, of_all / self.size - norm

@@ -209,8 +209,8 @@ def _row(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         def compute(region: Region) -> Tensor:
             kind = region.kind(x)
             # What was computed outside of all regions was not noted.
-            own = x if kind & SPLIT else mark_kind(x.view_as(x), kind | SPLIT)
-            total = (leave_positions if kind & SHARE else leave)(_linear(self, own, None))
+            marked = x if kind & SPLIT else mark_kind(x.view_as(x), kind | SPLIT)
+            total = (leave_positions if kind & SHARE else leave)(_linear(self, marked, None))
             if self.bias is not None:
                 total = total + self.bias
             return total
@@ -286,12 +286,12 @@ def _block(base: Any) -> dict[str, Callable[..., Any]]:
         """The outputs for this part's positions."""
         _, name, blocks = _place(self)
         assert blocks is not None
-        own = mark_kind(blocks.enter(name, x), SHARE)
+        marked = mark_kind(blocks.enter(name, x), SHARE)
         for other in tensors_in(args, kwargs):
             if kind_of(other) is None:
                 mark_kind(other, WHOLE)  # such as a memory to which all positions attend
         with parts.inside("sequence"), Region(SHARE) as region:
-            result = _known(region, base.forward(self, own, *args, **kwargs))
+            result = _known(region, base.forward(self, marked, *args, **kwargs))
         if isinstance(result, tuple):
             return blocks.leave(name, result[0]), *result[1:]
         return blocks.leave(name, result)

@@ -96,14 +96,14 @@ def _mask(part: Part, x: Tensor, p: float, channels: bool = False) -> Tensor:
     if channels:
         x = x.new_empty([*x.shape[:2], *[1] * (x.dim() - 2)])
     count = grid.tensor if dim < 2 or not channels else 1
-    own = x.shape[dim]
+    extent = x.shape[dim]
     strides = x.stride()
     # The dimensions from the outermost in memory to the innermost. Those of a tensor that was (batch, positions,
     # heads, width) and is transposed to (batch, heads, positions, width) are 0, 2, 1, 3.
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
     whole = x.new_empty([x.shape[d] * (count if d == dim else 1) for d in order])
     whole.bernoulli_(1 - p)
-    slice_ = whole.narrow(order.index(dim), grid.part * own if count > 1 else 0, own)
+    slice_ = whole.narrow(order.index(dim), grid.part * extent if count > 1 else 0, extent)
     return slice_.permute([order.index(d) for d in range(x.dim())])
 
 

@@ -335,11 +335,11 @@ def _cuts_of(name: str, module: nn.Module, kind: str, parts: int) -> dict[str, C
 
 def _check_computes_itself(where: str, module: nn.Module) -> None:
     """Raises ValueError for a layer whose ``forward`` or parameters a split one would replace."""
-    own = "forward" in module.__dict__ or (
+    overridden = "forward" in module.__dict__ or (
         isinstance(module, (nn.Linear, nn.Embedding))
         and type(module).forward not in (nn.Linear.forward, nn.Embedding.forward)
     )
-    if own:
+    if overridden:
         raise ValueError(
             f"{where} has a forward method of its own, which a split layer would drop; split a plain layer within it"
         )
@@ -381,17 +381,17 @@ def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
     for number, (theirs, *_) in enumerate(everyone):
         if theirs:
             raise ValueError(theirs if problem else f"{theirs} (on part {number % grid.tensor})")
-    own = everyone[grid.stage * grid.tensor : (grid.stage + 1) * grid.tensor]
-    for part, (_, recipe, weights, trainable) in enumerate(own):
-        if recipe != own[0][1]:
+    recipes = everyone[grid.stage * grid.tensor : (grid.stage + 1) * grid.tensor]
+    for part, (_, recipe, weights, trainable) in enumerate(recipes):
+        if recipe != recipes[0][1]:
             raise ValueError(f"tensor_parallel: parts 0 and {part} have different recipes; give all the same")
-        names = [name for name in {**own[0][2], **weights} if own[0][2].get(name) != weights.get(name)]
+        names = [name for name in {**recipes[0][2], **weights} if recipes[0][2].get(name) != weights.get(name)]
         if names:
             raise ValueError(
                 f"tensor_parallel: {names[0]!r} differs between parts 0 and {part}; give all the same model, such as by "
                 f"torch.manual_seed(seed) before it is made"
             )
-        if frozen := sorted(set(own[0][3]) ^ set(trainable)):
+        if frozen := sorted(set(recipes[0][3]) ^ set(trainable)):
             raise ValueError(
                 f"tensor_parallel: requires_grad of {frozen[0]!r} differs between parts 0 and {part}; freeze it on all parts or "
                 f"on none"

@@ -195,10 +195,10 @@ def prepared(whole: nn.Module, double: bool, noise: bool) -> nn.Module:
 
 
 def _own(tensor: Tensor, double: bool, device: torch.device) -> Tensor:
-    own = tensor.detach().to(device, copy=True)
-    if double and own.is_floating_point():
-        own = own.double()
-    return own.requires_grad_(tensor.requires_grad)
+    copy = tensor.detach().to(device, copy=True)
+    if double and copy.is_floating_point():
+        copy = copy.double()
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

@@ -249,9 +249,9 @@ def _agree_on_frozen(module: nn.Module) -> None:
 def _raise_together(problem: str) -> None:
     """Raises ValueError on all parts if one has a problem. Collective over the parts."""
     content = problem.encode()[:MESSAGE_BYTES]
-    own = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-    own[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-    for part, row in enumerate(parts.gather(own)):
+    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    message[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+    for part, row in enumerate(parts.gather(message)):
         if row[0]:
             text = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
             raise ValueError(problem or f"{text} (on part {part})")
