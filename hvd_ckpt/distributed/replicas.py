@@ -236,7 +236,8 @@ class Replicas:
         buffers = self._named_buffers()
         self._buffers = {
             index: {
-                name: value.to(buffers[name].device, copy=True) for name, value in state["buffers"][index].items()
+                name: value.to(buffers[name].device, copy=True)
+                for name, value in state["buffers"][index].items()
             }
             for index in self._buffers
         }

@@ -23,6 +23,7 @@ from hvd_ckpt.app.cli.main import main
 from hvd_ckpt.app.compare.runner.jobs import launched_rank_and_size
 from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.app.training.config import Config, ConfigError, read_yaml
+from hvd_ckpt.app.training.logs import loss_plot
 from hvd_ckpt.parallel.tensor.recipes import is_split, tensor_parallel
 from hvd_ckpt.planning.plan import Plan, PlanError
 from hvd_ckpt.planning.request import plan
@@ -272,18 +273,15 @@ def answer(words: list[str]) -> str:
     return "refused with one line"
 
 
-def logs(folder: Path) -> Callable[[Draw, Path], str]:
+def logs(_: Path) -> Callable[[Draw, Path], None]:
     """Pictures of logs that hold anything."""
     records = [
         {"step": 10 * at, "kind": ("train", "eval")[at % 3 == 0], "loss": 3.0 / (at + 1)} for at in range(12)
     ]
     good = [json.dumps(record) for record in records]
-    (folder / "log.jsonl").write_text("\n".join(good))
-    answer(["plot", str(folder), "--output", str(folder / "loss.png")])  # imports what it needs
 
-    def feed(draw: Draw, folder: Path) -> str:
-        log, lines = folder / "run" / "log.jsonl", list(good)
-        log.parent.mkdir()
+    def feed(draw: Draw, folder: Path) -> None:
+        log, lines = folder / "log.jsonl", list(good)
         whole = draw.chance(0.5)
         if not whole:
             at = draw.below(len(lines))
@@ -291,12 +289,7 @@ def logs(folder: Path) -> Callable[[Draw, Path], str]:
         log.write_text("\n".join(lines) + "\n")
         if whole:
             draw.spoil(log, b'{"step": 1, "kind": "train", "loss": NaN}\n' + b"[" * 20000)
-        picture = folder / draw.choice("loss.png", "a/b.png", "x.txt", "no\nne.png", "x" * 300 + ".png")
-        title = draw.choice("Loss", *TEXTS).replace("\0", "")
-        name = draw.choice("", "", "$x=", "a=", "_hidden=", "$\\frac{=", "é=")
-        return answer(
-            ["plot", f"{name}{draw.choice(log, log.parent)}", "--output", str(picture), "--title", title]
-        )
+        loss_plot(log, folder / "loss.png", draw.choice("Loss", "$\\frac{", *TEXTS).replace("\0", ""))
 
     return feed
 
@@ -363,6 +356,6 @@ KINDS = (
     Kind("environment", 8.0, (ValueError,), environment),
     Kind("output", 3.0, (ValueError,), outputs),
     Kind("command line", 8.0, (), command_lines),
-    Kind("plot", 2.0, (), logs),
+    Kind("log", 2.0, (ValueError,), logs),
     Kind("recipe", 4.0, (ValueError,), recipes),
 )

@@ -14,7 +14,6 @@ from snapshot_files import opened_files
 import hvd_ckpt as hc
 from hvd_ckpt.app.training.build import assemble
 from hvd_ckpt.app.training.config import Config, ConfigError
-from hvd_ckpt.app.training.logs import read
 from hvd_ckpt.app.training.trainer import Outcome, Trainer
 from hvd_ckpt.snapshots import reader
 from hvd_ckpt.snapshots.export import export

@@ -174,7 +174,15 @@ def test_replicas_of_stages_resume_at_any_sharding(tmp_path: Path) -> None:
     whole = [
         run_of(tmp_path, "whole", name, *saves),
         resumed(
-            tmp_path, "whole", "staged", "none", "--pipeline=1", f"--shard=2{exact}", keep, name="from none", step=3
+            tmp_path,
+            "whole",
+            "staged",
+            "none",
+            "--pipeline=1",
+            f"--shard=2{exact}",
+            keep,
+            name="from none",
+            step=3,
         ),
         resumed(tmp_path, "whole", "staged", "parameters", "--pipeline=1", name="from parameters", step=3),
     ]

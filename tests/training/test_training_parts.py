@@ -304,7 +304,7 @@ def write_log(path, losses, evaluations=()):
 
 
 def draw(log, folder):
-    loss_plot({"run": log}, folder / "loss.png")
+    loss_plot(log, folder / "loss.png", "run")
 
 
 def test_no_loss_to_draw(tmp_path):

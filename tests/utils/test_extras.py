@@ -23,7 +23,7 @@ OPTIONAL = (
     "tokenizers",
     "transformers",
 )
-COMMANDS = ("bench", "compare", "export", "plan", "plot", "train")
+COMMANDS = ("compare", "export", "plan", "train")
 IMPORTS = """
 import importlib.metadata, json, sys
 from click.testing import CliRunner
@@ -77,7 +77,7 @@ def results(folder: Path) -> dict[str, Result]:
         "horovod": call(("horovod",), *each),
         "torch": call(("torch",), *each),
         "library": Case(LIBRARY),
-        "optional": call(OPTIONAL, ["bench", "--help"], planned, ["compare", "--quick"], ["plot", "run"]),
+        "optional": call(OPTIONAL, planned, ["compare", "--quick"]),
         "bert-tiny": train("bert-tiny"),
         "gpt-tiny": train("gpt-tiny"),
     }
@@ -104,13 +104,11 @@ def declared() -> list[str]:
 
 
 def test_without_optional_packages(results: dict[str, Result]) -> None:
-    bench, plan, compare, plot = answers_of(results["optional"])
-    assert bench.status == 0 and "Usage:" in bench.output
+    plan, compare = answers_of(results["optional"])
     for answer, package in ((plan, "transformers"), (compare, "sklearn")):
         assert answer.status == 2, answer.output
         (line,) = [line for line in answer.output.splitlines() if line.startswith("Error:")]
         assert f"{package} is not installed: pip install 'here[training]'" in line
-    assert plot.status == 2
 
 
 @pytest.mark.parametrize(

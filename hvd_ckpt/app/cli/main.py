@@ -22,11 +22,6 @@ class _Entry(NamedTuple):
 
 
 COMMANDS = {
-    "bench": _Entry(
-        "hvd_ckpt.app.cli.bench",
-        "bench",
-        "Say where the benchmarks are.",
-    ),
     "build-horovod": _Entry(
         "hvd_ckpt.app.install.build_horovod",
         "build_horovod",
@@ -51,10 +46,15 @@ COMMANDS = {
         "Find the fastest layout of a job that fits the memory of its ranks.",
     ),
     "plan": _Entry("hvd_ckpt.app.cli.plan", "plan", "Fit a model's training step into a memory budget."),
-    "plot": _Entry("hvd_ckpt.app.cli.plot", "plot", "Draw the losses of training runs in one picture."),
     "train": _Entry(
         "hvd_ckpt.app.cli.train", "train", "Train a model over all ranks, on text, images or volumes."
     ),
+}
+
+GONE = {  # commands that were here, and what does the same
+    "bench": "run `python -m benchmarks` in a clone of the repository",
+    "generate": "write the run with `hvd-ckpt export --format hf`, and generate with transformers",
+    "plot": "train with --tensorboard, and run `tensorboard --logdir` on the folder of the runs",
 }
 
 
@@ -65,6 +65,8 @@ class LazyGroup(click.Group):
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in GONE:
+            raise click.UsageError(f"No such command '{cmd_name}': {GONE[cmd_name]}.", ctx)
         entry = COMMANDS.get(cmd_name)
         if entry is None:
             return None

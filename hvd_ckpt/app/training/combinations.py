@@ -57,5 +57,7 @@ def _features(config: Config) -> dict[str, Any]:
 
 
 OPTIONS = {("pipeline", name): name for name in ("stages", "virtual_stages", "balance")}
-OPTIONS |= {("local", name): name for name in ("outer_lr", "outer_momentum", "fragments", "delay", "wire", "within")}
+OPTIONS |= {
+    ("local", name): name for name in ("outer_lr", "outer_momentum", "fragments", "delay", "wire", "within")
+}
 OPTIONS |= {("shard", name): name for name in ("wire", "offload", "accumulate_locally", "within")}

@@ -242,17 +242,18 @@ class Config(Strict):
     shard: Sharded = Field(
         Sharded(),
         description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO). wire (communication dtype: fp32, "
-        "fp16, bf16, int8; int4 only for gradients), offload (optimizer, or parameters with gradients and optimizer; to host memory "
-        "on CUDA, to files in folder=FOLDER on a CPU), accumulate_locally=true (add up the gradients of a step on each rank and send "
-        "them once; needs memory for whole gradients), within (host, or groups such as [[0,1],[2,3]], which keep a second copy of "
-        "the parameters).  [default: none]",
+        "fp16, bf16, int8; int4 only for gradients), offload (optimizer, or parameters with gradients and optimizer; to host "
+        "memory on CUDA, to files in folder=FOLDER on a CPU), accumulate_locally=true (add up the gradients of a step on each "
+        "rank and send them once; needs memory for whole gradients), within (host, or groups such as [[0,1],[2,3]], which keep "
+        "a second copy of the parameters).  [default: none]",
     )
 
     local: Local | None = Field(
         None,
         description="Local SGD: steps of each rank on its own between two averages of the parameters; outer_lr, outer_momentum "
-        "(DiLoCo), fragments (parts that are averaged in turn), delay (steps that an average overlaps), wire (communication dtype of "
-        "averages), within (host, or groups such as [[0,1],[2,3]], which reduce gradients in each step).  [default: no local SGD]",
+        "(DiLoCo), fragments (parts that are averaged in turn), delay (steps that an average overlaps), wire (communication dtype "
+        "of averages), within (host, or groups such as [[0,1],[2,3]], which reduce gradients in each step).  "
+        "[default: no local SGD]",
     )
 
     pipeline: Stages = Field(

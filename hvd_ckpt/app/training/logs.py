@@ -33,11 +33,7 @@ KEYS = (  # the others are metrics
     "step", "kind", "loss", "lr", "rate", "unit", "memory", "memory_of", "samples", "seconds", *TIMES,
 )  # fmt: skip
 MAX_BYTES = 1 << 30
-# Okabe and Ito's colours, which people who are colour-blind can tell apart.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-DASHES: tuple[Any, ...] = ("-", (0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))
-MARKERS = "osD^v"
-LONGEST = 100  # characters of a title or name
+LONGEST = 100  # characters of a title
 MOST = 2**53  # steps
 LARGEST = 1e30  # loss that is drawn; a larger one counts as infinite
 
@@ -140,66 +136,36 @@ def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
 # ------------------------------------------------------------------------------------ plot
 
 
-def loss_plot(
-    runs: Mapping[str, str | os.PathLike[str]],
-    path: str | os.PathLike[str],
-    title: str = "Loss",
-) -> None:
-    """Draws the training loss of runs over the steps as lines, and evaluations as points.
+def loss_plot(log: str | os.PathLike[str], path: str | os.PathLike[str], title: str) -> None:
+    """Draws the training loss of a run over the steps as a line, and evaluations as points.
 
-    Each run is thinner than the one before, with its own dashes, so runs that coincide are all visible. Where a loss is not finite
-    there is a gap.
+    Where a loss is not finite there is a gap.
 
     Args:
-        runs: logs (``log.jsonl``), by the name of the run; at least one.
+        log: a ``log.jsonl``.
         path: path of the PNG.
         title: above the picture.
 
     Raises:
-        ValueError: a log has no loss, or a line of it is not a record; the message names file and line.
+        ValueError: the log has no loss, or a line of it is not a record; the message names file and line.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.2, 4.8), layout="constrained")
     axes = figure.add_subplot()
-    for number, (name, log) in enumerate(runs.items()):
-        _draw_run(axes, number, one_line(name)[:LONGEST], log, alone=len(runs) == 1)
+    training, evaluation = _points(log, "train"), _points(log, "eval")
+    if not training and not evaluation:
+        raise ValueError(f"log '{log}' has no loss to draw")
+    if training:
+        axes.plot(*zip(*training), marker="." if len(training) == 1 else "", label="training")
+    if evaluation:
+        axes.plot(*zip(*evaluation), "o", label="evaluation")
     axes.set_title(one_line(title)[:LONGEST], parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)
-    for text in axes.legend(frameon=False).get_texts():
-        text.set_parse_math(False)
+    axes.legend(frameon=False)
     figure.savefig(Path(path), dpi=120)
-
-
-def _draw_run(axes: Any, number: int, name: str, log: str | os.PathLike[str], alone: bool) -> None:
-    training, evaluation = _points(log, "train"), _points(log, "eval")
-    if not training and not evaluation:
-        raise ValueError(f"log '{log}' has no loss to draw")
-    color = COLORS[number % len(COLORS)]
-    label = f" {name}"  # matplotlib leaves out of a legend what begins with an underscore
-    if training:
-        axes.plot(
-            # Of several runs the first is thick and pale and the later ones thinner, so that lines that coincide are all seen.
-            *zip(*training),
-            color=color,
-            alpha=0.45 if number == 0 and not alone else 1,
-            linestyle=DASHES[number % len(DASHES)],
-            linewidth=1.6 if alone else max(5 - 2 * number, 1.3),
-            marker="." if len(training) == 1 else "",
-            label=label,
-        )
-    if evaluation:
-        axes.plot(
-            *zip(*evaluation),
-            color=color,
-            linestyle="",
-            marker=MARKERS[number % len(MARKERS)],
-            markersize=max(11 - 5 * number, 4),
-            markerfacecolor="white" if number == 0 else color,
-            label=f"{label}, evaluation",
-        )
 
 
 def _points(log: str | os.PathLike[str], kind: str) -> list[tuple[int, float]]:

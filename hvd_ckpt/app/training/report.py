@@ -337,7 +337,7 @@ class Report:
         if current().number != 0:
             return
         try:
-            loss_plot({self._mode.config.model: self._folder / "log.jsonl"}, self._folder / "loss.png")
+            loss_plot(self._folder / "log.jsonl", self._folder / "loss.png", self._mode.config.model)
         except (OSError, ValueError) as error:
             self.say(f"Warning: no plot of the loss: {error}")
         except ImportError as error:

@@ -55,7 +55,8 @@ def print_summary(config: Config, one: OneRank, start: Start) -> None:
             "data": f"{source}: {amount} to train on, {len(test or ()):,} to evaluate on",
             "step": f"{config.batch} samples {_owners(config)}{split}: {samples:,} samples{each}",
             "steps": f"{steps - taken:,}{epochs}; {config.optimizer}, learning rate {config.lr:g}, {config.schedule}",
-            "memory": _recomputation(config) + (f"; sharded: {config.shard.states}" if config.shard.stage else ""),
+            "memory": _recomputation(config)
+            + (f"; sharded: {config.shard.states}" if config.shard.stage else ""),
             "ranks": f"{_ranks(config)} on {device}, CPU threads of each: {torch.get_num_threads()}",
             "folder": str(start.folder),
         }

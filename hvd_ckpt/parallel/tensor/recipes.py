@@ -385,7 +385,9 @@ def _agree(model: nn.Module, kinds: Mapping[str, str], problem: str) -> None:
     for part, (_, recipe, weights, trainable) in enumerate(recipes):
         if recipe != recipes[0][1]:
             raise ValueError(f"tensor_parallel: parts 0 and {part} have different recipes; give all the same")
-        names = [name for name in {**recipes[0][2], **weights} if recipes[0][2].get(name) != weights.get(name)]
+        names = [
+            name for name in {**recipes[0][2], **weights} if recipes[0][2].get(name) != weights.get(name)
+        ]
         if names:
             raise ValueError(
                 f"tensor_parallel: {names[0]!r} differs between parts 0 and {part}; give all the same model, such as by "
