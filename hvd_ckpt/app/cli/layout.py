@@ -152,7 +152,9 @@ def layout(
         say("comparing layouts")
         rows = job.rows()
         changing = dataclasses.replace(job, inexact=True).rows() if inexact else []
-        best, tried, found = rows[0] if rows else None, [], []
+        best = rows[0] if rows else None
+        tried: list[LayoutRow] = []
+        found: list[Trial | str] = []
         if job.rank is not None and trials != 0 and best is not None and best.fits:
             best, tried, found = choose(rows, trials or TRIED, settings_for, job.memory, say)
     if job.rank:
