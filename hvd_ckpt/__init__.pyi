@@ -147,14 +147,15 @@ from hvd_ckpt.recompute import (
     is_recomputing as is_recomputing,
     without_recomputation as without_recomputation,
 )
-from hvd_ckpt.reduction import (
-    Compression as Compression,
-    ReductionStats as ReductionStats,
+from hvd_ckpt.reduction.broadcast import (
     allgather_object as allgather_object,
     broadcast_object as broadcast_object,
     broadcast_optimizer_state as broadcast_optimizer_state,
     broadcast_parameters as broadcast_parameters,
     join as join,
+)
+from hvd_ckpt.reduction.communicator import (
+    Compression as Compression,
 )
 from hvd_ckpt.reduction.consistency import (
     WeightsDiffer as WeightsDiffer,
@@ -164,6 +165,9 @@ from hvd_ckpt.reduction.scatter import (
     grouped_reducescatter_async as grouped_reducescatter_async,
     reducescatter as reducescatter,
     reducescatter_async as reducescatter_async,
+)
+from hvd_ckpt.reduction.stats import (
+    ReductionStats as ReductionStats,
 )
 from hvd_ckpt.sharding.averaging import (
     AveragedWeights as AveragedWeights,

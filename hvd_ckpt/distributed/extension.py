@@ -19,11 +19,11 @@ from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.construction import check_not_split
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.reduction.process_sets import check_within, hosts_of
-from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator
 from hvd_ckpt.sharding.construction import ShardOptions, check_stage, shard_optimizer
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.optimizer import ShardedOptimizer
-from hvd_ckpt.sharding.replicas import ShardedTreeCommunicator, ShardReplicaReducer
+from hvd_ckpt.sharding.replicas import ReplicaReducer, ShardReplicaReducer
+from hvd_ckpt.sharding.tree import TreeCommunicator
 from hvd_ckpt.sharding.units import check_memory, find_units
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -88,12 +88,12 @@ class Extension:
         assert number is not None and model is not None
         identity, process_set = optimizer.identity, optimizer.process_set
         if optimizer.shard_stage > 1:
-            layout, exchange = optimizer.sharding.layout, optimizer.sharding.exchange
-            parts = ShardedTreeCommunicator(number, layout, exchange)
-            optimizer.reducer = ShardReplicaReducer(parts, identity)
+            sharding = optimizer.sharding
+            optimizer.reducer = ShardReplicaReducer(number, sharding.layout, sharding.exchange)
+            optimizer.reducer.rename(identity, 0)
         else:
             whole = TreeCommunicator(number, process_set)
-            whole.hosts = hosts_of(process_set, f"hvd_ckpt.{identity}.levels")
+            whole.exchange.hosts = hosts_of(process_set, f"hvd_ckpt.{identity}.levels")
             optimizer.reducer = ReplicaReducer(assign(), whole, identity)
         # Under names of its own: a mean of losses may be on its way beside the gradients.
         means = TreeCommunicator(number, process_set)

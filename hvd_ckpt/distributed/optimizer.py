@@ -12,10 +12,10 @@ from horovod.torch.mpi_ops import Average, global_process_set
 
 from hvd_ckpt.distributed.options import Options
 from hvd_ckpt.processes.launchers import is_elastic
-from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.assignment import BucketAssignment
 from hvd_ckpt.reduction.buckets import MEBIBYTE
+from hvd_ckpt.reduction.communicator import Compression
 from hvd_ckpt.reduction.construction import (
     agree_at_construction,
     check_not_split,
@@ -166,7 +166,7 @@ def DistributedOptimizer(
 def extension_of(options: Options) -> Extension | None:
     """The shards and logical replicas that options ask for.
 
-    The one import within a function: a plain optimizer needs none of sharding, planning and recomputation.
+    Imported here, since a plain optimizer needs none of sharding, planning and recomputation.
     """
     if options.are_plain:
         return None

@@ -18,9 +18,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, global_process_set
 
-from hvd_ckpt.reduction import Compression
 from hvd_ckpt.reduction.agreement import described
-from hvd_ckpt.reduction.communicator import Communicator, adasum_unavailable
+from hvd_ckpt.reduction.communicator import Communicator, Compression
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.rules import check
 from hvd_ckpt.utils.text import stage_name
@@ -141,6 +140,8 @@ class Options:
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be > 0 (MiB), not {self.bucket_cap_mb}")
         if self.op == Adasum and mpi_ops.size() > 1:
+            from hvd_ckpt.reduction.adasum import adasum_unavailable
+
             reason = adasum_unavailable()
             if reason is not None:
                 raise ValueError(reason)

@@ -27,11 +27,11 @@ from hvd_ckpt.prediction.network import Cost, Network
 from hvd_ckpt.reduction.assignment import lay_out
 from hvd_ckpt.reduction.buckets import MEBIBYTE
 from hvd_ckpt.reduction.flags import ControlFlags
-from hvd_ckpt.reduction.tree import SMALL_BYTES as TREE_SMALL_BYTES
 from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.sharding.formats import FP32, wire_formats
 from hvd_ckpt.sharding.in_flight import IN_FLIGHT, SMALL_BYTES
 from hvd_ckpt.sharding.layout import RUN_BYTES, Layout
+from hvd_ckpt.sharding.tree import SMALL_BYTES as TREE_SMALL_BYTES
 from hvd_ckpt.sharding.units import find_units
 
 Kind = Literal["allreduce", "scatter", "ring_scatter", "alltoall", "all_gather", "message", "exchange"]
@@ -275,7 +275,7 @@ class ModelSizes:
         again: list[tuple[float, int]] = []  # parts of sums of replicas, which are then gathered
 
         def send(nbytes: int) -> None:
-            # What travels of replicas is drawn in reduction/tree.py.
+            # What travels of replicas is drawn in sharding/tree.py.
             if kind == "scatter" and nbytes * split.ranks <= TREE_SMALL_BYTES and split.ranks > 2:
                 ends.append(step.launch("all_gather", nbytes * split.ranks))
             else:

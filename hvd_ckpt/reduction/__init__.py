@@ -16,8 +16,6 @@ What is not usual:
     further       further rounds: late gradients, and those that no bucket had
     gradients     what stands in ``p.grad`` before a synchronization, and changes by hand
     results       changes of gradients after a synchronization
-    sums          gradients that are sums over the ranks already (op=Sum)
-    tree          gradients of logical replicas
 
 The optimizer:
 
@@ -37,27 +35,3 @@ Collectives outside of a step:
     process_sets  groups of ranks, such as those of each host
     scatter       ``reducescatter`` of Horovod
 """
-
-from hvd_ckpt.reduction.broadcast import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    join,
-)
-from hvd_ckpt.reduction.communicator import Compression
-from hvd_ckpt.reduction.construction import register_elastic as _register_elastic
-from hvd_ckpt.reduction.stats import ReductionStats, StepStats
-
-_register_elastic()
-
-__all__ = [
-    "Compression",
-    "ReductionStats",
-    "StepStats",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "join",
-]

@@ -10,7 +10,6 @@ import torch
 
 from hvd_ckpt.processes.whole_model import is_uneven, shape_of_first
 from hvd_ckpt.reduction.buckets import MEBIBYTE, Bucket, GradientEntry
-from hvd_ckpt.reduction.state import ReducerState
 
 LAST_BUCKET_BYTES = MEBIBYTE
 
@@ -268,6 +267,8 @@ class BucketAssignment:
                 f"reduction state of version {state.get('version')!r} cannot be read; "
                 f"this library reads version {VERSION}"
             )
+        from hvd_ckpt.reduction.state import ReducerState
+
         ReducerState.check(state, "reduction state")
         index_of = {name: index for index, name in enumerate(self.names)}
         for name in [*state["order"], *state["sparse"], *state["densified"]]:

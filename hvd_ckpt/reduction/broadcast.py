@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from hvd_ckpt.processes.devices import check_devices
 from hvd_ckpt.reduction.agreement import (
     MESSAGE,
     Failure,
+    ParameterFacts,
     allgather_objects,
     broadcast_from,
     check_described,
+    check_parameters,
     described,
     digest,
     meet_after_join,
@@ -140,7 +142,10 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         tensors = _named_tensors(params)
     except ValueError as exception:
         error = exception
-    facts = [_facts(*pair) for pair in tensors]
+    # Layouts, devices and what is trained may differ between ranks.
+    facts = [
+        replace(ParameterFacts.of(*pair), stride=(), device_type="", requires_grad=False) for pair in tensors
+    ]
     failure = None if error is None else Failure.of(error)
     live = Live()
     gathered = allgather_objects(
@@ -150,7 +155,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     check_described(dict(enumerate(options)), call)
     raise_first_failure(error, failures)
     if len(set(digests)) > 1:
-        raise _difference(allgather_objects(facts, global_process_set, f"{call}: tensors"))
+        check_parameters(allgather_objects(facts, global_process_set, f"{call}: tensors"))
+        raise ValueError(f"{call}: a name is given more often on some ranks than on others")
     broadcast_tensors([tensor for _, tensor in tensors], root_rank, "hvd_ckpt.parameters")
     live.level(states, root_rank)
 
@@ -331,24 +337,3 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
             )
     check_devices(items)
     return sorted(items, key=lambda pair: pair[0])
-
-
-def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...], torch.dtype]:
-    return name, tuple(tensor.shape), tensor.dtype
-
-
-def _difference(tables: Sequence[Sequence[tuple[str, tuple[int, ...], torch.dtype]]]) -> ValueError:
-    """The error for the first difference between the ranks' tensors."""
-    known = [{name: (shape, dtype) for name, shape, dtype in table} for table in tables]
-    for rank, table in enumerate(known[1:], start=1):
-        for name in sorted({*known[0], *table}):
-            if known[0].get(name) != table.get(name):
-                (first, second) = (
-                    "missing" if name not in facts else f"of shape {facts[name][0]} and {facts[name][1]}"
-                    for facts in (known[0], table)
-                )
-                return ValueError(
-                    f"broadcast_parameters: '{name}' is {first} on rank 0 and {second} on rank {rank}; build the same model on "
-                    f"every rank"
-                )
-    return ValueError("broadcast_parameters: a name is given more often on some ranks than on others")

@@ -26,7 +26,6 @@ from hvd_ckpt.reduction.agreement import (
     digest,
     raise_first_failure,
 )
-from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.rules import ELASTIC, check
 from hvd_ckpt.utils.unmaterialized import is_split
@@ -210,12 +209,10 @@ class ReducedOptimizerStateHandler(OptimizerStateHandler):  # type: ignore[misc]
         super().restore()
 
     def sync(self) -> None:
+        from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state
+
         self.value.reset_reduction()
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
-def register_elastic() -> None:
-    """Makes ``TorchState`` use the handler above for this library's optimizers. Calling it again changes nothing."""
-    registry = get_handler_registry()
-    if not any(handled is ReducedOptimizer for handled, _ in registry):
-        set_handler_registry([(ReducedOptimizer, ReducedOptimizerStateHandler), *registry])
+set_handler_registry([(ReducedOptimizer, ReducedOptimizerStateHandler), *get_handler_registry()])

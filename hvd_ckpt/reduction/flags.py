@@ -60,8 +60,7 @@ class Report:
     Attributes:
         wanted: this rank asks for the resynchronization.
         error: must be raised on every rank.
-        void: parameters whose bucket was sent empty, because the model was converted.
-        dropped: parameters whose gradient was dropped by hand after it had left.
+        dropped: parameters whose gradient was dropped by hand after it had left, or left as zeros, since the model was converted.
         sent: parameters whose gradient is in flight.
         written: fingerprints of weights that the rank has written (stage 3).
         table: facts of all parameters.
@@ -70,7 +69,6 @@ class Report:
 
     wanted: bool = False
     error: Exception | None = None
-    void: list[int] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
     sent: list[int] = field(default_factory=list)
     written: dict[int, int] = field(default_factory=dict)
@@ -92,20 +90,12 @@ def check_reports(reports: Sequence[Report], names: Sequence[str]) -> None:
     """
     raise_gathered([report.error for report in reports])
     check_parameters([report.table for report in reports])
-    for rank, report in enumerate(reports):
-        for index in sorted(set(report.void) ^ set(reports[0].void)):
-            here, there = (rank, 0) if index in report.void else (0, rank)
-            raise _different(names[index], "was converted to another dtype or device", here, there)
     # A rank that has sent nothing of a gradient has nothing to drop. What ranks have sent until each has dropped it does not count,
     # and what has come since has not left, so the ranks may drop it between different passes.
     for there, report in enumerate(reports):
         for here, other in enumerate(reports):
             for index in sorted(other.dropped.intersection(report.sent)):
-                what = "had its gradient dropped between backward() and synchronize()"
-                raise _different(names[index], what, here, there)
-
-
-def _different(name: str, what: str, here: int, there: int) -> RuntimeError:
-    return RuntimeError(
-        f"parameter '{name}' {what} on rank {here} but not on rank {there}; do the same on every rank"
-    )
+                raise RuntimeError(
+                    f"parameter '{names[index]}' had its gradient dropped, or was converted, between backward() and synchronize() "
+                    f"on rank {here} but not on rank {there}; do the same on every rank"
+                )

@@ -75,14 +75,13 @@ class FurtherRounds:
         Raises:
             ValueError: a rank has called ``join()``; on every rank.
         """
-        if indices:
-            # Of a step, only this and a resynchronization cannot do without a rank that has joined.
-            check_present(
-                round(self.communicator.sum(torch.ones(1, dtype=torch.float32), "present")[0]),
-                self.communicator.process_set,
-                f"the sparse gradient of parameter '{self.assignment.names[min(indices)]}'",
-                "pass sparse_as_dense=True, or give every rank as many batches",
-            )
+        # Of a step, only this and a resynchronization cannot do without a rank that has joined.
+        check_present(
+            round(self.communicator.sum(torch.ones(1, dtype=torch.float32), "present")[0]),
+            self.communicator.process_set,
+            f"the sparse gradient of parameter '{self.assignment.names[min(indices)]}'",
+            "pass sparse_as_dense=True, or give every rank as many batches",
+        )
         for index in sorted(indices):
             parameter, sparse_dim = self.assignment.parameters[index], self.assignment.sparse[index]
             gradient = parameter.grad

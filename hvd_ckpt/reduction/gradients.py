@@ -201,6 +201,12 @@ class TrackedGradient:
         return own if has_values(own) else None
 
     @property
+    def is_result(self) -> bool:
+        """Whether ``grad`` is the result of a synchronization, unchanged since."""
+        gradient = self.parameter.grad
+        return self.state is REDUCED and gradient is not None and not self.is_new and not self.is_changed
+
+    @property
     def is_new(self) -> bool:
         """Whether ``grad`` is another tensor than the one that was noted last."""
         return self._seen is None or self._seen() is not self.parameter.grad
@@ -300,6 +306,14 @@ class TrackedGradient:
         elif view is not None and view._version != self._version:
             self.error = self.error or changed_in_place(self.name)
         return self.error
+
+
+def summed_again(name: str) -> RuntimeError:
+    """The error for a gradient that is a sum over the ranks and would be added up once more."""
+    return RuntimeError(
+        f"the gradient of parameter '{name}' is a sum over the ranks already, which op=Sum would multiply by their number; call "
+        f"optimizer.zero_grad() after each step"
+    )
 
 
 def changed_in_place(name: str) -> RuntimeError:

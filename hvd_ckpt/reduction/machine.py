@@ -36,7 +36,8 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -48,7 +49,6 @@ from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.reduction.flags import ControlFlags, Report, check_reports
 from hvd_ckpt.reduction.gradients import DROPPED, TrackedGradient
 from hvd_ckpt.reduction.stats import ReductionStats, StepStats
-from hvd_ckpt.reduction.sums import is_summed, summed_again
 from hvd_ckpt.reduction.weights import Sums, WeightVerification
 from hvd_ckpt.utils import backward_errors
 from hvd_ckpt.utils.torch_private import run_first
@@ -98,7 +98,6 @@ class Machine(ABC):
         names, parameters: by index; kept, and may grow.
         watched: the indices for which :meth:`before_accumulation` is called; kept, and may change.
         ranks: the collectives of the ranks that reduce together.
-        sums: gradients are added up, and not averaged.
 
     Attributes:
         active: a gradient has arrived since the last synchronization.
@@ -114,6 +113,7 @@ class Machine(ABC):
     _generation: int
     _tracked: type[TrackedGradient] = TrackedGradient  # what knows the state of each ``grad``
     _gradients: Sequence[TrackedGradient] = ()
+    sums = False  # gradients become sums over the ranks, which must not be added up again
 
     def __init__(
         self,
@@ -121,10 +121,8 @@ class Machine(ABC):
         parameters: Sequence[torch.Tensor],
         watched: Container[int],
         ranks: Collectives,
-        sums: bool,
     ) -> None:
-        self._ranks, self.sums = ranks, sums
-        self._sums: set[int] = set()  # gradients that were sums when the last backward pass reached them
+        self._ranks = ranks
         self._lock = threading.RLock()
         self._step, self._report = StepStats(), Report()
         self.weights = WeightVerification(names, parameters, ranks.process_set)
@@ -182,6 +180,8 @@ class Machine(ABC):
             owner = _reducer_of(parameter)
             if owner is not None and owner is not self:
                 before.setdefault(owner, []).append(parameter)
+                if owner.sums and self.sums and owner._gradients[owner._number_of[id(parameter)]].is_result:
+                    self._gradients[index].reduced()
             _owners[parameter] = weakref.ref(self)
             self._unhooked.append(index)
         for owner, parameters in before.items():
@@ -291,7 +291,6 @@ class Machine(ABC):
 
     def _look_at(self, indices: Iterable[int]) -> None:
         """Finds out what was done by hand to gradients of this step."""
-        self.look_for_sums(indices)
         gradients, report, is_alone = self._gradients, self._report, self.is_alone
         for index in indices:
             gradient = gradients[index]
@@ -353,7 +352,6 @@ class Machine(ABC):
     def before_accumulation(self, index: int) -> None:
         """A gradient is about to be accumulated that must find room: a late one goes to a fresh tensor."""
         with self._lock:
-            self.before_adding(index)
             self._gradients[index].make_room()
 
     def hide_late(self, index: int) -> None:
@@ -373,30 +371,29 @@ class Machine(ABC):
             None if there is a new one, of a backward pass or set by hand
         """
 
-    def look_for_sums(self, indices: Iterable[int]) -> None:
-        """With ``op=Sum``, makes it an error of the next synchronization that a gradient is a sum already."""
-        for index in indices if self.sums and self.process_set.size() > 1 else ():
-            if is_summed(self._parameters[index].grad):
-                self._report.error = self._report.error or summed_again(self._names[index])
+    @abstractmethod
+    def note_changes(self) -> None:
+        """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's."""
 
-    def before_adding(self, index: int) -> None:
-        """A backward pass, or ``torch.autograd.grad()``, which adds nothing, has reached a gradient."""
-        if self.sums:
-            change = self._sums.add if is_summed(self._parameters[index].grad) else self._sums.discard
-            change(index)
+    def set_passes(self, passes: int) -> None:
+        """Another number of backward passes in a round, from the next step on, where rounds have one. Call it on every rank."""
 
-    def added(self, index: int) -> None:
-        """A backward pass has added to a gradient."""
-        if index in self._sums and self.process_set.size() > 1:
-            self._report.error = self._report.error or summed_again(self._names[index])
+    @contextmanager
+    def clearing(self) -> Iterator[None]:
+        """A context in which gradients are set to zero or to None."""
+        yield
+
+    def has_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether clearing would find a gradient of the parameter."""
+        return parameter.grad is not None
 
     @abstractmethod
-    def note_changes(self, cleared: bool = False) -> None:
-        """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's.
+    def set_zero(self, parameter: torch.Tensor) -> None:
+        """Gives the parameter, which has no gradient, one of zeros."""
 
-        Args:
-            cleared: they are zeros or None.
-        """
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Makes gradients, in flight or not, ones that can be cleared, such as zeros. Call it on every rank."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -416,9 +413,10 @@ def _hooks(
                 reducer.before_accumulation(index)
 
     def first(parameter: torch.Tensor) -> None:
-        reducer = reference()
-        if reducer is not None and index in watched:
-            reducer.hide_late(index)
+        if index in watched:
+            reducer = reference()
+            if reducer is not None:
+                reducer.hide_late(index)
 
     def after(parameter: torch.Tensor) -> None:
         reducer = reference()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,11 +24,10 @@ from horovod.torch.mpi_ops import Adasum
 from hvd_ckpt.processes import whole_model
 from hvd_ckpt.reduction import phases
 from hvd_ckpt.reduction.agreement import in_order
-from hvd_ckpt.reduction.communicator import Communicator, adasum_step, mean_over_ranks
+from hvd_ckpt.reduction.communicator import Communicator, mean_over_ranks
 from hvd_ckpt.reduction.phases import Phase, StepReduces
 from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.reduction.results import changed_apart
-from hvd_ckpt.reduction.state import GradientsState, parts_of
 from hvd_ckpt.reduction.stats import ReductionStats
 from hvd_ckpt.utils.unmaterialized import copied_state
 
@@ -182,10 +181,15 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
             self._step_reduces = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accepted for compatibility; the number is learned."""
+        """Sets the number of backward passes that each rank adds up before a reduction (stages 2 and 3), from the next step on.
+
+        At stages 0 and 1 the number is learned.
+        """
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
         self.backward_passes_per_step = passes
+        if self.reducer is not None:
+            self.reducer.set_passes(passes)
 
     # -------------------------------------------------------------------------------- torch.optim.Optimizer
 
@@ -235,7 +239,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         # Before the wrapped step: one that raises may have changed weights already, so these gradients are used.
         self._phase = Phase.STEPPED
         result = self._local_step(closure, *args, **kwargs)
-        reducer.note_changes()
+        if reducer.sums:  # which remain sums, whatever the wrapped class has made of them in place
+            reducer.note_changes()
         return result
 
     def _local_step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -257,6 +262,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         return reduced
 
     def _adasum_step(self, reducer: Reducer, closure: Callable[[], Any] | None) -> Any:
+        from hvd_ckpt.reduction.adasum import adasum_step
+
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -280,15 +287,14 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         """
         if self.reducer is not None:
             if self._phase is Phase.LOADED:
-                self._drop_in_flight()
+                self.reducer.drop_gradients()
                 self._phase = Phase.ACCUMULATING
             elif self.reducer.active and self._op != Adasum:
                 raise AssertionError(phases.CLEARED_UNREDUCED)
             # Parameters that were unfrozen since the last step get their hooks before the next backward pass begins.
             self.reducer.hook_parameters()
-        self._clear(*args, **kwargs)
-        if self.reducer is not None and not self._phase.is_reduced:
-            self.reducer.note_changes(cleared=True)
+        with nullcontext() if self.reducer is None else self.reducer.clearing():
+            self._clear(*args, **kwargs)
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         # Of a resumed run: clearing sets what it finds to zero or drops it, as in a run that was not interrupted.
@@ -302,11 +308,6 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         # Whether zeros were set or gradients dropped shows in one that was there.
         if used is not None:
             self._keeps_zeros = used.grad is not None
-
-    def _drop_in_flight(self) -> None:
-        """Puts zeros in place of gradients that may be on their way, so that they can be cleared."""
-        if self.reducer is not None and self.reducer.active:
-            self.reducer.drop_gradients()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a state of this optimizer, of the wrapped optimizer, or of stock Horovod's optimizer around it.
@@ -474,6 +475,8 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
         Raises:
             ValueError: the state does not belong to this model.
         """
+        from hvd_ckpt.reduction.state import GradientsState, parts_of
+
         own, learned = parts_of(state)
         GradientsState.check(own, "reduction state")
         had, self._keeps_zeros = set(own.get("gradients", ())), own.get("zeros", False)
@@ -486,13 +489,13 @@ class ReducedOptimizer(torch.optim.Optimizer, metaclass=_IsMarked):
                 self._set_zero(parameter)
 
     def _has_gradient(self, parameter: torch.Tensor) -> bool:
-        return parameter.grad is not None
+        return parameter.grad is not None if self.reducer is None else self.reducer.has_gradient(parameter)
 
     def _set_zero(self, parameter: torch.Tensor) -> None:
-        reducer = self.reducer
-        parameter.grad = (
-            torch.zeros_like(parameter) if reducer is None else reducer.assignment.zeros(parameter)
-        )
+        if self.reducer is None:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            self.reducer.set_zero(parameter)
 
     @property
     def reduces_updates(self) -> bool:

@@ -13,8 +13,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch.mpi_ops import Sum
@@ -27,13 +27,14 @@ from hvd_ckpt.reduction.buckets import Bucket
 from hvd_ckpt.reduction.collectives import GRADIENTS, Work
 from hvd_ckpt.reduction.communicator import Communicator
 from hvd_ckpt.reduction.flags import ControlFlags, Report
-from hvd_ckpt.reduction.further import FurtherRounds
-from hvd_ckpt.reduction.gradients import DROPPED, REDUCED, SENT
+from hvd_ckpt.reduction.gradients import DROPPED, REDUCED, SENT, summed_again
 from hvd_ckpt.reduction.machine import Facts, Machine
 from hvd_ckpt.reduction.results import Change
-from hvd_ckpt.reduction.sums import keep_mark, mark_summed
 from hvd_ckpt.reduction.weights import Sums
 from hvd_ckpt.utils.spans import span
+
+if TYPE_CHECKING:
+    from hvd_ckpt.reduction.further import FurtherRounds
 
 
 class Reducer(Machine):
@@ -56,10 +57,11 @@ class Reducer(Machine):
         keep_buckets: bool,
     ) -> None:
         # Parameters, by index, whose bucket has left, so that the next accumulation is late. With op=Sum it has all parameters,
-        # since nothing may be added to what is a sum already.
+        # since nothing may be added to what is a sum already: that would be multiplied by the number of ranks.
         self._watched: set[int] = set()
-        sums = communicator.op == Sum
-        super().__init__(assignment.names, assignment.parameters, self._watched, communicator, sums)
+        self.sums = communicator.op == Sum and communicator.process_set.size() > 1
+        self._sums: set[int] = set()  # gradients that were sums when the last backward pass reached them
+        super().__init__(assignment.names, assignment.parameters, self._watched, communicator)
         self.assignment = assignment
         self._communicator = communicator
         self.rename(identity, generation=0)
@@ -98,7 +100,8 @@ class Reducer(Machine):
             self.active = True
             counts, assignment = self._counts, self.assignment
             arrived = counts.count(index)
-            self.added(index)
+            if self.sums and index in self._sums:
+                self._report.error = self._report.error or summed_again(self._names[index])
             self._gradients[index].arrived()
             bucket, entry = assignment.bucket_of[index], assignment.entry_of[index]
             if bucket is None or entry is None or bucket.launched:
@@ -138,13 +141,26 @@ class Reducer(Machine):
                     self._gradients[index].note()
 
     def _watch_sums(self) -> None:
-        """Watches gradients before more is added to what is summed already."""
         if self.sums:
             self._watched.update(range(len(self.assignment.parameters)))
 
+    def before_accumulation(self, index: int) -> None:
+        if self.sums:  # known only once something has been added, which torch.autograd.grad() does not
+            change = self._sums.add if self._gradients[index].is_result else self._sums.discard
+            change(index)
+        super().before_accumulation(index)
+
+    def _look_at(self, indices: Iterable[int]) -> None:
+        for index in indices if self.sums else ():
+            if self._gradients[index].is_result:
+                self._report.error = self._report.error or summed_again(self._names[index])
+        super()._look_at(indices)
+
+    def set_zero(self, parameter: torch.Tensor) -> None:
+        parameter.grad = self.assignment.zeros(parameter)
+
     def drop_gradients(self) -> None:
-        """Puts zeros in place of gradients, in flight or not, so that they can be cleared. Call it on every rank."""
-        for gradient in self._gradients:
+        for gradient in self._gradients if self.active else ():
             gradient.look()
             if gradient.is_away:
                 gradient.drop()
@@ -165,18 +181,15 @@ class Reducer(Machine):
                 changed.append((index, own))
         return changed
 
-    def note_changes(self, cleared: bool = False) -> None:
+    def note_changes(self) -> None:
         for gradient in self._gradients:
             gradient.follow()
-        for parameter in self.assignment.parameters if self.sums and not cleared else ():
-            if parameter.grad is not None:
-                keep_mark(parameter.grad)
 
     # ---------------------------------------------------------------------------------- synchronization
 
     def _settle(self) -> None:
         for bucket in self.assignment.buckets:
-            for index in bucket.indices if bucket.launched and not bucket.void else ():
+            for index in bucket.indices if bucket.launched else ():
                 gradient = self._gradients[index]
                 if gradient.state is SENT or gradient.state is DROPPED:
                     continue
@@ -188,8 +201,10 @@ class Reducer(Machine):
         """Afterwards every ``grad`` is the same on every rank."""
         apart = facts.dropped
         self._assign_gradients(set(facts.used), keep=apart)
-        self._reduce_late({index: self._late.get(index) for index in facts.late if index not in apart})
-        self._further.reduce_sparse([index for index in facts.used if index in self.assignment.sparse])
+        if late := [index for index in facts.late if index not in apart]:
+            self._reduce_late({index: self._late.get(index) for index in late})
+        if sparse := [index for index in facts.used if index in self.assignment.sparse]:
+            self._further.reduce_sparse(sparse)
         if facts.reports:
             for index in apart.difference(facts.used):
                 self.assignment.parameters[index].grad = None
@@ -206,9 +221,6 @@ class Reducer(Machine):
         # Last, since it communicates only for parameters that all ranks have just found in use.
         fresh = [index for index in facts.used if not assignment.has(index)]
         self._assign_buckets(fresh)
-        for parameter in assignment.parameters if self.sums else ():
-            if parameter.grad is not None:
-                mark_summed(parameter.grad)
 
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
         """Launches the buckets that have not left yet, waits for all, and returns the summed control flags and their scale."""
@@ -250,7 +262,9 @@ class Reducer(Machine):
             # The model has been converted since. The other ranks (which should find the same) still expect this bucket; its
             # true gradients are reduced after the resynchronization that this asks for.
             self._report.wanted = True
-            self._report.void.extend(bucket.indices)
+            self._report.dropped.update(bucket.indices)
+            for index in bucket.indices:
+                self._gradients[index].state = DROPPED
             flat = torch.zeros(bucket.numel + bucket.flags, dtype=bucket.dtype, device=bucket.device)
         else:
             flat = bucket.gather()
@@ -294,8 +308,6 @@ class Reducer(Machine):
         """Sets each ``grad`` to what has arrived in its bucket, except those to ``keep``."""
         densified = self.assignment.densified
         for bucket in self.assignment.buckets:
-            if bucket.void:
-                continue
             for entry in bucket.entries:
                 index, parameter = entry.index, entry.parameter
                 if index in keep:
@@ -317,6 +329,8 @@ class Reducer(Machine):
 
     @property
     def _further(self) -> FurtherRounds:
+        from hvd_ckpt.reduction.further import FurtherRounds
+
         return FurtherRounds(self.assignment, self._communicator, self._step.unbucketed_gradients)
 
     def _reduce_late(self, parts: Mapping[int, torch.Tensor | None]) -> None:
@@ -338,7 +352,8 @@ class Reducer(Machine):
         votes = self.assignment.placement_votes(fresh, order)
         first = not self.assignment.order
         dense, sparse = self.assignment.extend(fresh, self._sum(votes, "place"), self._sparse_as_dense)
-        self._further.reduce_sparse(sparse)
+        if sparse:
+            self._further.reduce_sparse(sparse)
         if first:
             self._make_buckets()
             while self._next < len(self.assignment.buckets):
@@ -374,7 +389,6 @@ class Reducer(Machine):
         # The flags were of parameters that all ranks knew; these are of all that any rank has.
         flags = zip(*(report.used for report in facts.reports))
         facts.used = [index for index, used in enumerate(flags) if any(used)]
-        facts.dropped.update(self._report.void)
 
     # ---------------------------------------------------------------------------------- between steps
 

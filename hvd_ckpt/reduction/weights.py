@@ -32,7 +32,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvd_ckpt.processes.grid import host_name
 from hvd_ckpt.reduction.buckets import is_dense
 from hvd_ckpt.reduction.collectives import ranks_of
-from hvd_ckpt.reduction.consistency import TableEntry, WeightsDiffer, difference
 from hvd_ckpt.utils.fingerprint import fingerprint
 
 # A part is small enough that its cost is not noticed, whatever the model: a step reads all weights several times.
@@ -273,6 +272,8 @@ class WeightVerification:
 
     def _compare_all(self, part: int, total: Callable[[torch.Tensor, str], Any]) -> None:
         """Exchanges the fingerprints of all compared parameters; raises if one differs, that of the part first."""
+        from hvd_ckpt.reduction.consistency import TableEntry, WeightsDiffer, difference
+
         ranks, own = ranks_of(self._process_set), self._process_set.rank()
         # A row for each rank, which this rank fills for itself; the sum over the ranks is the whole table:
         #
@@ -325,20 +326,17 @@ class WeightVerification:
             before = max(row[3] for row in comparing.values())
             since += f" (equal in step {before})" if before else " (not compared before)"
         hosts = [_text(row[4:_FACTS]) for row in comparing.values()]
-        tables = [
-            [self._entry(index, row[column]) for index, column in columns] for row in comparing.values()
-        ]
+
+        def entry(index: int, value: int) -> TableEntry:
+            parameter = self._parameters[index]
+            dtype, bits = str(parameter.dtype).removeprefix("torch."), value.to_bytes(8, "little", signed=True)
+            return TableEntry(self._names[index], tuple(parameter.shape), dtype, bits)
+
+        tables = [[entry(index, row[column]) for index, column in columns] for row in comparing.values()]
         error = difference(list(comparing), hosts, tables, since)
         if isinstance(error, WeightsDiffer):
             error.first = own == next(position for position, row in enumerate(rows) if row[0])
         raise error
-
-    def _entry(self, index: int, value: int) -> TableEntry:
-        parameter = self._parameters[index]
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        return TableEntry(
-            self._names[index], tuple(parameter.shape), dtype, value.to_bytes(8, "little", signed=True)
-        )
 
 
 def _in_memory_order(parameter: torch.Tensor) -> torch.Tensor:

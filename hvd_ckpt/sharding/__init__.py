@@ -9,14 +9,13 @@ All stages:
     optimizer        the methods of the optimizer, which updates shards
     sharding         the parts of an optimizer, as one object
     surface, state_view    what a user finds in its groups and state: parameters of the model, over pieces
-    exchange         reduce-scatter and all-gather
+    exchange, rows   reduce-scatter and all-gather
     formats          the number formats in which ranks send values
     elementwise      optimizers that can update shards
     state            the optimizer's state in parts
     clipping         the norm of all gradients
     averaging        running averages of the weights
     offload, host_memory                 shards in files or in pinned memory
-    estimate, memory_estimate, measured_memory    the memory of a step on any number of ranks
 
 Gradients (stages 2 and 3):
 
@@ -24,7 +23,7 @@ Gradients (stages 2 and 3):
     schedule         when each group leaves
     in_flight        packs, sends, and adds what arrives
     gradients        placeholders in ``p.grad``, and whole gradients
-    replicas         gradients of logical replicas
+    replicas, tree   gradients of logical replicas
 
 Weights:
 

@@ -17,8 +17,9 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Sum
 
 from hvd_ckpt.processes.runtime import controller
-from hvd_ckpt.reduction.collectives import Collectives, Work, carried, most_columns
+from hvd_ckpt.reduction.collectives import Work, most_columns
 from hvd_ckpt.sharding.formats import FP32, WireFormat, sum_dtype
+from hvd_ckpt.sharding.rows import RowCollectives, carried
 
 Kind = Literal["reduce_scatter", "all_gather", "gather_within", "control"]
 KINDS: tuple[Kind, ...] = ("reduce_scatter", "all_gather", "gather_within", "control")
@@ -52,7 +53,7 @@ class Traffic:
         self.sent[kind] += sent
 
 
-class Exchange(Collectives):
+class Exchange(RowCollectives):
     """The collectives of one sharded optimizer, with what they send.
 
     Args:

@@ -70,6 +70,7 @@ class InFlight:
         scale: scale of the sums over the ranks.
         offload: has the memory of the shards, if that is not the parameters' own.
         groups: have that memory from the start, if they are trained.
+        adds: what arrives of a group once more is added, and does not take the place of the first.
 
     Attributes:
         shards: sums so far, by the group's position.
@@ -85,7 +86,9 @@ class InFlight:
         scale: float,
         offload: Offload | None,
         groups: Sequence[Group],
+        adds: bool = True,
     ) -> None:
+        self._adds = adds
         self.shards: dict[int, torch.Tensor] = {}
         self._offload = offload
         self._room: dict[int, torch.Tensor] = {}
@@ -160,7 +163,7 @@ class InFlight:
         result = launch.work.wait(GRADIENTS)
         position = launch.group.position
         with torch.no_grad():
-            if position in self.shards:
+            if position in self.shards and self._adds:
                 self.shards[position].add_(result.to(self.shards[position].device))
             # Offloaded: a copy that the device still makes. wait_all() waits for its event before the host reads the shard.
             elif position in self._room:

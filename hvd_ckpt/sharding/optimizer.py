@@ -50,7 +50,7 @@ class ShardedOptimizer(ReducedOptimizer):
     _sharded_by_hvd_ckpt = True
     sharding: Sharding
     surface: Surface
-    reducer: Any  # a Reducer or ReplicaReducer at stage 1, else a ShardReducer or ShardReplicaReducer
+    reducer: Any  # a Reducer at stage 1, else a ShardReducer, or one of these of logical replicas
 
     # -------------------------------------------------------------------------------- what it is
 
@@ -148,36 +148,9 @@ class ShardedOptimizer(ReducedOptimizer):
             self.reducer.forget_consumed()
         self.sharding.drop_gradients()
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets the number of backward passes that each rank adds up before a reduction (stages 2 and 3), from the next step on."""
-        ReducedOptimizer.set_backward_passes_per_step(self, passes)
-        if isinstance(self.reducer, ShardReducer):
-            self.reducer.set_passes(passes)
-
     def _clear(self, *args: Any, **kwargs: Any) -> None:
-        # First, since the placeholders in ``grad`` can be dropped but not set to zero. A step of replicas drops zeros, too.
-        self._consume()
-        reducer = self.reducer
-        clearing = reducer.clearing() if isinstance(reducer, ShardReducer) else contextlib.nullcontext()
-        with clearing:
-            ReducedOptimizer._clear(self, *args, **kwargs)
-
-    def _has_gradient(self, parameter: torch.Tensor) -> bool:
-        if isinstance(self.reducer, ShardReducer):
-            return self.reducer.has_gradient(parameter)
-        return ReducedOptimizer._has_gradient(self, parameter)
-
-    def _set_zero(self, parameter: torch.Tensor) -> None:
-        if isinstance(self.reducer, ShardReducer):
-            self.reducer.set_zero(parameter)
-        else:
-            ReducedOptimizer._set_zero(self, parameter)
-
-    def _drop_in_flight(self) -> None:
-        if self.sharding.stage > 1:
-            self.reducer.abandon()  # every rank has loaded its part
-        else:
-            ReducedOptimizer._drop_in_flight(self)
+        self.sharding.drop_gradients()
+        ReducedOptimizer._clear(self, *args, **kwargs)
 
     def _consume(self) -> None:
         self.sharding.drop_gradients()

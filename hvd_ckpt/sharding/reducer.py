@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, Sum
+from horovod.torch.mpi_ops import Average
 
 from hvd_ckpt.reduction.flags import ControlFlags
 from hvd_ckpt.reduction.gradients import DROPPED, OWN, USED
@@ -45,16 +45,19 @@ class HowReduced:
         op: Horovod's, ``Average`` or ``Sum``.
         prescale: factor of each rank's gradients before the sum.
         passes: backward passes that are accumulated in full before a round.
+        replicas: number of logical replicas, or None. With them all passes of a step are one round, and a group that leaves once
+            more has everything of the step, in place of what it has sent.
     """
 
     format: WireFormat
     op: int
     prescale: float = 1.0
     passes: int = 1
+    replicas: int | None = None
 
     def scale(self, ranks: int) -> float:
         """Factor of the sum over the ranks."""
-        return 1.0 / (ranks * self.prescale) if self.op == Average else 1.0
+        return 1.0 / ((self.replicas or ranks) * self.prescale) if self.op == Average else 1.0
 
 
 class ShardReducer(Machine):
@@ -85,14 +88,16 @@ class ShardReducer(Machine):
         store: ShardedParameters | None = None,
     ) -> None:
         # Every gradient is watched, new parameters' too: where one has left, a placeholder stands in ``grad`` and must make room.
-        super().__init__(layout.names, layout.parameters, range(sys.maxsize), exchange, how.op == Sum)
+        super().__init__(layout.names, layout.parameters, range(sys.maxsize), exchange)
         self._identity = self._generation = 0
         self._layout = layout
         self._exchange = exchange
         self._prescale = how.prescale
         self._store = store
-        self._in_flight = InFlight(exchange, how.format, how.scale(exchange.ranks), offload, layout.groups)
-        self._schedule = Schedule(layout, how.passes)
+        self._in_flight = InFlight(
+            exchange, how.format, how.scale(exchange.ranks), offload, layout.groups, adds=how.replicas is None
+        )
+        self._schedule = Schedule(layout, how.passes if how.replicas is None else None)
         self._needs: list[int] = []  # launches of each group that this rank needs
         self.used = [False] * len(layout.parameters)
         # By parameter whose gradient has left in this step: in which round last.
@@ -104,7 +109,6 @@ class ShardReducer(Machine):
     # ---------------------------------------------------------------------------------- parameters come and go
 
     def set_passes(self, passes: int) -> None:
-        """Another number of backward passes in a round, from the next step on. Call it on every rank."""
         self._schedule.set_passes(passes)
 
     def add_groups(self) -> None:
@@ -131,7 +135,7 @@ class ShardReducer(Machine):
         )
         return [] if unchanged else None
 
-    def note_changes(self, cleared: bool = False) -> None:
+    def note_changes(self) -> None:
         """Does nothing for gradients that are in shards."""
 
     # ---------------------------------------------------------------------------------- the backward pass
@@ -140,7 +144,6 @@ class ShardReducer(Machine):
         """Counts the accumulation and launches what has become complete."""
         with self._lock:
             self.active = True
-            self.added(index)
             self._gradients[index].arrived()
             # No thread looks at what has arrived. Each gradient is an occasion to do so.
             self._in_flight.poll()
@@ -163,8 +166,8 @@ class ShardReducer(Machine):
         self._look_at(group.indices)
         own = [self._gradients[index] for index in group.indices]
         # What has come since a gradient was dropped leaves when all that had left before is taken out.
-        gradients = [None if gradient.state is DROPPED else gradient.unsent for gradient in own]
-        flat, used = pack(self._layout, group, gradients, self._prescale)
+        parts = [None if gradient.state is DROPPED else gradient.unsent for gradient in own]
+        flat, used = self._pack(group, parts)
         number = self._schedule.launched[group.position]
         for index in used:
             self._rounds[index] = number
@@ -172,6 +175,10 @@ class ShardReducer(Machine):
         self._in_flight.launch(group, flat, self._schedule.position, number)
         self._schedule.has_left(group, in_sequence)
         self._step.launch_order.append(group.position)
+
+    def _pack(self, group: Group, parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, Iterable[int]]:
+        """The buffer of a group that is sent, and the parameters that it has something of."""
+        return pack(self._layout, group, parts, self._prescale)
 
     # ---------------------------------------------------------------------------------- synchronization
 
@@ -187,7 +194,7 @@ class ShardReducer(Machine):
 
     def _exchange_flags(self) -> tuple[Sequence[float], float]:
         schedule = self._schedule
-        pending = any(gradient.unsent is not None for gradient in self._gradients)
+        pending = any(map(self._has_more, range(len(self._gradients))))
         # What this rank sends only now, another one could have waited for in its backward pass. So none waits
         # in the next.
         unsteady = pending or schedule.position < self._agreed
@@ -247,6 +254,10 @@ class ShardReducer(Machine):
             self._in_flight.make_room(group)
             self._launch(group)
 
+    def _has_more(self, index: int) -> bool:
+        """Whether this rank has something of a gradient that has not left."""
+        return self._gradients[index].unsent is not None
+
     def _own_flags(self, unsteady: bool) -> tuple[ControlFlags, list[int]]:
         """What this rank knows after it has launched as far as every rank does.
 
@@ -257,7 +268,7 @@ class ShardReducer(Machine):
         used, late = ([0.0] * len(self.used) for _ in range(2))
         needs = list(launched)
         for index, (gradient, group) in enumerate(zip(self._gradients, self._layout.group_of)):
-            if gradient.unsent is not None:
+            if self._has_more(index):
                 last = launched[group.position]
                 needs[group.position] = last + 1
             elif gradient.state is DROPPED:
@@ -313,7 +324,9 @@ class ShardReducer(Machine):
 
     @contextlib.contextmanager
     def clearing(self) -> Iterator[None]:
-        """A context in which gradients are set to zero or to None; those that a step has used are there again for it."""
+        # First, since the placeholders in ``grad`` can be dropped but not set to zero. A step of replicas drops zeros, too.
+        self.consume()
+        # What a step has used is there again, to be cleared.
         for gradient in self._gradients:
             if gradient.state is USED and gradient.parameter.grad is None:
                 gradient.place_zero(is_zero=False)
@@ -330,11 +343,9 @@ class ShardReducer(Machine):
                 gradient.state = OWN
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
-        """Whether clearing would find a gradient of the parameter."""
         return self._gradients[self._number_of[id(parameter)]].is_there
 
     def set_zero(self, parameter: torch.Tensor) -> None:
-        """Gives the parameter, which has no gradient, one of zeros."""
         self._gradients[self._number_of[id(parameter)]].place_zero(is_zero=True)
 
     # ---------------------------------------------------------------------------------- between steps
@@ -346,6 +357,9 @@ class ShardReducer(Machine):
             if not (used and gradient.is_away):
                 gradient.begin_step()
         self._rounds.clear()
+
+    def drop_gradients(self) -> None:
+        self.abandon()
 
     def abandon(self) -> None:
         """Drops the step that has begun, its result and all gradients (after an error, or when a state is loaded). On every rank.

@@ -1,100 +1,178 @@
-"""Gradients of logical replicas at stage 2: added in the tree of :mod:`hvd_ckpt.reduction.tree`; each rank keeps its shards.
+"""Gradients of logical replicas, whole (stages 0 and 1) or in shards (stage 2), with the same bits: sums of :mod:`.tree`.
 
-A bucket has the parameters of one group of the layout. When it leaves, the sums of earlier replicas are added to it. An alltoall
-gives each rank its shard of all ranks' sums, which it adds in the upper part of the tree. Only single parameters are gathered,
-whose gradients came late or for the first time. So the sums equal those of gradients that are not split.
+During the passes of a rank's replicas but the last one their gradients are put aside. During those of the last one the buckets or
+groups leave as usual, each with what was put aside added to it. A gradient that comes late leaves once more, with all of it, in
+place of what has left: the sum of two sums would be another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from horovod.torch.mpi_ops import Average
 
 from hvd_ckpt.reduction.assignment import BucketAssignment
-from hvd_ckpt.reduction.buckets import Bucket, view_of
-from hvd_ckpt.reduction.collectives import Work
-from hvd_ckpt.reduction.communicator import sum_dtype
-from hvd_ckpt.reduction.gradients import has_values
-from hvd_ckpt.reduction.machine import Facts
-from hvd_ckpt.reduction.results import Change
-from hvd_ckpt.reduction.tree import ReplicaReducer, TreeCommunicator, add_rows
+from hvd_ckpt.reduction.buckets import Bucket
+from hvd_ckpt.reduction.flags import ControlFlags
+from hvd_ckpt.reduction.further import dense
+from hvd_ckpt.reduction.gradients import DROPPED
+from hvd_ckpt.reduction.machine import Facts, Machine
+from hvd_ckpt.reduction.reducer import Reducer
 from hvd_ckpt.sharding.exchange import Exchange
-from hvd_ckpt.sharding.formats import WireFormat
-from hvd_ckpt.sharding.gradients import ShardedGradient
+from hvd_ckpt.sharding.formats import sum_dtype
 from hvd_ckpt.sharding.layout import Group, Layout
+from hvd_ckpt.sharding.reducer import HowReduced, ShardReducer
+from hvd_ckpt.sharding.tree import TREE, Leaves, TreeCommunicator
 
 
-class _TreeFormat(WireFormat):
-    """``fp32`` whose rows are added in the tree; they are changed."""
+class ComputesReplicas(Machine):
+    """Base of the reducers of logical replicas, of which this rank computes as many as any other.
 
-    def sum(self, wire: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-        torch.mul(add_rows(wire), scale, out=out)
-
-
-class ShardedTreeCommunicator(TreeCommunicator):
-    """Reduces buckets, each of one group's parameters, to this rank's shards.
+    :meth:`begin_replica` and :meth:`end_replica` enclose the passes of each.
 
     Args:
         replicas: number of replicas of all ranks.
-        layout, exchange: layout and exchange of the sharded optimizer.
+        leaves: takes the gradients that are put aside.
+        given: arguments of the reducer.
+
+    Attributes:
+        local: number of the replicas that each rank computes.
+    """
+
+    def __init__(self, replicas: int, leaves: Leaves, *given: Any) -> None:
+        self._replicas, self._leaves = replicas, leaves
+        self._holding = False
+        self._computed = 0
+        # What has left of the last replica's gradients, by parameter.
+        self._last: dict[int, torch.Tensor] = {}
+        super().__init__(*given)
+        self.local = replicas // self.process_set.size()
+
+    @property
+    def is_alone(self) -> bool:
+        """False where this rank computes several replicas: ``grad`` holds the last one's gradient, never the result."""
+        return self._replicas == 1
+
+    def begin_replica(self) -> None:
+        """The passes of this rank's next replica follow; gradients that are there already are dropped."""
+        self._holding = self._computed < self.local - 1
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def end_replica(self) -> None:
+        """Puts the gradients of the replica aside, unless it is the last one."""
+        self._computed += 1
+        if not self._holding:
+            return
+        self._holding = False
+        self._look_at(range(len(self._parameters)))
+        gradients = {}
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                gradient = dense(parameter.grad.detach())
+                gradients[index] = gradient.to(sum_dtype(gradient.dtype))
+                parameter.grad = None
+        with torch.no_grad():
+            self._leaves.add(gradients)
+
+    def before_accumulation(self, index: int) -> None:
+        if not self._holding:
+            super().before_accumulation(index)
+
+    def after_accumulation(self, index: int) -> None:
+        if self._holding:
+            self.active = True
+            self._gradients[index].arrived()
+        else:
+            super().after_accumulation(index)  # type: ignore[safe-super]  # that of the reducer
+
+    def synchronize(self) -> None:
+        """Reduces the gradients of this step's replicas. Collective.
+
+        Raises:
+            RuntimeError: this rank has not computed all its replicas; also what the method of the base class raises.
+        """
+        if self.active and self._computed != self.local:
+            raise RuntimeError(
+                f"{self._computed} of this rank's {self.local} replicas are computed; before optimizer.step(), compute each of "
+                f"optimizer.local_replicas() within `with replica:`"
+            )
+        super().synchronize()
+
+    def _whole(self, index: int, part: torch.Tensor | None) -> torch.Tensor | None:
+        """What has left of the last replica's gradient, and a late part."""
+        last = self._last.get(index)
+        return part if last is None else last if part is None else last + part
+
+    def _end_step(self, facts: Facts | None = None) -> None:
+        super()._end_step(facts)
+        self._leaves.clear()
+        self._last.clear()
+        self._computed, self._holding = 0, False
+
+
+class ReplicaReducer(ComputesReplicas, Reducer):
+    """Reduces the gradients of logical replicas to whole ones. The results of a step are in storage apart from what has left."""
+
+    def __init__(self, assignment: BucketAssignment, communicator: TreeCommunicator, identity: int) -> None:
+        leaves, sparse_as_dense, keep_buckets = communicator.leaves, True, True
+        given = (assignment, communicator, identity, sparse_as_dense, keep_buckets)
+        super().__init__(communicator.replicas, leaves, *given)
+
+    def begin_replica(self) -> None:
+        super().begin_replica()
+        # The buckets still have the results of the last step. Freed now, these do not lie beside the sums.
+        for bucket in self.assignment.buckets if self._holding else ():
+            bucket.free()
+
+    def synchronize(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()
+        super().synchronize()
+
+    def _launch(self, with_flags: bool = False) -> None:
+        super()._launch(with_flags)
+        # A bucket's second message leaves as soon as its first one is here. Ranks may differ in when they send it, and in which
+        # order: Horovod begins a message once all ranks have asked for its name.
+        for _, work in self._in_flight:
+            work.advance(block=False)
+
+    def _control_flags(self) -> ControlFlags:
+        flags = super()._control_flags()
+        return flags._replace(
+            used=[used or index in self._leaves.indices for index, used in enumerate(flags.used)]
+        )
+
+    def _landed(self, bucket: Bucket, result: torch.Tensor) -> None:
+        # The views of the last replica live on in ``_last``.
+        filled = ((entry.index, entry.view) for entry in bucket.entries if entry.filled)
+        self._last.update((index, view) for index, view in filled if view is not None)
+        bucket.free()
+        bucket.flat = result.to(bucket.dtype)
+
+    def _reduce_late(self, parts: Mapping[int, torch.Tensor | None]) -> None:
+        again = {index: self._whole(index, part) for index, part in parts.items()}
+        for index, reduced in self._further.reduce(again).items():
+            self._parameters[index].grad = reduced
+
+
+class ShardReplicaReducer(ComputesReplicas, ShardReducer):
+    """Reduces the gradients of logical replicas to this rank's shards.
+
+    Args:
+        replicas: number of replicas of all ranks.
+        layout, exchange: those of the sharded optimizer.
     """
 
     def __init__(self, replicas: int, layout: Layout, exchange: Exchange) -> None:
-        super().__init__(replicas, exchange.process_set)
-        self.layout, self.exchange = layout, exchange
+        how = HowReduced(TREE, Average, replicas=replicas)
+        super().__init__(replicas, Leaves(), layout, exchange, how, None)
 
-    def rename(self, prefix: str) -> None:
-        super().rename(prefix)
-        self.exchange.rename(prefix)
-
-    def carries_flags(self, bucket: Bucket) -> bool:
-        """False: no rank gets the end of a bucket of all ranks."""
-        return False
-
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> Work:
-        group = self.layout.group_of[bucket.indices[0]]
-        total = torch.zeros(group.padded, dtype=sum_dtype(flat.dtype), device=flat.device)
-        # A bucket has its gradients in the order in which they became final, a group in that of the layout, with padding.
-        places = dict(zip(group.indices, self.layout.views(group, total)))
-        with torch.no_grad():
-            for entry in bucket.entries:
-                place = places[entry.index].copy_(view_of(flat, entry))
-                self.leaves.add_to(entry.index, place)
-        what = f"gradients.{group.position}"
-        return self.exchange.reduce_scatter(total, what, 1.0 / self.replicas, _TreeFormat())
-
-
-class ShardReplicaReducer(ReplicaReducer):
-    """Reduces the gradients of logical replicas to this rank's shards. Between steps it holds no gradients.
-
-    Args:
-        communicator: has the layout.
-        identity: a number that no other live optimizer on these ranks has.
-
-    Attributes:
-        used: of each parameter, whether any rank had a gradient for it in the last reduction.
-    """
-
-    _communicator: ShardedTreeCommunicator
-
-    def __init__(self, communicator: ShardedTreeCommunicator, identity: int) -> None:
-        layout = communicator.layout
-        self.used = [False] * len(layout.parameters)
-        self._shards: dict[int, torch.Tensor] = {}  # by the group's position
-        named = list(zip(layout.names, layout.parameters))
-        super().__init__(BucketAssignment(named, float("inf"), self._groups(layout)), communicator, identity)
-
-    @staticmethod
-    def _groups(layout: Layout) -> list[list[torch.Tensor]]:
-        return [layout.parameters_of([group]) for group in layout.groups]
-
-    def add_groups(self) -> None:
-        """The layout has grown on every rank; new parameters are reduced from the next synchronization on."""
-        layout, known = self._communicator.layout, len(self.used)
-        self.used.extend([False] * (len(layout.parameters) - known))
-        self.assignment.groups = self._groups(layout)
-        self.add_parameters(list(zip(layout.names, layout.parameters))[known:])
+    def set_passes(self, passes: int) -> None:
+        """Does nothing: all passes of a step are one round."""
 
     def begin_replica(self) -> None:
         # A new step begins: what the last one has left in shards, and its placeholders, are dropped.
@@ -103,88 +181,28 @@ class ShardReplicaReducer(ReplicaReducer):
         super().begin_replica()
 
     def shard(self, group: Group) -> torch.Tensor | None:
-        """This rank's part of a group's reduced gradients, 1-D, in its dtype; None if no rank had any."""
-        return self._shards[group.position] if any(self.used[index] for index in group.indices) else None
+        """As without replicas, in the group's dtype: that of whole gradients."""
+        shard = super().shard(group)
+        return None if shard is None else shard.to(group.dtype)
 
-    def consume(self) -> None:
-        """Forgets the result: a step has used it, or was skipped."""
-        self._shards.clear()
-        self._drop_placeholders()
-        self.used[:] = [False] * len(self.used)
+    def _has_more(self, index: int) -> bool:
+        aside = index in self._leaves.indices
+        was_sent = index in self._rounds and self._gradients[index].state is not DROPPED
+        return super()._has_more(index) or (aside and not was_sent)
 
-    def changes(self) -> list[Change] | None:
-        unreduced = any(has_values(parameter.grad) for parameter in self.assignment.parameters)
-        return None if self.active or unreduced else []
+    def _pack(self, group: Group, parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, Iterable[int]]:
+        left = {index for index in group.indices if self._gradients[index].state is not DROPPED}
+        whole = [self._whole(index, part) if index in left else None for index, part in zip(group.indices, parts)]
+        flat, used = super()._pack(group, whole)
+        places = dict(zip(group.indices, self._layout.views(group, flat)))
+        self._last.update((index, places[index]) for index in used)
+        total = flat.to(sum_dtype(flat.dtype), copy=bool(self._leaves.indices))
+        with torch.no_grad():
+            for index, place in zip(group.indices, self._layout.views(group, total)):
+                self._leaves.add_to(index, place)
+        return total, self._leaves.indices.intersection(left).union(used)
 
-    def lose(self, parameters: Sequence[torch.Tensor]) -> None:
-        super().lose(parameters)
-        self.consume()
-
-    def abandon(self) -> None:
-        super().abandon()
-        self.consume()
-
-    def _launch(self, with_flags: bool = False) -> None:
-        super()._launch(with_flags)
-        # What has arrived is added up and its buffers are freed, in the order of launches.
-        while self._in_flight and self._in_flight[0][1].done():
-            self._land_first()
-
-    def _landed(self, bucket: Bucket, result: torch.Tensor) -> None:
-        super()._landed(bucket, result)
-        group = self._communicator.layout.group_of[bucket.indices[0]]
-        self._shards[group.position] = result.to(bucket.dtype)
-        bucket.free()
-
-    def synchronize(self) -> None:
-        # Placeholders of the last result are no gradients, and must not be reduced.
-        self._drop_placeholders()
-        super().synchronize()
-        for parameter, name, used in zip(self._parameters, self._names, self.used):
-            if used:
-                parameter.grad = ShardedGradient(parameter, name)
-
-    def _drop_placeholders(self) -> None:
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, ShardedGradient):
-                parameter.grad = None
-
-    def _synchronize(self) -> None:
-        super()._synchronize()
-        for index, parameter in enumerate(self.assignment.parameters):
-            if parameter.grad is not None:  # was reduced by itself, and is whole
-                self._keep_own_part(index, parameter.grad)
-                parameter.grad = None
-
-    def _assign_gradients(self, used: set[int], keep: set[int]) -> None:
-        for bucket in self.assignment.buckets:
-            for entry in bucket.entries if bucket.launched and not bucket.void else ():
-                if entry.index not in keep:
-                    entry.parameter.grad = None
-        for index in used:
-            self.used[index] = True
-
-    def _keep_own_part(self, index: int, gradient: torch.Tensor) -> None:
-        """Puts this rank's part of a reduced gradient in its place.
-
-        Raises:
-            RuntimeError: the parameter was converted; the same on every rank.
-        """
-        layout, rank = self._communicator.layout, self._communicator.exchange.rank
-        if not layout.fits(index):
-            raise RuntimeError(layout.changed(index))
-        group = layout.group_of[index]
-        if group.position not in self._shards:
-            self._shards[group.position] = torch.zeros(
-                group.shard_numel, dtype=group.dtype, device=group.device
-            )
-        for span in group.spans(rank):
-            if span.parameter == index:
-                whole = layout.specs[index].flatten(gradient)
-                span.of(self._shards[group.position]).copy_(whole[span.start : span.stop])
-        self.used[index] = True
-
-    def _end_step(self, facts: Facts | None = None) -> None:
-        super()._end_step(facts)
-        for bucket in self.assignment.buckets:
-            bucket.free()
+    def _land(self, facts: Facts) -> None:
+        for index in facts.dropped:
+            self._last.pop(index, None)
+        super()._land(facts)

@@ -46,7 +46,7 @@ class Schedule:
 
     Args:
         layout: the groups; those that need gradients are active.
-        passes: backward passes in a round.
+        passes: backward passes in a round; None for all those of a step, whatever their number.
 
     Attributes:
         order: positions (in the layout) of the active groups; the same on every rank.
@@ -55,7 +55,7 @@ class Schedule:
         launched: launches of each group in this step, by its position in the layout.
     """
 
-    def __init__(self, layout: Layout, passes: int) -> None:
+    def __init__(self, layout: Layout, passes: int | None) -> None:
         self._layout = layout
         self._passes = passes
         self.reset()
@@ -128,7 +128,7 @@ class Schedule:
 
         Backward passes are not counted: their number is that of the accumulations that most parameters have.
         """
-        return max(1, -(-self._passes_done() // self._passes))
+        return max(1, -(-self._passes_done() // (self._passes or 1)))
 
     def last_arrival(self, group: Group) -> int:
         """Place of the group's last accumulation in this step's sequence of them, from 1; 0 if there was none."""
@@ -137,6 +137,8 @@ class Schedule:
     # ---------------------------------------------------------------------------------- between steps
 
     def _passes_done(self) -> int:
+        if self._passes is None:
+            return 1
         # If most parameters have two accumulations, there were two passes: one with four is used
         # twice. Of equal counts the lower is taken.
         accumulations = Counter(arrived for arrived in self._counts.arrived if arrived)
@@ -158,9 +160,9 @@ class Schedule:
         self.launched = [0] * len(layout.groups)
         self._arrived_in_round = [0] * len(layout.parameters)
         if self._counts.learned:
-            self._expected = [count * self._passes for count in self._counts.expected]
+            self._expected = [count * (self._passes or 1) for count in self._counts.expected]
         else:
-            self._expected = [self._passes * parameter.requires_grad for parameter in layout.parameters]
+            self._expected = [(self._passes or 1) * parameter.requires_grad for parameter in layout.parameters]
         self._expecting = [
             sum(self._expected[index] > 0 for index in group.indices) for group in layout.groups
         ]

@@ -17,7 +17,6 @@ from hvd_ckpt.sharding.layout import Group, Layout, Piece
 from hvd_ckpt.sharding.offload import Offload
 from hvd_ckpt.sharding.parameters import ShardedParameters
 from hvd_ckpt.sharding.reducer import ShardReducer
-from hvd_ckpt.sharding.replicas import ShardReplicaReducer
 from hvd_ckpt.sharding.surface import same_lists
 
 HALF = (torch.float16, torch.bfloat16)
@@ -213,7 +212,7 @@ class Sharding:
                 gradient = piece.spec.flatten(gradient)[piece.start : piece.stop].to(piece.parameter.dtype)
             piece.parameter.grad = self._given[piece.index] = gradient
 
-    def take_gradient_shards(self, reducer: ShardReducer | ShardReplicaReducer) -> None:
+    def take_gradient_shards(self, reducer: ShardReducer) -> None:
         """Stages 2 and 3: the pieces' gradients are parts of what the reducer holds."""
         for piece in self.pieces:
             shard = reducer.shard(self.layout.group_of[piece.index]) if reducer.used[piece.index] else None

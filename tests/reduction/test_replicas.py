@@ -13,8 +13,7 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.distributed import extension
-from hvd_ckpt.reduction import collectives, tree
-from hvd_ckpt.sharding import construction
+from hvd_ckpt.sharding import construction, rows, tree
 from hvd_ckpt.utils.memory import recording_peak
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2))
@@ -151,7 +150,7 @@ def test_sums_within_hosts_have_the_same_bits(shard: str, monkeypatch: pytest.Mo
     Small sums, which are gathered whole, have these bits, too.
     """
     for name in ("TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
-        monkeypatch.setattr(collectives, name, 0)
+        monkeypatch.setattr(rows, name, 0)
 
     def trained(hosts: list[list[int]] | None, small: int = 0) -> list[torch.Tensor]:
         torch.manual_seed(7)
@@ -162,9 +161,9 @@ def test_sums_within_hosts_have_the_same_bits(shard: str, monkeypatch: pytest.Mo
         optimizer = make(model, replicas=8, bucket_cap_mb=0.0004, shard=shard)
         exchanged = []
         with monkeypatch.context() as patches:
-            in_levels = collectives.Collectives.exchange_in_levels
+            in_levels = rows.RowCollectives.exchange_in_levels
             patches.setattr(
-                collectives.Collectives,
+                rows.RowCollectives,
                 "exchange_in_levels",
                 lambda self, *given: exchanged.append(given[2]) or in_levels(self, *given),
             )

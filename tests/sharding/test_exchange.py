@@ -10,9 +10,10 @@ import torch
 import hvd_ckpt as hc
 from hvd_ckpt.reduction import collectives
 from hvd_ckpt.reduction.process_sets import levels
-from hvd_ckpt.reduction.tree import add_rows
+from hvd_ckpt.sharding import rows
 from hvd_ckpt.sharding.exchange import Exchange
 from hvd_ckpt.sharding.formats import BF16, FP16, FP32, INT8, WireFormat, sum_dtype
+from hvd_ckpt.sharding.tree import add_rows
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
 
@@ -197,7 +198,7 @@ def test_ranks_of_a_host_are_added_first(
 ) -> None:
     """In the same bits each time, and in those of sums of sums where nothing is rounded on the way."""
     for name in ("TWO_LEVEL_BYTES", "TWO_LEVEL_ROW_BYTES"):
-        monkeypatch.setattr(collectives, name, 0)
+        monkeypatch.setattr(rows, name, 0)
     hosts = exchange.hosts = [[0, 1], [2, 3]]
     sent = 0
     for dtype in DTYPES:

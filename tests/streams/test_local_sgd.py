@@ -15,9 +15,9 @@ import hvd_ckpt as hc
 from hvd_ckpt.parallel.local_sgd.exchange import PeerExchange
 from hvd_ckpt.parallel.local_sgd.runs import Place, Segment
 from hvd_ckpt.parallel.local_sgd.weights import WeightRun
-from hvd_ckpt.reduction.collectives import Collectives
 from hvd_ckpt.sharding.exchange import Traffic
 from hvd_ckpt.sharding.formats import WIRE_FORMATS
+from hvd_ckpt.sharding.rows import RowCollectives
 
 
 def average(simulation: Simulation, wire: str) -> None:
@@ -25,7 +25,7 @@ def average(simulation: Simulation, wire: str) -> None:
     with AlikeRanks(simulation).running() as ranks:
         parameter = nn.Parameter(torch.ones(500, device=DEVICE))
         segment = Segment("weight", parameter, parameter, lambda: parameter)
-        place = Place(PeerExchange(Collectives(ranks.process_set, "local"), [0, 1], Traffic()))
+        place = Place(PeerExchange(RowCollectives(ranks.process_set, "local"), [0, 1], Traffic()))
         outer: Any = hc.Nesterov(lr=0.7)
         averaged = WeightRun("weights", [segment], place, outer, WIRE_FORMATS[wire])
         with own_stream(), torch.no_grad():

@@ -35,7 +35,7 @@ from hvd_ckpt.distributed.precision import Precision
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.launchers import is_elastic
-from hvd_ckpt.reduction import Compression
+from hvd_ckpt.reduction.communicator import Compression
 from hvd_ckpt.reduction.leveling import agree_on_naming
 from hvd_ckpt.sharding.clipping import clip_grad_norm_
 from hvd_ckpt.snapshots.reader import Snapshot

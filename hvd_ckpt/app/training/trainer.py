@@ -35,8 +35,8 @@ from hvd_ckpt.data.objectives import Objective
 from hvd_ckpt.data.sampler import Loader
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.reduction import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.reduction.agreement import of_first_process
+from hvd_ckpt.reduction.broadcast import broadcast_optimizer_state, broadcast_parameters
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.model import ModelTensors
 from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank

@@ -16,8 +16,9 @@ from hvd_ckpt.parallel.local_sgd.runs import AVERAGES, Fragment, Place, Run, Seg
 from hvd_ckpt.parallel.local_sgd.schedule import assign_fragments, block_of
 from hvd_ckpt.parallel.local_sgd.state import AveragesState
 from hvd_ckpt.parallel.local_sgd.weights import WeightRun
-from hvd_ckpt.reduction.collectives import Collectives, Work
+from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.sharding.exchange import Exchange, Traffic
+from hvd_ckpt.sharding.rows import RowCollectives
 from hvd_ckpt.sharding.state_view import COUNTERS
 
 MOMENT = "moment."
@@ -55,7 +56,7 @@ class Averaging:
         self._worked = self._generation = 0
         # Weakly: the optimizer holds this object.
         self._optimizer: Any = weakref.proxy(optimizer)
-        self._collectives = Collectives(members, prefix)
+        self._collectives = RowCollectives(members, prefix)
         self._members, self._groups, self._prefix = members, groups, prefix
         self._averages_moments, self._outer = options.moments == "average", options.outer
         self._wire = options.format

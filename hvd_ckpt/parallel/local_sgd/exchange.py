@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_ckpt.reduction.collectives import Collectives, Work
+from hvd_ckpt.reduction.collectives import Work
 from hvd_ckpt.sharding.exchange import Kind, Traffic
 from hvd_ckpt.sharding.formats import FP32, WireFormat
+from hvd_ckpt.sharding.rows import RowCollectives
 
 
 class PeerExchange:
@@ -25,7 +26,7 @@ class PeerExchange:
         rank: this rank's place among them.
     """
 
-    def __init__(self, collectives: Collectives, peers: Sequence[int], traffic: Traffic) -> None:
+    def __init__(self, collectives: RowCollectives, peers: Sequence[int], traffic: Traffic) -> None:
         self.ranks, self.rank = len(peers), list(peers).index(collectives.process_set.rank())
         self.collectives, self._peers, self._traffic = collectives, list(peers), traffic
 
