@@ -7,6 +7,7 @@ grid          stages, replicas and parts: the place of each rank, and its host
 links         messages between all processes of a grid, and how it is formed
 device_link   messages of tensors on GPUs, between stages and between parts
 parts         sums and gathers among the parts of a replica
+partition     activations that are kept in shares, one on each part
 whole_model   what the core asks of a model that is spread over processes
 runtime       init, shutdown and what Horovod needs set before it starts
 single_copy   messages within a host, where ranks cannot read each other's memory

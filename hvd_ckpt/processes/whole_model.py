@@ -7,27 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.parts import alone, gather, inside, maximum
 from hvd_ckpt.utils.cuts import Cut, cut_of
 
-__all__ = [
-    "alone",
-    "is_split",
-    "is_uneven",
-    "maximum",
-    "norms",
-    "optimizer_state",
-    "partitioned",
-    "shape_of_first",
-    "state",
-]
+# What parts exchange is imported where there are several: most models are on one process as a whole.
 
 # ------------------------------------------------------------------------------------ norms and shapes
 
@@ -42,9 +30,29 @@ def norms(own: Tensor, parameters: Sequence[Tensor], order: float) -> Tensor:
     split = torch.tensor([cut_of(parameter) is not None for parameter in parameters], device=own.device)
     if current().tensor == 1 or not split.any():
         return own
+    from hvd_ckpt.processes.parts import gather
+
     rows = torch.stack(gather(own[split]))
     joined = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, 0)
     return own.index_put((split,), joined)
+
+
+def maximum(own: Tensor) -> Tensor:
+    """The greatest of each element over all parts. Collective over the parts."""
+    if current().tensor == 1:
+        return own
+    from hvd_ckpt.processes.parts import maximum as of_parts
+
+    return of_parts(own)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A context in which one process measures: nothing is exchanged, and every other part counts as having zeros."""
+    from hvd_ckpt.processes.parts import alone as without_parts
+
+    with without_parts():
+        yield
 
 
 def shape_of_first(parameter: Tensor) -> list[int]:
@@ -99,51 +107,11 @@ def optimizer_state(
 
 
 def _whole(own: Tensor, cut: Cut) -> Tensor:
+    from hvd_ckpt.processes.parts import gather
+
     count, shapes = current().tensor, []
     for part in range(count):
         shape = list(own.shape)
         shape[cut.dim] = cut.length(count, part)
         shapes.append(shape)
     return cut.whole(gather(own, shapes))
-
-
-# ------------------------------------------------------------------------------------ activations
-
-
-class Share(NamedTuple):
-    """This part's share of a tensor; ``lengths`` are those of all parts, in elements."""
-
-    values: Tensor
-    lengths: tuple[int, ...]
-    shape: torch.Size
-
-
-@contextlib.contextmanager
-def partitioned() -> Iterator[None]:
-    """Around a region: its inputs, all that autograd saves outside of its own hooks, are kept in shares (ZeRO-R, Rajbhandari et
-    al., 2020).
-
-    Raises:
-        ValueError: the region is within a block with sequence parallelism, or runs one.
-    """
-    with inside("partition"), saved_tensors_hooks(_pack, _unpack):
-        yield
-
-
-def _pack(tensor: Tensor) -> Tensor | Share:
-    grid = current()
-    # A parameter stays in memory anyway, and what needs no gradient, such as a mask, may be a part's own.
-    alike = tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.is_contiguous()
-    if grid.tensor == 1 or not alike or tensor.numel() < grid.tensor:
-        return tensor
-    # 10 elements over 4 parts are shares of 3, 3, 2 and 2, so all lengths are kept.
-    shares = tensor.detach().view(-1).tensor_split(grid.tensor)
-    # A copy, since a view would keep the whole tensor in memory.
-    return Share(shares[grid.part].clone(), tuple(map(len, shares)), tensor.shape)
-
-
-def _unpack(kept: Tensor | Share) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    rows = gather(kept.values, [(length,) for length in kept.lengths])
-    return torch.cat(rows).view(kept.shape)

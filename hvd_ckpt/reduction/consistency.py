@@ -49,21 +49,9 @@ class TableEntry:
 
 
 def check_equal_weights(model: torch.nn.Module, process_set: Any = global_process_set) -> None:
-    """Raises on every rank if a parameter of the model differs between ranks. Collective; changes nothing.
+    """Compares the weights of a model, as :func:`hvd_ckpt.verify` has it; raises what that raises.
 
-    All parameters are compared, including frozen ones; a tied parameter is compared once. Buffers may differ, and are not
-    compared. If parameters are split over the ranks (stage 3), each element is on one rank, so only names, shapes and dtypes are
-    compared. Bytes are hashed on the CPU (SHA-256), as many parameters at a time as torch has threads. Parameters on a GPU are
-    copied first. If nothing differs, each rank sends 32 bytes.
-
-    Args:
-        model: the module, the same on every rank.
-        process_set: the ranks that compare; all of them must call the function.
-
-    Raises:
-        WeightsDiffer: weights, names, shapes or dtypes differ. The error names the first parameter in the order of
-            ``named_parameters()``, and the ranks in the minority, with their hosts.
-        ValueError: a parameter has no dense values (on some rank), or this rank is not in ``process_set``.
+    Each rank hashes as many parameters at a time as torch has threads. If nothing differs, it sends 32 bytes.
     """
     if not process_set.included():
         raise ValueError(f"rank {mpi_ops.rank()} is not in {process_set}; call verify() on its ranks only")

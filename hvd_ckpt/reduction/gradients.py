@@ -254,11 +254,12 @@ class TrackedGradient:
 
     def arrived(self) -> None:
         """A gradient has been accumulated."""
-        if self.state is ARRIVING:
+        state = self.state
+        if state is ARRIVING:
             self.part = self.parameter.grad
             self.settle()
-        elif self.state is not SENT and self.state is not LATE:
-            if self.state is not DROPPED:
+        elif state is not SENT and state is not LATE:
+            if state is not DROPPED:
                 self.state = OWN
             self.note()
 

@@ -267,7 +267,7 @@ class Reducer(Machine):
                 self._gradients[index].state = DROPPED
             flat = torch.zeros(bucket.numel + bucket.flags, dtype=bucket.dtype, device=bucket.device)
         else:
-            flat = bucket.gather()
+            flat = bucket.gather(hidden=True)
         if bucket.flags:
             with torch.no_grad():
                 tail = flat[bucket.numel :]

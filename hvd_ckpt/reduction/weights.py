@@ -59,17 +59,7 @@ def verifies_weights() -> bool:
 
 
 def verify_weights(enabled: bool = True, *, ignore: Iterable[torch.Tensor] = ()) -> None:
-    """Sets whether optimizers verify in each step that the ranks have the same weights; they do by default.
-
-    In each step a ``DistributedOptimizer`` compares the bits of a part of the weights that its ranks are about to update. The next
-    step compares the next part. If they differ, ``step()`` or ``synchronize()`` raises :class:`WeightsDiffer` on every rank. A
-    further call replaces the setting. Call it on every rank. ``HVD_CKPT_VERIFY_WEIGHTS=0`` in the environment turns the comparison
-    off.
-
-    Args:
-        enabled: whether to compare weights.
-        ignore: parameters whose gradients are reduced, but whose values may differ between ranks.
-    """
+    """Sets whether optimizers verify weights, as :func:`hvd_ckpt.verify` has it. A further call replaces the setting."""
     ignored = WeakTensorKeyDictionary()
     for parameter in ignore:
         if not isinstance(parameter, torch.Tensor):

@@ -86,21 +86,10 @@ class ShardOptions:
         return split
 
     def described(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks."""
-        return {
-            "shard": self.stage,
-            "offload": self.offload,
-            "wire": (self.gradients.name, self.parameters.name),
-            "master_weights": self.master_weights,
-            "within": self.within,
-            "units": self._unit_names(),
-        }
-
-    def _unit_names(self) -> list[list[str]]:
-        if not self.units or self.model is None:
-            return []
-        names = {id(module): name for name, module in self.model.named_modules()}
-        return [[names[id(module)] for module in unit.modules] for unit in self.units]
+        """What follows from the options and must be equal on all ranks: the names of the units' modules."""
+        modules = () if self.model is None else self.model.named_modules()
+        names = {id(module): name for name, module in modules}
+        return {"units": [[names[id(module)] for module in unit.modules] for unit in self.units]}
 
 
 def check_stage(

@@ -35,7 +35,7 @@ from hvd_ckpt.app.models.gpt import gpt
 from hvd_ckpt.parallel.tensor.copies import check_copies
 from hvd_ckpt.planning import kinds
 from hvd_ckpt.processes.grid import current
-from hvd_ckpt.processes.whole_model import _pack
+from hvd_ckpt.processes.partition import _pack
 from hvd_ckpt.utils.cuts import cut_of
 
 
