@@ -15,32 +15,42 @@ class AccumulationCounts:
     A count rises at once. It falls only after two equal lower steps, so that one short step (the last, shorter accumulation group
     of an epoch, say) does not make the next full one late. ``expected`` is a plain list so that the hook which runs once per
     gradient costs two list look-ups.
+
+    Attributes:
+        arrived, expected: number of each parameter's accumulations in this step, and in the next ones.
+        sequence: the parameters of this step's accumulations, one after the other.
     """
 
     def __init__(self, n: int) -> None:
         self.arrived: list[int] = [0] * n
         self.expected: list[int] = [0] * n
-        self.last_arrival = [0] * n  # place among this step's accumulations, from 1; 0 without one
+        self.sequence: list[int] = []
         self._lower: list[int] = [-1] * n
-        self._clock = 0
         self.learned = False
 
     def extend(self, n: int) -> None:
         """Adds ``n`` parameters that never arrived."""
-        for counts in (self.arrived, self.expected, self.last_arrival):
-            counts.extend([0] * n)
+        self.arrived.extend([0] * n)
+        self.expected.extend([0] * n)
         self._lower.extend([-1] * n)
 
     def count(self, index: int) -> int:
         """Counts one accumulation; returns how often the parameter has arrived in this step."""
-        self._clock += 1
-        self.last_arrival[index] = self._clock
+        self.sequence.append(index)
         self.arrived[index] += 1
         return self.arrived[index]
 
+    @property
+    def last_arrival(self) -> list[int]:
+        """Place of each parameter's last accumulation in the sequence, from 1; 0 without one."""
+        last = [0] * len(self.arrived)
+        for place, index in enumerate(self.sequence, 1):
+            last[index] = place
+        return last
+
     def close_step(self, learn: bool = True) -> None:
         """Learns from this step's accumulations (unless ``learn`` is False) and starts the next step."""
-        if learn and self._clock:
+        if learn and self.sequence:
             if not self.learned:
                 self.expected = list(self.arrived)
                 self.learned = True
@@ -57,8 +67,7 @@ class AccumulationCounts:
                 # The step was as expected, so a lower one before it was an exception and not the first of two.
                 self._lower = [-1] * len(self._lower)
         self.arrived = [0] * len(self.arrived)
-        self.last_arrival = [0] * len(self.last_arrival)
-        self._clock = 0
+        self.sequence.clear()
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The learned counts by the parameters' names (None before the first step), and those of a first lower step."""

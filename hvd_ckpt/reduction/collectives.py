@@ -26,6 +26,7 @@ long_waits: set[weakref.WeakMethod[Callable[[float], None]]] = set()
 """Called now and then, with its begin, while a wait lasts longer than that; they raise where it can never end."""
 GRADIENTS = "the gradients of all ranks (each must call backward() and optimizer.step())"
 
+
 def wait(handle: int, name: str = "", awaited: str = "") -> Any:
     """The result of an asynchronous operation, like Horovod's ``synchronize``; asleep until it is there.
 

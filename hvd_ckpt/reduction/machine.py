@@ -375,6 +375,7 @@ class Machine(ABC):
     def note_changes(self) -> None:
         """All ranks have changed their reduced gradients in the same way; these now count as the last synchronization's."""
 
+    @abstractmethod
     def set_passes(self, passes: int) -> None:
         """Another number of backward passes in a round, from the next step on, where rounds have one. Call it on every rank."""
 

@@ -145,16 +145,20 @@ class Reducer(Machine):
             self._watched.update(range(len(self.assignment.parameters)))
 
     def before_accumulation(self, index: int) -> None:
-        if self.sums:  # known only once something has been added, which torch.autograd.grad() does not
-            change = self._sums.add if self._gradients[index].is_result else self._sums.discard
-            change(index)
-        super().before_accumulation(index)
+        with self._lock:
+            if self.sums:  # an error once something has been added, which torch.autograd.grad() does not
+                change = self._sums.add if self._gradients[index].is_result else self._sums.discard
+                change(index)
+            super().before_accumulation(index)
 
     def _look_at(self, indices: Iterable[int]) -> None:
         for index in indices if self.sums else ():
             if self._gradients[index].is_result:
                 self._report.error = self._report.error or summed_again(self._names[index])
         super()._look_at(indices)
+
+    def set_passes(self, passes: int) -> None:
+        """Does nothing: the number is learned."""
 
     def set_zero(self, parameter: torch.Tensor) -> None:
         parameter.grad = self.assignment.zeros(parameter)

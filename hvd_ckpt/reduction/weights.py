@@ -319,7 +319,10 @@ class WeightVerification:
 
         def entry(index: int, value: int) -> TableEntry:
             parameter = self._parameters[index]
-            dtype, bits = str(parameter.dtype).removeprefix("torch."), value.to_bytes(8, "little", signed=True)
+            dtype, bits = (
+                str(parameter.dtype).removeprefix("torch."),
+                value.to_bytes(8, "little", signed=True),
+            )
             return TableEntry(self._names[index], tuple(parameter.shape), dtype, bits)
 
         tables = [[entry(index, row[column]) for index, column in columns] for row in comparing.values()]

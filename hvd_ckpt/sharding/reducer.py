@@ -233,9 +233,8 @@ class ShardReducer(Machine):
         schedule.activate(used)
         if not schedule.ordered:
             # Zeros on other ranks make the sum that of rank 0.
-            leads = self._exchange.rank == 0
-            arrivals = [float(leads and schedule.last_arrival(group)) for group in self._layout.groups]
-            schedule.arrange(self._sum(torch.tensor(arrivals, dtype=torch.float32), "place"))
+            arrivals = torch.tensor(schedule.last_arrivals(), dtype=torch.float32)
+            schedule.arrange(self._sum(arrivals * float(self._exchange.rank == 0), "place"))
         self._agreed = whole_rounds * len(schedule.order)
         self._may_wait = facts.flags.unsteady == 0
         for index, gradient in enumerate(self._gradients):

@@ -192,7 +192,9 @@ class ShardReplicaReducer(ComputesReplicas, ShardReducer):
 
     def _pack(self, group: Group, parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, Iterable[int]]:
         left = {index for index in group.indices if self._gradients[index].state is not DROPPED}
-        whole = [self._whole(index, part) if index in left else None for index, part in zip(group.indices, parts)]
+        whole = [
+            self._whole(index, part) if index in left else None for index, part in zip(group.indices, parts)
+        ]
         flat, used = super()._pack(group, whole)
         places = dict(zip(group.indices, self._layout.views(group, flat)))
         self._last.update((index, places[index]) for index in used)

@@ -130,9 +130,10 @@ class Schedule:
         """
         return max(1, -(-self._passes_done() // (self._passes or 1)))
 
-    def last_arrival(self, group: Group) -> int:
-        """Place of the group's last accumulation in this step's sequence of them, from 1; 0 if there was none."""
-        return max((self._counts.last_arrival[index] for index in group.indices), default=0)
+    def last_arrivals(self) -> list[int]:
+        """Place of each group's last accumulation in this step's sequence of them, from 1; 0 if there was none."""
+        last = self._counts.last_arrival
+        return [max((last[index] for index in group.indices), default=0) for group in self._layout.groups]
 
     # ---------------------------------------------------------------------------------- between steps
 
@@ -162,7 +163,9 @@ class Schedule:
         if self._counts.learned:
             self._expected = [count * (self._passes or 1) for count in self._counts.expected]
         else:
-            self._expected = [(self._passes or 1) * parameter.requires_grad for parameter in layout.parameters]
+            self._expected = [
+                (self._passes or 1) * parameter.requires_grad for parameter in layout.parameters
+            ]
         self._expecting = [
             sum(self._expected[index] > 0 for index in group.indices) for group in layout.groups
         ]
@@ -192,7 +195,7 @@ class Schedule:
         """Sets the order of the next step: that of completion on rank 0.
 
         Args:
-            leaders_last_arrivals: :meth:`last_arrival` of each group there.
+            leaders_last_arrivals: :meth:`last_arrivals` there.
         """
         if any(leaders_last_arrivals):
             # Sorting is stable, so groups that rank 0 has not completed keep their order behind the others.

@@ -161,7 +161,10 @@ class TreeCommunicator(Communicator):
             result = total * scale if keep else total.mul_(scale)
             return Work((), lambda _: result)
         if ranks == 2:
-            name, allreduce = f"{self.prefix}.{what}", mpi_ops.allreduce_async if keep else mpi_ops.allreduce_async_
+            name, allreduce = (
+                f"{self.prefix}.{what}",
+                mpi_ops.allreduce_async if keep else mpi_ops.allreduce_async_,
+            )
             handle = allreduce(total, name=name, op=Sum, postscale_factor=scale, process_set=self.process_set)
             return Work([(name, handle)], lambda results: results[0])
         if total.nbytes * ranks <= SMALL_BYTES or numel < ranks:
@@ -169,5 +172,7 @@ class TreeCommunicator(Communicator):
         rest = -numel % ranks
         whole = torch.nn.functional.pad(total, (0, rest)) if rest else total
         sums = self.exchange.reduce_scatter(whole, what, scale, TREE)
-        gathered = sums.followed_by(lambda part: self.exchange.all_gather(part, torch.empty_like(whole), what))
+        gathered = sums.followed_by(
+            lambda part: self.exchange.all_gather(part, torch.empty_like(whole), what)
+        )
         return gathered.then(lambda result: result[:numel])
