@@ -198,7 +198,7 @@ def shard_optimizer(
         if callable(method):
             setattr(type(optimizer), name, on_pieces(method))
     if before["state"]:
-        state.load_parts(optimizer, [before])
+        state.load(optimizer, lambda: state.of_pieces(optimizer, before))
     if options.stage > 1:
         optimizer.reducer.rename(optimizer.identity, 0)
 

@@ -134,8 +134,8 @@ class ShardedOptimizer(ReducedOptimizer):
 
         Collective.
         """
-        if self.reducer is not None:
-            weights, store = self.reducer.weights, self.sharding.store
+        weights, store = None if self.reducer is None else self.reducer.weights, self.sharding.store
+        if weights is not None and isinstance(store, FlatParameters):
             weights.written += store.changed_since()
             weights.sample = store.sample
         if self._reduce() and self.sharding.stage > 1:
@@ -303,8 +303,7 @@ class ShardedOptimizer(ReducedOptimizer):
         """This rank's part of the state: that of the wrapped optimizer for its pieces, and a list of these.
 
         ``"pieces"`` has name, start and stop of each piece, and ``"master_weights"`` the float32 weights, if there are any. The
-        part loads into the same rank of a job of the same size and stage. :func:`hvd_ckpt.sharding.state.load_parts` loads the
-        parts of any job.
+        part loads into the same rank of a job of the same size and stage; :meth:`full_state_dict` and snapshots load into any job.
         """
         # A forward pass, say, may have written weights since the last step.
         store = self.sharding.store
@@ -337,19 +336,18 @@ class ShardedOptimizer(ReducedOptimizer):
 
         # Called inside load(), so that all ranks raise what one of them finds wrong.
         def own() -> dict[str, Any]:
+            if "pieces" not in state_dict:
+                return state.of_pieces(self, state_dict)
             if [list(piece) for piece in state_dict["pieces"]] != _ranges(self.pieces):
                 raise ValueError(
                     f"this state is the part of rank {state_dict.get('rank')} of {state_dict.get('ranks')} at stage "
-                    f"{state_dict.get('stage')}, and the pieces of this rank are others; give "
-                    f"hvd_ckpt.sharding.state.load_parts the parts of all ranks"
+                    f"{state_dict.get('stage')}, and the pieces of this rank are others; load the result of full_state_dict(), "
+                    f"or a snapshot"
                 )
             return state_dict
 
         self.keep_groups(self)
-        if "pieces" in state_dict:
-            state.load(self, own)
-        else:
-            state.load_parts(self, [state_dict])
+        state.load(self, own)
         self.note_state_loaded()
 
     def share_state(self, wrapped: torch.optim.Optimizer, loaded: bool) -> None:

@@ -45,8 +45,6 @@ class ShardedParameters:
         OffloadError: there is no room for the shards.
     """
 
-    sample = None  # each weight is held by one rank, so that ranks cannot have different ones
-
     def __init__(
         self,
         model: nn.Module,
@@ -124,10 +122,6 @@ class ShardedParameters:
             unit.parameters.check()
         if (error := self._take_error()) is not None:
             raise error
-
-    def changed_since(self) -> list[torch.Tensor]:
-        """Nothing: see :meth:`check_written`."""
-        return []
 
     def find_written(self) -> RuntimeError | None:
         """The error of a pass that has written weights since the last synchronization."""

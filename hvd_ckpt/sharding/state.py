@@ -1,4 +1,4 @@
-"""The optimizer's state in parts: the part of one rank, and loading in a job of any size or stage."""
+"""The optimizer's state in parts: the part of one rank, from a whole state and to it."""
 
 from __future__ import annotations
 
@@ -18,43 +18,19 @@ if TYPE_CHECKING:
     from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 
 
-def load_parts(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Loads the state of a job of any size and stage, sharded or not; drops all gradients. Collective, where it is sharded.
-
-    Args:
-        optimizer: a ``DistributedOptimizer``, sharded or not.
-        parts: the ``state_dict()`` of every rank of that job; of a job that was not sharded, of one rank. Their tensors are only
-            read where this rank's pieces are, so they may be mapped from files.
+def of_pieces(optimizer: ReducedOptimizer, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of this rank's pieces, from one of whole parameters.
 
     Raises:
-        ValueError: the parts do not cover a rank's pieces, or are of an optimizer with other parameter groups; on every rank.
+        ValueError: that is of other parameters or groups.
     """
-    if not hasattr(optimizer, "sharding"):
-        optimizer.load_state_dict(_merged(optimizer, parts))
-        return
-    load(optimizer, lambda: _merged(optimizer, parts))
-    if optimizer.reducer is not None:
-        optimizer.note_state_loaded()
-
-
-def _merged(optimizer: ReducedOptimizer, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of this rank's pieces, or of the whole parameters of an optimizer that is not sharded."""
-    targets = ranges_of(optimizer)
-    sources = Sources(parts, whole_ranges(optimizer))
-    groups = parts[0]["param_groups"]
-    own_groups = stepped_parameters(optimizer)
+    groups, own_groups = whole["param_groups"], stepped_parameters(optimizer)
     if len(groups) != len(own_groups):
         raise ValueError(
             f"the state has {len(groups)} parameter groups and this optimizer {len(own_groups)}; build the same optimizer"
         )
-    merged: dict[str, Any] = {
-        "state": sources.states(targets),
-        "param_groups": numbered(groups, own_groups),
-    }
-    masters = sources.masters(targets)
-    if masters:
-        merged["master_weights"] = masters
-    return merged
+    states = Sources([whole], whole_ranges(optimizer)).states(ranges_of(optimizer))
+    return {"state": states, "param_groups": numbered(groups, own_groups)}
 
 
 def numbered(
@@ -127,7 +103,6 @@ class Sources:
 
     def __init__(self, parts: Sequence[Mapping[str, Any]], whole: Sequence[ShardRange]) -> None:
         self._found: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
-        self._masters: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
         self._in_pieces = all("pieces" in part for part in parts)
         for part in parts:
             pieces = part.get("pieces")
@@ -141,9 +116,6 @@ class Sources:
             for number, values in part["state"].items():
                 name, start, stop = pieces[number]
                 self._found.setdefault(name, []).append((start, stop, values))
-            for number, master in part.get("master_weights", {}).items():
-                name, start, stop = pieces[number]
-                self._masters.setdefault(name, []).append((start, stop, master))
 
     def states(self, targets: Sequence[ShardRange]) -> dict[int, dict[str, Any]]:
         """The state of each target that has one, by its number."""
@@ -181,16 +153,6 @@ class Sources:
         like = torch.empty(0, dtype=first.dtype, device=first.device)
         flat = assembled(parts, target.start, target.stop, f"{name} of '{target.name}'", like)
         return target.spec.unflatten(flat) if target.whole else flat
-
-    def masters(self, targets: Sequence[ShardRange]) -> dict[int, torch.Tensor]:
-        """The master weights of the targets that have any."""
-        masters = {}
-        for number, target in enumerate(targets):
-            parts = self._masters.get(target.name)
-            if parts:
-                what = f"the master weights of '{target.name}'"
-                masters[number] = assembled(parts, target.start, target.stop, what, parts[0][2])
-        return masters
 
 
 def assembled(

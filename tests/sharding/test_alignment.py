@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ from torch import nn
 
 import hvd_ckpt as hc
 from hvd_ckpt.sharding.layout import Layout
-from hvd_ckpt.sharding.state import load_parts
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2, 3), mpi=(4,))
 
@@ -125,32 +126,24 @@ def _with_elements(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2, 3])
-def test_state_that_was_cut_elsewhere_loads(shard: int) -> None:
-    """Parts of a job whose shards ended at any element, as those of former versions did."""
+def test_a_whole_state_and_weights_that_were_cut_elsewhere_load(shard: int) -> None:
+    """Weights of a job whose shards ended at any element."""
     model, optimizer, _ = trained(0, torch.float32)
     whole, state = whole_weights(model, optimizer), optimizer.state_dict()
     names = [name for name, _ in model.named_parameters()]
-    parts: list[dict[str, Any]] = [
-        {"state": {}, "pieces": [], "param_groups": state["param_groups"]} for _ in range(3)
-    ]
     weights = []
-    for number, (name, values) in enumerate(state["state"].items()):
-        numel = whole[names[name]].numel()
-        tensors = [whole[names[name]], values["exp_avg"], values["exp_avg_sq"]]
-        flat = [tensor.as_strided((numel,), (1,)) for tensor in tensors]  # in memory order
+    for name in names:
+        numel = whole[name].numel()
+        flat = whole[name].as_strided((numel,), (1,))  # in memory order
         cuts = [0, numel // 3, numel // 2, numel]
-        for part, start, stop in zip(parts, cuts, cuts[1:]):
-            weights.append((names[name], start, stop, flat[0][start:stop]))
-            own = {"step": values["step"], "exp_avg": flat[1][start:stop], "exp_avg_sq": flat[2][start:stop]}
-            part["state"][number] = own
-            part["pieces"].append([names[name], start, stop])
+        weights += [(name, start, stop, flat[start:stop]) for start, stop in itertools.pairwise(cuts)]
     other, resumed, _ = trained(shard, torch.float32, steps=0)
-    load_parts(resumed, parts)
+    resumed.load_state_dict(copy.deepcopy(state))
     if shard:
         resumed.load_weight_pieces(weights)
         found = whole_weights(other, resumed)
         assert all(torch.equal(found[name], value) for name, value in whole.items())
-    del state["state"][names.index("nothing")]  # no element has any state
+        del state["state"][names.index("nothing")]  # no element has any state
     assert_same_state(resumed.full_state_dict(all_ranks=True)["state"], state["state"])
 
 

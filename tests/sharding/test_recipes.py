@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import hvd_ckpt as hc
-from hvd_ckpt.sharding.state import load_parts
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
@@ -53,9 +52,7 @@ def test_recipes_run_as_they_stand(shard: int, folder: Path, monkeypatch: pytest
         "batches": [(tokens, tokens), (tokens + 1, tokens)],
         "evaluate": lambda model: loss_function(model(tokens), tokens),
     }
-    names.update(
-        Path=Path, build=build, hc=hc, load_parts=load_parts, loss_function=loss_function, torch=torch
-    )
+    names.update(Path=Path, build=build, hc=hc, loss_function=loss_function, torch=torch)
     names.update(model=model, optimizer=optimizer, shard=shard)
     loss_function(model(tokens), tokens).backward()
     optimizer.step()
