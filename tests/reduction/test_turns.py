@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable
@@ -98,6 +99,20 @@ def test_an_earlier_optimizer_of_the_parameters_raises(stages: tuple[int, int], 
     with newer.gathered_parameters():
         assert difference(model, reference) < 1e-6
         same_everywhere(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_sum_that_an_earlier_optimizer_has_left_is_not_added_up_again(stage: int) -> None:
+    model = chain(3)
+    older = wrap(model, stage, op=hc.Sum)
+    train(model, older, range(1))
+    newer = wrap(model, stage, op=hc.Sum)
+    is_multiplied = pytest.raises(RuntimeError, match="is a sum over the ranks already")
+    with is_multiplied if hc.size() > 1 else contextlib.nullcontext():
+        newer.step()
+    train(model, newer, range(2))
+    same_everywhere(model)
+    del older
 
 
 @pytest.mark.parametrize("stage", STAGES)
