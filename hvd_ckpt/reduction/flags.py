@@ -96,6 +96,6 @@ def check_reports(reports: Sequence[Report], names: Sequence[str]) -> None:
         for here, other in enumerate(reports):
             for index in sorted(other.dropped.intersection(report.sent)):
                 raise RuntimeError(
-                    f"parameter '{names[index]}' had its gradient dropped, or was converted, between backward() and synchronize() "
+                    f"parameter '{names[index]}' had its gradient dropped or was converted between backward() and synchronize() "
                     f"on rank {here} but not on rank {there}; do the same on every rank"
                 )
