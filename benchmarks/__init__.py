@@ -12,7 +12,6 @@ options.
     tensor            layers in parts beside PyTorch's parallelize_module
     local             local SGD and DiLoCo beside synchronous training
     train             overhead of the training loop
-    faults            runs that are killed, resumed and checked (by tests/faults)
     snapshots         how long training pauses for a snapshot (by tests/faults)
     replicas          hashes of runs on several numbers of ranks (by tests/same_bits)
     scale             steps on up to 16,384 ranks, predicted from sizes by the formulas of hvd_ckpt.prediction

@@ -63,7 +63,6 @@ class Row:
         """Adds what the ranks of a job found: the ``average`` of its steps is a round, or without one each step is.
 
         What communication threads free counts until its address is allocated again, so of several counts the least is nearest.
-        Figures whose names end in ``count`` add up, as do ``remarks``, lines for the report.
         """
         self.failure = next((rank["failure"] for rank in ranks if rank.get("failure")), self.failure)
         steps = slowest(rank.get("seconds", ()) for rank in ranks)
@@ -74,8 +73,6 @@ class Row:
             found, before = [rank.get(name) for rank in ranks], self.figures.get(name)
             if before is not None and name.endswith("bytes"):
                 found = [min(pair) if None not in pair else None for pair in zip(found, before)]
-            elif before is not None and name.endswith(("count", "remarks")):
-                found = [old + new for old, new in zip(before, found)]
             self.figures[name] = found
 
     def over(self, name: str, reduce: Callable[[list[Any]], Any] = max) -> Any:

@@ -366,7 +366,6 @@ class Suite:
         report = run.report(self.title, [table], results_of(columns, rows), facts, notes=notes)
         report.remarks = [f"{engine} is left out: {why}" for engine, why in (left_out or {}).items()]
         report.remarks += [f"{name}: {why}" for name, why in run.failures.items()]
-        report.remarks += [line for row in rows for line in row.over("remarks", lambda ranks: ranks[0]) or ()]
         for row in rows:
             if row.failure and row.failure not in run.failures.values():
                 where = ", ".join(f"{name} {value}" for name, value in row.case.condition.items())

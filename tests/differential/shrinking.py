@@ -1,27 +1,15 @@
-"""Makes a failing program smaller, as long as it fails in the same way."""
+"""Programs that are smaller than one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from programs import Block, Pass, Program, Step
 
 
-def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """The smallest program that is found by one change after the other."""
-    changed = True
-    while changed:
-        changed = False
-        for candidate in _smaller(program):
-            if fails(candidate):
-                program, changed = candidate, True
-                break
-    return program
-
-
-def _smaller(program: Program) -> Iterator[Program]:
+def smaller(program: Program) -> Iterator[Program]:
     """Programs with one thing less, the largest things first."""
     for at in range(len(program.steps)):
         if len(program.steps) > 1:

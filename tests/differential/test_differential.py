@@ -1,4 +1,4 @@
-"""Some random programs of tests/differential; `python tests/differential/run.py --help` tells how to run more."""
+"""Some random programs of tests/differential; `python tests/seeds.py core` runs more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some random programs in which users act by hand; `python tests/differential/run.py --kind acts` runs more."""
+"""Some random programs in which users act by hand; `python tests/seeds.py acts` runs more."""
 
 from __future__ import annotations
 

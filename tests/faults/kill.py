@@ -8,16 +8,20 @@ after a kill; and if no process was left.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import random
 import shutil
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from faults.checks import differences, newest_good, unreadable
 from faults.job import ALL, LAUNCHER, RunView, TrainJob, flags, newest_step, write_text
+from notes import Note
 
 STEPS = 60
 ELASTIC_STEPS = 300  # so that a rank that has gone can come back
@@ -33,6 +37,13 @@ SETTINGS = {
     "log-every": 2,
     "snapshot-every": 3,
     "keep-snapshots": 3,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ranks": {},
+    "stages": {"stages": 2},
+    "parts": {"tensor": 2},
+    "replicas": {"replicas": 4},
+    "elastic": {"replicas": 4, "elastic": True},
 }
 IN_PARTS = {"model": "gpt-tiny", "model-option": ("width=32", "layers=2", "dropout=0.3")}
 RUNNING, SNAPSHOT, START = "step", "snapshot", "start"
@@ -78,18 +89,30 @@ class FaultPlan:
         seed: the plan follows from it.
         size: number of ranks.
         controller: starts the ranks.
+        layout: of the ranks, one of :data:`LAYOUTS`.
         kills: one for each launch but the last, unless the run ends before.
     """
 
     seed: int
     size: int
     controller: str
+    layout: str
     kills: tuple[Kill, ...]
 
 
-def draw_plan(seed: int, size: int, controller: str, steps: int) -> FaultPlan:
-    """The plan of a seed for a run of at least 4 steps."""
+def draw(seed: int, size: int, controller: str) -> FaultPlan:
+    """The plan of a seed."""
     generator = random.Random(seed)
+    even, elastic = size % 2 == 0, size > 1 and controller == "gloo"
+    fits = {
+        "ranks": True,
+        "stages": even,
+        "parts": even,
+        "replicas": not size & (size - 1),
+        "elastic": elastic,
+    }
+    layout = generator.choice(["ranks"] * 3 + [name for name, can in fits.items() if can])
+    steps = ELASTIC_STEPS if layout == "elastic" else STEPS
 
     def one_of(weights: dict[Any, float]) -> Any:
         return generator.choices(list(weights), list(weights.values()))[0]
@@ -104,7 +127,7 @@ def draw_plan(seed: int, size: int, controller: str, steps: int) -> FaultPlan:
         return Kill(f"rank {rank}" if who == "one" else who, signal, when, round(at, 3), round(delay, 4))
 
     moments = sorted(generator.sample(range(1, steps), one_of(NUMBER_OF_KILLS)))
-    return FaultPlan(seed, size, controller, tuple(kill(step) for step in moments))
+    return FaultPlan(seed, size, controller, layout, tuple(kill(step) for step in moments))
 
 
 @dataclass(frozen=True)
@@ -180,24 +203,41 @@ class Killed:
         return [line for line in lines if line]
 
 
-def kill_run(test: KillTest, seed: int, size: int, controller: str) -> Killed:
-    """Runs the fault plan of a seed, and compares with an undisturbed run. The folders of sound runs are removed.
+@functools.cache
+def folder() -> Path:
+    """Of all runs of this process. It stays where a run is not sound."""
+    made = Path(tempfile.mkdtemp(prefix="hvd_ckpt_kills_"))
+    atexit.register(lambda: shutil.rmtree(made) if not list(made.glob("*/seed-*")) else None)
+    return made
+
+
+def check(plan: FaultPlan) -> Iterator[str]:
+    """What is wrong with the run of a plan."""
+    killed = kill_run(KillTest(folder() / plan.layout, **LAYOUTS[plan.layout]), plan)
+    yield from killed.faults
+    writing = sum(kill["writing"] for kill in killed.kills)
+    yield Note(f"seed {plan.seed}, {plan.layout}: {len(killed.kills)} kills, {writing} of them while writing")
+
+
+def kill_run(test: KillTest, plan: FaultPlan) -> Killed:
+    """Runs a fault plan, and compares with an undisturbed run. The folders of sound runs are removed.
 
     Raises:
         RuntimeError: the undisturbed run failed.
     """
+    seed, size, controller = plan.seed, plan.size, plan.controller
     test.folder.mkdir(parents=True, exist_ok=True)
     write_text(test.text)
     # Replicas end in the same bits on any number of ranks; without them, bits depend on ranks and controller.
     sizes = [size] if test.replicas is None else [1 << power for power in range(size.bit_length())]
     reference = test.folder / f"undisturbed-{sizes[0]}-{controller}" / "run"
     if not reference.exists():
-        undisturbed = _Course(test, FaultPlan(0, sizes[0], controller, ()), reference.parent.name, sizes[:1])
+        undisturbed = _Course(
+            test, FaultPlan(0, sizes[0], controller, plan.layout, ()), reference.parent.name, sizes[:1]
+        )
         if (failure := undisturbed.run().failure) is not None:
             raise RuntimeError(f"the undisturbed run of {sizes[0]} ranks over {controller}: {failure}")
-    course = _Course(
-        test, draw_plan(seed, size, controller, test.steps), f"seed-{seed}-{size}-{controller}", sizes
-    )
+    course = _Course(test, plan, f"seed-{seed}-{size}-{controller}", sizes)
     killed = course.run()
     if killed.failure is None:
         own = size if test.replicas is None else None

@@ -1,8 +1,7 @@
 """The resume test: a job saves, a job of another layout resumes and saves again, and both snapshots have the same bits.
 
-``python tests/faults/resumes.py SEED NUMBER`` draws so many pairs of layouts: numbers of ranks, sharding stages, offloading,
-groups, logical replicas, parts, pipeline stages, local SGD. Where both jobs have the same layout, the next step must have the same
-bits, too.
+Drawn are pairs of layouts: numbers of ranks, sharding stages, offloading, groups, logical replicas, parts, pipeline stages, local
+SGD. Where both jobs have the same layout, the next step must have the same bits, too. Pairs share launches.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ import torch
 SIZES: dict[str, Any] = {"vocabulary": 24, "length": 6, "width": 16, "heads": 4, "layers": 2, "dropout": 0.0}
 OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
 SAVED, NEXT = 2, 3  # steps
+TOGETHER = 10  # pairs of a case
 
 
-def draw(rng: random.Random) -> dict[str, Any]:
+def _pair(rng: random.Random) -> dict[str, Any]:
     """A case: the layouts of two jobs, and what they have in common."""
     replicas = rng.choice((0, 0, 0, 0, 4))
     there, here = (_layout(rng, replicas) for _ in range(2))
@@ -55,6 +55,7 @@ def _layout(rng: random.Random, replicas: int) -> dict[str, Any]:
     if ranks % 2 == 0:
         layout["stages"] = rng.choice((1, 1, 2))
         layout["tensor"] = rng.choice((1, 1, 2)) if ranks == 4 or layout["stages"] == 1 else 1
+        layout["sequence"] = layout["tensor"] > 1 and rng.random() < 0.5
         if groups and layout["shard"] == 3 and layout["stages"] == layout["tensor"] == 1:
             layout["within"] = rng.choice((None, groups))
     if layout["shard"] and rng.random() < 0.3:
@@ -78,7 +79,7 @@ def take_part(folder: Path, case: dict[str, Any], resumes: bool) -> None:
     torch.manual_seed(2 if resumes else 1)
     model: Any = gpt(**SIZES, tied=False).to(getattr(torch, case["dtype"]))
     if tensor > 1:
-        model = hc.tensor_parallel(model)
+        model = hc.tensor_parallel(model, sequence=layout.get("sequence", False))
     if stages > 1:
         model = hc.Pipeline(model, chunks=1)
     wrapped = getattr(torch.optim, case["optimizer"])(
@@ -144,8 +145,8 @@ def work(folder: Path, part: str) -> None:
 # ------------------------------------------------------------------------------------ the test
 
 
-def check(folder: Path, case: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a case."""
+def _faults(folder: Path, case: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a pair."""
     from faults.checks import differing
 
     from hvd_ckpt.snapshots import reader
@@ -169,39 +170,33 @@ def check(folder: Path, case: dict[str, Any]) -> Iterator[str]:
                 yield from differing(kind, there.whole_tensors(kind), here.whole_tensors(kind))
 
 
-def run(seed: int, number: int, folder: Path) -> int:
-    """Draws cases and runs them; returns how many were wrong."""
-    from controllers import run_ranks
-
+def draw(seed: int, ranks: int, controller: str) -> list[dict[str, Any]]:
+    """Pairs of layouts."""
     rng = random.Random(seed)
-    cases = [draw(rng) for _ in range(number)]
-    for case in range(number):
-        (folder / str(case)).mkdir(parents=True)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    for part in ("there", "here"):
-        for ranks in sorted({case[part]["ranks"] for case in cases}):
-            status, output = run_ranks(ranks, Path(__file__), str(folder), part)
-            if status:
-                print(f"{part} on {ranks} ranks: {output[-3000:]}", flush=True)
-    wrong = 0
-    for number, case in enumerate(cases):
-        faults = list(check(folder / str(number), case))
-        wrong += bool(faults)
-        if faults:
-            print(f"seed {seed}, case {number}: {case}: {faults[:3]}", flush=True)
+    return [_pair(rng) for _ in range(TOGETHER)]
+
+
+def check(cases: list[dict[str, Any]]) -> Iterator[str]:
+    """Runs pairs; what is wrong."""
+    from controllers import run_ranks
+    from notes import Note
+
+    with tempfile.TemporaryDirectory(prefix="hvd_ckpt_resumes_") as made:
+        folder = Path(made)
+        for number in range(len(cases)):
+            (folder / str(number)).mkdir()
+        (folder / "cases.json").write_text(json.dumps(cases))
+        for part in ("there", "here"):
+            for ranks in sorted({case[part]["ranks"] for case in cases}):
+                status, output = run_ranks(ranks, Path(__file__), str(folder), part)
+                if status:
+                    yield f"{part} on {ranks} ranks: {output[-3000:]}"
+        for number, case in enumerate(cases):
+            if faults := list(_faults(folder / str(number), case)):
+                yield f"pair {number}: {case}: {'; '.join(faults[:3])}"
     same = sum(case["there"] == case["here"] for case in cases)
-    print(
-        f"seed {seed}: {number + 1 - wrong} of {number + 1} right, {same} of these with a further step",
-        flush=True,
-    )
-    return wrong
+    yield Note(f"{len(cases)} pairs, {same} of them with a further step")
 
 
 if __name__ == "__main__":
-    if sys.argv[-1] in ("there", "here"):
-        work(Path(sys.argv[1]), sys.argv[2])
-    else:
-        tests = Path(__file__).resolve().parents[1]
-        sys.path[:0] = [str(tests), str(tests / "helpers")]
-        with tempfile.TemporaryDirectory() as made:
-            sys.exit(bool(run(int(sys.argv[1]), int(sys.argv[2]), Path(made) / "cases")))
+    work(Path(sys.argv[1]), sys.argv[2])

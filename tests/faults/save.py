@@ -10,9 +10,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from faults.checks import differing
+from notes import Note
 from snapshot_files import state_of
 from torch import Tensor
 
@@ -36,6 +39,7 @@ PHASES = (
     "between two renames",
     "in place",
 )
+SERIES = 10  # kills
 KEEP = 2
 SIZES = (1 << 20, 1 << 18, 4099, 1)  # elements of the weights; of the optimizer's state: the first two
 AIMED = 4  # one of so many kills comes when the manifest of a save that replaces a snapshot has been written
@@ -71,6 +75,21 @@ class SaveKill:
     write: int
     found: int
     fault: str | None
+
+
+def draw(seed: int, ranks: int, controller: str) -> int:
+    """A series of kills, each by its seed."""
+    return seed
+
+
+def check(seed: int) -> Iterator[str]:
+    """What is wrong with what a series of kills leaves."""
+    with tempfile.TemporaryDirectory(prefix="hvd_ckpt_saves_") as made:
+        test = SaveTest(Path(made, "snapshots"), seed)
+        kills = [test.kill(number) for number in range(SERIES)]
+    yield from (f"kill {kill.number}, {kill.phase}: {kill.fault}" for kill in kills if kill.fault)
+    writing = sum(kill.phase in PHASES[:-1] for kill in kills)
+    yield Note(f"seed {seed}: {len(kills)} kills, {writing} of them within a write")
 
 
 class _Content:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from faults.job import TrainJob, flags, logged_step, marked, newest_step, rank_of, write_text
+from notes import Note
 
 RANKS = 2
 EVERY = 20  # steps between snapshots
@@ -30,6 +32,7 @@ SETTINGS = {
     "snapshot-every": EVERY,
     "keep-snapshots": 2,
 }
+MINUTES = 30.0
 INTERVAL, SAMPLES = 5.0, 60  # seconds between samples, less if there would be fewer samples than these
 START_LIMIT, STOP_LIMIT = 180.0, 120.0  # seconds
 LEFT_OUT = 0.2  # of the time, at the start
@@ -92,6 +95,20 @@ def growth(process: str, measure: str, times: list[float], values: list[float]) 
     mean = statistics.fmean(values)
     flat = slope * (times[-1] - times[0]) < FLAT * mean if measure.endswith("MiB") else last <= first
     return Growth(process, measure, mean, first, last, per_hour=3600 * slope, flat=flat)
+
+
+def draw(seed: int, ranks: int, controller: str) -> str:
+    """There is one soak over each controller."""
+    return controller
+
+
+def check(controller: str) -> Iterator[str]:
+    """What grows, with the growth of all."""
+    with tempfile.TemporaryDirectory(prefix="hvd_ckpt_soak_") as folder:
+        soaked = soak(MINUTES, controller, Path(folder))
+    yield from map(Note, soaked.remarks)
+    if not soaked.sound:
+        yield soaked.failure or "a process has grown"
 
 
 def soak(minutes: float, controller: str, folder: Path) -> Soaked:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks faults``: fault plans, growth, checks of snapshots, sums over results, and a short run of the command."""
+"""Fault plans, growth, checks of snapshots, and what is told of a fault."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from notes import Note
 from snapshot_files import state_of
 
-from benchmarks.case import Case
-from benchmarks.suites.faults import faults
-from benchmarks.worker import MeasuredJob
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from faults import kill, save
 from faults.checks import differences, newest_good, unreadable
 from faults.job import MARK, marked, rank_of
-from faults.kill import Killed, draw_plan
-from faults.run import measure
+from faults.kill import Killed
 from faults.save import SaveKill, SaveTest
 from faults.soak import Growth, Soaked, growth
 
@@ -33,17 +30,19 @@ KILL = {"who": "rank 1", "signal": "SIGKILL", "when": "step", "step": 7, "snapsh
 
 
 def test_a_seed_is_always_the_same_run_and_seeds_cover_what_can_happen() -> None:
-    drawn = [draw_plan(seed, 4, "gloo", 60) for seed in range(300)]
-    assert drawn == [draw_plan(seed, 4, "gloo", 60) for seed in range(300)]
-    kills = [kill for one in drawn for kill in one.kills]
-    assert {kill.who for kill in kills} == {"all ranks", "launcher", "rank 0", "rank 1", "rank 2", "rank 3"}
-    assert {kill.signal for kill in kills} == {"SIGKILL", "SIGTERM", "SIGINT"}
-    assert sum(kill.signal == "SIGKILL" for kill in kills) > 0.6 * len(kills)
-    assert {kill.when for kill in kills} == {"step", "snapshot", "start"}
+    drawn = [kill.draw(seed, 4, "gloo") for seed in range(300)]
+    assert drawn == [kill.draw(seed, 4, "gloo") for seed in range(300)]
+    assert {one.layout for one in drawn} == set(kill.LAYOUTS)
+    kills = [each for one in drawn for each in one.kills]
+    assert {each.who for each in kills} == {"all ranks", "launcher", "rank 0", "rank 1", "rank 2", "rank 3"}
+    assert {each.signal for each in kills} == {"SIGKILL", "SIGTERM", "SIGINT"}
+    assert sum(each.signal == "SIGKILL" for each in kills) > 0.6 * len(kills)
+    assert {each.when for each in kills} == {"step", "snapshot", "start"}
     for one in drawn:
-        steps = [kill.at for kill in one.kills if kill.when != "start"]
-        assert steps == sorted(set(steps)) and all(0 < step < 60 for step in steps)
-        assert all(int(kill.who[5:]) < one.size for kill in one.kills if kill.who.startswith("rank "))
+        steps = [each.at for each in one.kills if each.when != "start"]
+        most = kill.ELASTIC_STEPS if one.layout == "elastic" else kill.STEPS
+        assert steps == sorted(set(steps)) and all(0 < step < most for step in steps)
+        assert all(int(each.who[5:]) < one.size for each in one.kills if each.who.startswith("rank "))
 
 
 def grown(measure: str, values: list[float]) -> Growth:
@@ -68,15 +67,8 @@ def test_growth_is_told_from_what_comes_and_goes() -> None:
     assert [line.endswith("not flat") for line in Soaked([steady, opening]).remarks] == [False, False, True]
 
 
-def found(engine: str, folder: Path, **sizes: Any) -> dict[str, Any]:
-    case = Case("ranks", engine, sizes={**faults.sizes["ranks"], **sizes})
-    (figures,) = measure(MeasuredJob(folder / "job", 1, (case,), (), "", 0.0, False, 0, 1, False, 2, "cpu"))
-    return figures
-
-
-def test_every_fault_is_told_and_makes_the_result_unsound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_fault_is_told_and_makes_the_result_unsound(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = kill.draw(3, 2, "gloo")
     for name, value, told in (
         ("differences", [], ""),
         ("differences", ["weights.0"], "differs: weights.0"),
@@ -86,16 +78,15 @@ def test_every_fault_is_told_and_makes_the_result_unsound(
         ("failure", "launch 1: no end after 9 s", "no end"),
     ):
         killed = Killed([KILL], restarts=1, **{"differences": None if name == "failure" else [], name: value})
-        monkeypatch.setattr("faults.run.kill_run", lambda *given, killed=killed: killed)
-        figures = found("kill", tmp_path)
-        assert figures["right_count"] == (not told) and told in "\n".join(figures["remarks"])
-        assert not told or figures["remarks"][0].startswith("seed 3: ")
+        monkeypatch.setattr("faults.kill.kill_run", lambda *given, killed=killed: killed)
+        *faults, note = kill.check(plan)
+        assert isinstance(note, Note) and "1 kills, 1 of them" in note
+        assert killed.sound == (not told) and len(faults) == bool(told) and told in "".join(faults)
     for fault in (None, "it is gone"):
-        kill = SaveKill(3, 4, "background", "files being written", 0.1, 5, 4, fault)
-        monkeypatch.setattr(SaveTest, "kill", lambda self, number, kill=kill: kill)
-        figures = found("save", tmp_path / str(fault), saves=2)
-        assert (figures["count"], figures["right_count"]) == (2, 0 if fault else 2)
-        assert len(figures["remarks"]) == (2 if fault else 0)
+        kills = SaveKill(3, 4, "background", "files being written", 0.1, 5, 4, fault)
+        monkeypatch.setattr(SaveTest, "kill", lambda self, number, kills=kills: kills)
+        *faults, note = save.check(3)
+        assert len(faults) == (save.SERIES if fault else 0) and isinstance(note, Note)
 
 
 def written(run: Path, step: int, weight: float, loss: float = 1.0) -> Path:

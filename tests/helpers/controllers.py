@@ -28,16 +28,20 @@ def start_ranks(
     script: Path,
     *arguments: str,
     controller: str = "gloo",
-    launcher: Sequence[str] = HOROVODRUN,
+    launcher: Sequence[str] | None = HOROVODRUN,
     output: IO[str] | int = subprocess.PIPE,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Starts a script on ranks of one thread, in a session of its own; all that they say goes to ``output``, by default a pipe."""
+    """Starts a script on ranks of one thread, in a session of its own; all that they say goes to ``output``, by default a pipe.
+
+    Without a launcher it is one process.
+    """
     if "PYTHONPATH" in environment:
         paths = environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    words = [*launcher, "-np", str(ranks), f"--{controller}"] if launcher else []
     return subprocess.Popen(
-        [*launcher, "-np", str(ranks), f"--{controller}", sys.executable, str(script), *arguments],
+        [*words, sys.executable, str(script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,
         stdout=output,

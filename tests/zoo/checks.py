@@ -2,49 +2,85 @@
 
 from __future__ import annotations
 
+import json
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from modes import MODES, classify, compare, quick_planner, train
+from notes import Note
+from small import model_types
 from subjects import Untrainable, subject_of
+from table import LEFT_OUT, RIGHT
+from vision import load, vision_names
+
+CAUSAL = (
+    "bart", "bert", "bloom", "codegen", "ctrl", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "llama", "mamba", "mamba2", "mistral", "mixtral",
+    "mpt", "olmo", "olmoe", "openai-gpt", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "rwkv", "starcoder2", "xglm", "xlnet", "roberta",
+)  # fmt: skip
+"""Model types that are trained with the head of a language model, too."""
 
 
-def check(
-    name: str, modes: Sequence[str], tell: Callable[[dict[str, Any]], None], traced: bool = False
-) -> None:
-    """Trains one architecture in each mode and tells what came out."""
+class Architecture(NamedTuple):
+    """A case."""
 
-    def tell_all(outcome: str, detail: str) -> None:
-        for mode in modes:
-            tell({"mode": mode, "outcome": outcome, "detail": detail})
+    name: str
+    modes: tuple[str, ...] = ()
 
+
+def draw(seed: int | str, ranks: int, of: Any) -> Architecture:
+    """The architecture of a number or a name, in each way; heads in chunks are those of language models."""
+    load()
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    names = [*model_types(), *(f"{kind}:causal_lm" for kind in CAUSAL), *vision_names()]
+    name = seed if isinstance(seed, str) else names[seed % len(names)]
+    has_head = ":causal_lm" in name or ":masked_lm" in name
+    return Architecture(name, tuple(mode for mode in MODES if mode != "chunks" or has_head))
+
+
+def check(case: Architecture) -> Iterator[str]:
+    """What is not right, after rows of the table."""
+    return told(case.name, case.modes, rows_of(case.name, case.modes))
+
+
+def told(name: str, modes: Sequence[str], rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Rows, of which later ones count, and their failures."""
+    for mode in modes:
+        yield Note(json.dumps({"name": name, "mode": mode, "outcome": "error", "detail": "it ended the job"}))
+    for row in rows:
+        yield Note(json.dumps({"name": name, **row}))
+        if row["outcome"] not in (*RIGHT, *LEFT_OUT):
+            yield f"{row['mode']}: {row['outcome']}: {row['detail']}"
+
+
+def rows_of(name: str, modes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Trains one architecture in each mode; what came out."""
     begin = time.monotonic()
     try:
         subject = subject_of(name)
         plain = train(subject)
-        again = compare(train(subject), plain)
+        outcome, detail = compare(train(subject), plain)
+        left_out = ("", "") if outcome == "equal" else ("random", detail)
     except Untrainable as error:
-        return tell_all("untrainable", str(error))
-    except BaseException as error:
-        if traced:
-            traceback.print_exc()
-        return tell_all("untrainable", f"{type(error).__name__}: {error}")
-    if again[0] != "equal":
-        return tell_all("random", again[1])
+        left_out = ("untrainable", str(error))
+    except Exception as error:
+        left_out = ("untrainable", f"{type(error).__name__}: {error}")
+    if left_out[0]:
+        yield from ({"mode": mode, "outcome": left_out[0], "detail": left_out[1]} for mode in modes)
+        return
     for mode in modes:
         note = ""
         try:
             with quick_planner():
-                outcome = train(subject, MODES[mode])
-            result, detail = compare(outcome, plain)
-            note = outcome.note
-        except BaseException as error:
-            if traced:
-                traceback.print_exc()
-            result, detail = classify(error)
+                trained = train(subject, MODES[mode])
+            outcome, detail = compare(trained, plain)
+            note = trained.note
+        except Exception as error:
+            outcome, detail = classify(error)
         seconds = round(time.monotonic() - begin, 1)
         begin = time.monotonic()
-        tell({"mode": mode, "outcome": result, "detail": detail, "note": note, "seconds": seconds})
-    return None
+        yield {"mode": mode, "outcome": outcome, "detail": detail, "note": note, "seconds": seconds}

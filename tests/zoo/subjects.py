@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from inputs import samples
 from modes import Subject, loss_of, seed
-from shrinking import RECIPES, model_class, small_config
+from small import RECIPES, model_class, small_config
 from torch import Tensor, nn
 
 MOST_PARAMETERS = 32_000_000

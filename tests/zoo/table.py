@@ -1,12 +1,14 @@
-"""The page docs/zoo.md from the rows of a run."""
+"""The page docs/zoo.md from what `python tests/seeds.py zoo` and `zoo-ranks` have printed."""
 
 # ruff: noqa: E501 - lines of Markdown
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+import sys
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -23,9 +25,10 @@ LEFT_OUT = ("untrainable", "random")
 HEAD = """# Zoo of architectures
 
 ```bash
-python tests/zoo/run.py --out zoo.jsonl                     # all; a second call runs what is missing, --again what was not right
-python tests/zoo/run.py gpt2 timm:densenet121 --out /dev/stdout --trace
-python tests/zoo/run.py --out zoo.jsonl --table             # this page
+python tests/seeds.py zoo --number 700 >zoo.txt           # all in every way of recomputation
+python tests/seeds.py zoo-ranks --number 700 >>zoo.txt    # with sharded parameters, on two ranks
+python tests/zoo/table.py <zoo.txt                        # this page
+python tests/seeds.py zoo --only timm:densenet121
 ```
 
 Every architecture of transformers that builds from a small random configuration, and the smallest models of the families of timm and torchvision, train for two steps, with dropout, in plain PyTorch and
@@ -105,3 +108,8 @@ def _reason(row: dict[str, Any]) -> str:
     text = re.sub(r"in this \w+", "in this model", text)
     text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", text)
     return f"{row['outcome']}: {text[:160]}".replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    found = [json.loads(line) for line in sys.stdin if line.startswith("{")]
+    print(page({(row["name"], row["mode"]): row for row in found}))

@@ -1,4 +1,4 @@
-"""Some architectures of tests/zoo in every way of recomputation; `python tests/zoo/run.py --help` tells how to run all."""
+"""Some architectures of tests/zoo in every way of recomputation; `python tests/seeds.py zoo` runs all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 sys.path.append(str(Path(__file__).resolve().parent))
-from checks import check
+from checks import rows_of
 from table import RIGHT
 
 # Encoders, decoders and both; experts, recurrences and state spaces; pictures (convolutions, windows, batch norms), sound, video,
@@ -39,8 +39,7 @@ def test_regions(name: str, one_thread: None) -> None:
 
 def wrong(name: str, modes: tuple[str, ...]) -> list[dict[str, Any]]:
     """What is not right of an architecture. Without reentrant recomputation it is the same to the bit."""
-    rows: list[dict[str, Any]] = []
-    check(name, modes, rows.append)
+    rows = list(rows_of(name, modes))
     assert len(rows) == len(modes)
     return [
         row

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 sys.path.append(str(Path(__file__).resolve().parent))
-from ranks import check
+from ranks import outcome_of
 
 pytestmark = pytest.mark.ranks(gloo=(2,))
 
@@ -33,5 +33,5 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stage_3(name: str, one_thread: None) -> None:
-    outcome, detail = check(name)
+    outcome, detail = outcome_of(name)
     assert outcome == "equal" or (name in ROUNDED and outcome == "rounding"), detail

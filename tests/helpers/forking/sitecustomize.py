@@ -17,7 +17,7 @@ import sys
 
 SERVER = "HVD_CKPT_TESTS_FORK_SERVER"  # the path of its socket, set by fork_server.py
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS")
-PROGRAMS = ("/hvd-ckpt", "/scripts/horovodrun.py", "/tests/run.py")
+PROGRAMS = ("/hvd-ckpt", "/scripts/horovodrun.py", "/tests/run.py", "/tests/seeds.py")
 PACKAGES = ("hvd_ckpt", "benchmarks", "pytest", "torch")
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from controllers import SCRIPTS, probe, run_ranks
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from seeds import Job
 
 pytestmark = pytest.mark.launch
 
@@ -48,10 +53,11 @@ def test_an_error_on_one_stage_ends_all_with_one_traceback() -> None:
     )
 
 
-def test_random_programs_on_four_stages() -> None:
-    status, output = run("gloo", 4, "4", "random")
-    assert status == 0, output
-    assert output.count("equal") == 4, output
+@pytest.mark.parametrize(("ranks", "stages", "controller"), [(3, 3, "gloo"), (4, 4, "gloo"), (4, 2, "mpi")])
+def test_random_programs(ranks: int, stages: int, controller: str) -> None:
+    controller = controller if probe(controller).works else "gloo"
+    found = Job("stages", ranks, stages, controller, 60.0, False).run(range(100_003, 100_007))
+    assert not found.failures and len(found.done) == 4
 
 
 @pytest.mark.parametrize(("controller", "case"), [("gloo", "hangs"), ("mpi", "hangs before clipping")])

@@ -1,14 +1,8 @@
-"""Random chains in random schedules: the bits of the whole model on each rank. Arguments: stages, how many, a seed (1).
-
-::
-
-    horovodrun -np 4 --gloo python tests/helpers/scripts/random_stages.py 4 100 7
-"""
+"""Random chains in random schedules: the bits of the whole model on each rank."""
 
 from __future__ import annotations
 
 import random
-import sys
 from typing import Any
 
 import torch
@@ -16,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hvd_ckpt as hc
+from hvd_ckpt.processes.grid import current
 
 WIDTH = 4
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -69,7 +64,7 @@ class Program:
             "checkpoint": draw.choice(["always", "except_last", "never"]),
         }
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"program {self.seed}: {self.arguments}, skips {self.skips}, samples {self.samples}"
 
     def model(self) -> nn.Sequential:
@@ -110,17 +105,16 @@ class Program:
         return model.state_dict(), [*found, torch.get_rng_state()]
 
 
-def run(stages: int, count: int, seed: int = 1) -> None:
-    """Trains random programs in stages and whole, and compares them."""
-    for number in range(count):
-        program = Program(seed * 100_003 + number, stages)
-        (expected, whole), (weights, staged) = program.train(False), program.train(True)
-        assert weights and all(torch.equal(value, expected[name]) for name, value in weights.items()), program
-        assert all(map(torch.equal, staged, whole)), program
+def draw(seed: int, ranks: int, stages: int) -> Program:
+    """The program of a seed."""
+    return Program(seed, stages)
 
 
-if __name__ == "__main__":
-    hc.init(stages=int(sys.argv[1]), stall_timeout=60)
-    run(*map(int, sys.argv[1:]))
-    if hc.rank() == 0 and hc.grid().stage == 0:
-        print(f"{sys.argv[2]} random programs on {hc.grid().stages} stages of {hc.size()}: equal", flush=True)
+def check(program: Program) -> list[str]:
+    """Trains in stages and whole; what differs, the same on every rank."""
+    (expected, whole), (weights, staged) = program.train(False), program.train(True)
+    same = {name: torch.equal(value, expected[name]) for name, value in weights.items()}
+    wrong = [name for name, equal in same.items() if not equal] + ["no weights"] * (not weights)
+    if not all(map(torch.equal, staged, whole)):
+        wrong.append("losses or random state")
+    return [f"differs: {name}" for each in current().gather_objects(wrong) for name in each]

@@ -1,7 +1,5 @@
 """Drawn modules and recipes that a split may break: each trains like the whole model, or all parts refuse it before its first step.
 
-    horovodrun -np 2 --gloo python tests/parallel/tensor/hostile.py --programs 200 --seed 1
-
 Every program draws a model of a few blocks, their recipe, and acts that go against it: sums, norms and sorts over split features,
 parameters and buffers between split layers, hooks, shared and frozen layers, wrong or missing entries. Programs of harmless acts
 alone must not be refused.
@@ -9,12 +7,10 @@ alone must not be refused.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,8 +157,18 @@ class Model(nn.Module):
         return result
 
 
-def drawn(seed: int) -> tuple[Model, dict[str, str], bool, list[str]]:
+class Program(NamedTuple):
     """A model, its recipe, whether it must not be refused, and what was drawn, in words."""
+
+    seed: int
+    model: Model
+    recipe: dict[str, str]
+    harmless: bool
+    words: str
+
+
+def draw(seed: int, ranks: int, tensor: int) -> Program:
+    """The program of a seed."""
     draw, words, harmless = random.Random(seed), list[str](), True
     torch.manual_seed(seed)
     blocks, recipe = list[Block](), dict[str, str]()
@@ -189,7 +195,7 @@ def drawn(seed: int) -> tuple[Model, dict[str, str], bool, list[str]]:
     if draw.random() < 0.15 and len(blocks) > 1:
         blocks[-1].down.weight = blocks[0].down.weight
         words.append("tied rows")
-    return Model(blocks), recipe, harmless, words
+    return Program(seed, Model(blocks), recipe, harmless, "; ".join(words))
 
 
 def train(model: nn.Module, wrap: Callable[[Any, Any], Any], note: Callable[[], None]) -> None:
@@ -213,51 +219,25 @@ def distance(model: nn.Module, whole: nn.Module) -> float:
     return far
 
 
-def run(seed: int) -> tuple[str, str]:
-    """The outcome of a program, the same on all parts, and a finding in words, empty if there is none."""
-    model, recipe, harmless, words = drawn(seed)
-    whole, steps, outcome, said = copy.deepcopy(model), [0], "right", ""
+def check(program: Program) -> list[str]:
+    """What is wrong, the same on all parts."""
+    whole, steps, outcome, said = copy.deepcopy(program.model), [0], "right", ""
 
     def note() -> None:
         steps[0] += 1
 
     try:
         train(whole, lambda optimizer, model: optimizer, lambda: None)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        return "not a program", f"{error}"
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return []  # no program in one process either
     try:
-        hc.tensor_parallel(model, recipe)
+        model = hc.tensor_parallel(program.model, program.recipe)
         train(model, lambda one, model: hc.DistributedOptimizer(one, model.named_parameters()), note)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         outcome, said = "refused" if steps[0] == 0 else "refused late", f"{type(error).__name__}: {error}"
     else:
         outcome = "right" if distance(model, whole) < 1e-4 else "wrong"
-    outcomes = current().gather_objects(outcome)
-    bad = len(set(outcomes)) > 1 or outcome in ("wrong", "refused late") or (harmless and outcome != "right")
-    text = f"program {seed} ({'; '.join(words)}): {', '.join(sorted(set(outcomes)))}"
-    return outcomes[
-        0
-    ], f"{text}{' without cause' * (harmless and outcome == 'refused')} {said}" if bad else ""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    hc.init(tensor=2, stall_timeout=60)
-    outcomes, findings = Counter[str](), list[str]()
-    for seed in range(options.seed * 100_000, options.seed * 100_000 + options.programs):
-        outcome, finding = run(seed)
-        outcomes[outcome] += 1
-        if finding and outcome != "not a program":
-            findings.append(finding)
-    if current().number == 0:
-        print("\n".join(findings))
-        print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())), flush=True)
-    assert not findings
-    print("equal", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    outcomes = sorted(set(current().gather_objects(outcome)))
+    bad = len(outcomes) > 1 or outcome in ("wrong", "refused late")
+    bad |= program.harmless and outcome != "right"
+    return [f"{', '.join(outcomes)}: {program.words} {said}"] if bad else []

@@ -1,0 +1,341 @@
+"""Cases that are drawn from seeds, and checked:
+
+    python tests/seeds.py core --number 1000 --np 3 --controller gloo --seed 0
+    python tests/seeds.py zoo --only gpt2
+
+Prints each case that fails, and how to repeat it. A case that ends its job, or hangs, is followed by a job with the others.
+
+kinds of cases:
+{kinds}
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import pprint
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent / "helpers"))
+from notes import Note
+
+HERE = Path(__file__).resolve().parent
+SHARED = [str(HERE / "helpers"), str(HERE), str(HERE.parent)]
+sys.path += SHARED[1:]
+
+Seed = int | str  # the number of a case, or its name
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Where two functions are: ``draw(seed, ranks, of)`` makes a case, and ``check(case)`` returns what is wrong with it.
+
+    Of a kind on ranks, ``of`` is the number of parts, and ``check`` is collective; other kinds start their own ranks, and ``of`` is
+    the controller. Cases get smaller where there is a ``smaller(case)``, which yields those with one thing less.
+
+    Attributes:
+        folder: where their modules lie.
+        drawing, checking, shrinking: modules.
+        parts: what divides the ranks.
+        seconds: a case that says nothing for so long is ended.
+    """
+
+    what: str
+    folder: str
+    drawing: str
+    checking: str
+    shrinking: str = ""
+    parts: str = "tensor"
+    on_ranks: bool = True
+    seconds: float = 60.0
+
+    def enter(self) -> None:
+        """Imports the modules."""
+        sys.path.insert(0, str(HERE / self.folder))
+        for name in (self.drawing, self.checking):
+            importlib.import_module(name)
+
+    def draw(self, seed: Seed, ranks: int, parts: int, controller: str) -> Any:
+        """The case of a seed."""
+        draw = importlib.import_module(self.drawing).draw
+        return draw(seed, ranks // parts, parts) if self.on_ranks else draw(seed, ranks, controller)
+
+    def check(self, case: Any) -> Iterable[str]:
+        """What is wrong with a case, and notes."""
+        return importlib.import_module(self.checking).check(case)
+
+    def smaller(self, case: Any) -> Iterator[Any]:
+        """Cases with one thing less, the largest things first."""
+        return importlib.import_module(self.shrinking).smaller(case) if self.shrinking else iter(())
+
+
+KINDS = {
+    "core": Kind(
+        "training programs, which end as in one process, resumed, and without recomputation",
+        "differential", "drawing", "checking", "shrinking",
+    ),
+    "acts": Kind(
+        "programs in which users act by hand", "differential", "drawing_acts", "checking_acts", "shrinking"
+    ),
+    "lightning": Kind("loops of Lightning", "differential", "lightning_loops", "lightning_loops"),
+    "transformers": Kind(
+        "loops of the Trainer of transformers", "differential", "transformers_loops", "transformers_loops"
+    ),
+    "stages": Kind(
+        "chains in schedules of stages, which end as whole", "parallel/pipeline", "random_stages", "random_stages", parts="stages"
+    ),
+    "recipes": Kind("models and recipes of tensor parallelism", "parallel/tensor", "random_recipes", "random_recipes"),
+    "fuzz": Kind("hostile inputs, some of one kind", "fuzz", "inputs", "inputs", on_ranks=False, seconds=300.0),
+    "kills": Kind(
+        "runs that are killed and started again", "faults", "faults.kill", "faults.kill", on_ranks=False, seconds=1500.0
+    ),
+    "saves": Kind(
+        "processes that are killed within a save", "faults", "faults.save", "faults.save", on_ranks=False, seconds=300.0
+    ),
+    "resumes": Kind(
+        "jobs of other layouts that resume", "faults", "faults.resumes", "faults.resumes", on_ranks=False, seconds=600.0
+    ),
+    "soak": Kind(
+        "a run of half an hour that is measured", "faults", "faults.soak", "faults.soak", on_ranks=False, seconds=2400.0
+    ),
+    "zoo": Kind("an architecture in every way of recomputation", "zoo", "checks", "checks", on_ranks=False, seconds=300.0),
+    "zoo-ranks": Kind("an architecture with sharded parameters", "zoo", "ranks", "ranks"),
+}  # fmt: skip
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--worker"]:
+        log, kind, ranks, parts, controller, how, *seeds = sys.argv[2:]
+        work = Work(Path(log), KINDS[kind], (int(ranks), int(parts), controller), how == "shrink")
+        work.run(list(map(seed_of, seeds)))
+        return 0
+    kinds = "\n".join(f"    {name:14}{kind.what}" for name, kind in KINDS.items())
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").format(kinds=kinds), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=list(KINDS))
+    parser.add_argument("--number", type=int, default=100, help="of cases")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--np", type=int, default=2, help="ranks")
+    parser.add_argument("--parts", type=int, default=1, help="of a layer, or stages, which divide the ranks")
+    parser.add_argument("--controller", choices=["gloo", "mpi"], default="gloo")
+    parser.add_argument("--stall", type=float, help="seconds after which a case is ended")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no further case begins")
+    parser.add_argument("--only", type=seed_of, metavar="SEED", help="this case alone, printed")
+    parser.add_argument("--shrink", action="store_true", help="print the smallest case that fails like it")
+    options = parser.parse_args()
+    kind = KINDS[options.kind]
+    job = Job(
+        options.kind, options.np, options.parts, options.controller, options.stall or kind.seconds, options.shrink
+    )  # fmt: skip
+    began = time.monotonic()
+    until = began + 60 * options.minutes
+    seeds: list[Seed] = list(range(options.seed, options.seed + options.number))
+    if options.only is not None:
+        seeds = [options.only]
+        kind.enter()
+        case = kind.draw(options.only, options.np, options.parts, options.controller)
+        pprint.pprint(case, width=140)
+    failed: list[Seed] = []
+    checked = 0
+    while seeds and time.monotonic() < until:
+        found = job.run(seeds, until)
+        for seed in found.failures:
+            print(
+                f"seed {seed} failed: python tests/seeds.py {options.kind} --np {options.np} --parts {options.parts} "
+                f"--controller {options.controller} --only {seed}"
+            )
+            for line in found.lines_of(seed):
+                print(f"    {line[:240]}", flush=True)
+        failed += found.failures
+        ended = {*found.done, *found.failures}
+        checked += len(ended)
+        seeds = [seed for seed in seeds if seed not in ended]
+    print(
+        f"{checked} {options.kind} cases from seed {options.seed} on {options.np} ranks with {options.parts} parts over "
+        f"{options.controller}: {len(failed)} failed {failed} in {time.monotonic() - began:.0f} s"
+    )
+    return 1 if failed else 0
+
+
+def seed_of(text: str) -> Seed:
+    return int(text) if text.isdecimal() else text
+
+
+@dataclass
+class Found:
+    """What a job has found: the seeds that it has ended with, and what is wrong with some."""
+
+    done: list[Seed] = field(default_factory=list)
+    failures: dict[Seed, list[str]] = field(default_factory=dict)
+
+    def lines_of(self, seed: Seed) -> list[str]:
+        return [line for failure in self.failures[seed] for line in failure.splitlines()[-24:]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """How cases are run: of which kind, on how many ranks, in how many parts, over what, for how many seconds each at
+    most, and whether they are made smaller."""
+
+    kind: str
+    ranks: int
+    parts: int
+    controller: str
+    stall: float
+    shrink: bool
+
+    def run(self, seeds: Sequence[Seed], until: float = float("inf")) -> Found:
+        """Runs cases until one of them ends the job, or the time is up. Prints their notes."""
+        with tempfile.TemporaryDirectory(prefix="hvd_ckpt_seeds_") as folder:
+            log = Path(folder, "log")
+            log.touch()
+            with open(Path(folder, "output"), "w+") as output:
+                process = self._start(log, seeds, output)
+                why = self._wait(process, log, until)
+                output.seek(0)
+                said = output.read()[-3000:]
+            found, current = Found(), None
+            for word, *texts in map(json.loads, log.read_text().splitlines()):
+                if word == "begin":
+                    current = texts[0]
+                elif word == "fail":
+                    found.failures.setdefault(current, []).append(texts[0])
+                elif word == "note":
+                    print(texts[0], flush=True)
+                elif word == "end":
+                    found.done.append(current)
+            if current not in found.done and why != "time is up":
+                errors = [path.read_text() for path in sorted(Path(folder).glob("log.*"))]
+                own = [error for error in errors if "HorovodInternalError" not in error.splitlines()[-1]]
+                current = seeds[0] if current is None else current
+                found.failures.setdefault(current, []).extend([why, *(own or errors or [said])])
+            return found
+
+    def _start(self, log: Path, seeds: Sequence[Seed], output: Any) -> subprocess.Popen[str]:
+        from controllers import start_ranks
+
+        words = (
+            self.kind,
+            str(self.ranks),
+            str(self.parts),
+            self.controller,
+            "shrink" if self.shrink else "check",
+        )
+        environment = {"OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": os.pathsep.join(SHARED)}
+        return start_ranks(
+            self.ranks, Path(__file__), "--worker", str(log), *words, *map(str, seeds),
+            controller=self.controller, output=output, **({} if KINDS[self.kind].on_ranks else {"launcher": None}),
+            **environment,
+        )  # fmt: skip
+
+    def _wait(self, process: subprocess.Popen[str], log: Path, until: float) -> str:
+        size, since = -1, time.monotonic()
+        try:
+            while process.poll() is None:
+                if log.stat().st_size != size:
+                    size, since = log.stat().st_size, time.monotonic()
+                if time.monotonic() > until:
+                    return "time is up"
+                if time.monotonic() - since > self.stall + (30 if size == 0 else 0):
+                    return f"did not end within {self.stall:g} seconds"
+                time.sleep(0.1)
+            return f"the job ended with {process.returncode}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+class Work:
+    """One process of a job: checks the cases of seeds, and adds lines to the log (rank 0)."""
+
+    def __init__(self, log: Path, kind: Kind, place: tuple[int, int, str], shrink: bool) -> None:
+        self.kind, self.shrink = kind, shrink
+        self._log, self._place, self._number = log, place, 0
+
+    def run(self, seeds: Sequence[Seed]) -> None:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        warnings.simplefilter("ignore")
+        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+        import torch
+
+        torch.set_num_threads(1)
+        if self.kind.on_ranks:
+            import hvd_ckpt as hc
+            from hvd_ckpt.processes.grid import current
+
+            hc.init(**{self.kind.parts: self._place[1]})
+            self._number = current().number
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it has started ends with it
+        self.kind.enter()
+        gc.freeze()  # programs collect garbage often
+        for seed in seeds:
+            self._tell("begin", seed)
+            failures = []
+            try:
+                case = self.kind.draw(seed, *self._place)
+                for text in self.kind.check(case):
+                    self._tell("note" if isinstance(text, Note) else "fail", text)
+                    failures += [text] * (not isinstance(text, Note))
+            except BaseException:
+                with open(f"{self._log}.{self._number}", "w") as file:
+                    traceback.print_exc(file=file)
+                if not self.kind.on_ranks:
+                    raise
+                os._exit(1)  # the other ranks may wait
+            if failures and self.shrink:
+                self._tell("fail", pprint.pformat(self._shrunk(case, failures), width=140))
+            self._tell("end")
+
+    def _tell(self, *words: Any) -> None:
+        if self._number == 0:
+            with open(self._log, "a") as file:
+                file.write(f"{json.dumps(words)}\n")
+
+    def _shrunk(self, case: Any, failures: Iterable[str]) -> Any:
+        """The smallest case with one of the same failures; those that raise are left out."""
+        wanted = set(map(_form, failures))
+
+        def fails(candidate: Any) -> bool:
+            self._tell("try")
+            try:
+                return not wanted.isdisjoint(map(_form, self.kind.check(candidate)))
+            except Exception:
+                return False
+
+        return smallest(case, self.kind.smaller, fails)
+
+
+def _form(failure: str) -> str:
+    """What two failures that are alike have in common."""
+    return failure.split(":")[min(failure.count(":"), 1)]
+
+
+def smallest(case: Any, smaller: Callable[[Any], Iterator[Any]], fails: Callable[[Any], bool]) -> Any:
+    """The smallest case that still fails, as it is found by one change after the other."""
+    for candidate in smaller(case):
+        if fails(candidate):
+            return smallest(candidate, smaller, fails)
+    return case
+
+
+if __name__ == "__main__":
+    sys.exit(main())
