@@ -63,6 +63,18 @@ class Pair:
                 else:
                     parameter.grad = torch.full_like(parameter, value)
 
+    def do(self, words: str, step: int) -> None:
+        """Words of :data:`WORDS`, some with a value behind a colon."""
+        for word in words.split():
+            name, _, value = word.partition(":")
+            WORDS[name](self, step, value)
+
+    def play(self, *steps: str) -> None:
+        """Takes steps, whose weights are then those of one process."""
+        for step, words in enumerate(steps):
+            self.do(words, step)
+        self.check()
+
     def step(self) -> None:
         self.optimizer.step()
         self.bare.step()
@@ -72,18 +84,40 @@ class Pair:
             self.optimizer.step()
         self.bare.step()
 
+    def clear(self, how: str) -> None:
+        for model, optimizer in self.both:
+            CLEAR[how](model, optimizer)
+
+    def clip(self, norm: float) -> None:
+        hc.clip_grad_norm_(self.model.parameters(), norm)
+        nn.utils.clip_grad_norm_(self.reference.parameters(), norm)
+
+    def load(self) -> None:
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+
     def check(self, tolerance: float = 1e-5) -> None:
         assert difference(self.model, self.reference) < tolerance
         same_everywhere(self.model)
 
 
+WORDS: dict[str, Callable[[Pair, int, str], Any]] = {
+    "backward": lambda pair, step, more: pair.backward(step + int(more or 0)),
+    "uneven": lambda pair, step, counts: pair.uneven_backward(step, [int(count) for count in counts]),
+    "hand": lambda pair, step, way: pair.set_by_hand(step, way == "in-place"),
+    "sync": lambda pair, step, _: pair.optimizer.synchronize(),
+    "clip": lambda pair, step, norm: pair.clip(float(norm)),
+    "clear": lambda pair, step, how: pair.clear(how or "optimizer"),
+    "load": lambda pair, step, _: pair.load(),
+    "step": lambda pair, step, _: pair.step(),
+    "skip": lambda pair, step, _: pair.skip_step(),
+}
 CLEAR: dict[str, Callable[[nn.Module, Any], Any]] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "optimizer, zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "optimizer-zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model": lambda model, optimizer: model.zero_grad(),
-    "model, zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "by hand": lambda model, optimizer: [setattr(one, "grad", None) for one in model.parameters()],
-    "zeros by hand": lambda model, optimizer: [
+    "model-zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "hand": lambda model, optimizer: [setattr(one, "grad", None) for one in model.parameters()],
+    "hand-zeros": lambda model, optimizer: [
         setattr(one, "grad", torch.zeros_like(one)) for one in model.parameters()
     ],
     "never": lambda model, optimizer: None,
@@ -98,36 +132,16 @@ CLEAR: dict[str, Callable[[nn.Module, Any], Any]] = {
 )
 @pytest.mark.parametrize("clip", [False, True], ids=["synchronize", "clip"])
 def test_a_step_that_is_left_out_after_the_reduction(op: str, clear: str, clip: bool) -> None:
-    pair = Pair(OPERATIONS[op])
-    for step in range(6):
-        for model, optimizer in pair.both:
-            CLEAR[clear](model, optimizer)
-        pair.backward(step)
-        if clip:
-            hc.clip_grad_norm_(pair.model.parameters(), 0.3)
-            nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.3)
-        else:
-            pair.optimizer.synchronize()
-        if step % 3 == 1:
-            continue
-        pair.step() if clip else pair.skip_step()
-    pair.check()
+    reduces, steps = ("clip:0.3", "step") if clip else ("sync", "skip")
+    taken, left_out = (f"clear:{clear} backward {reduces} {then}" for then in (steps, ""))
+    Pair(OPERATIONS[op]).play(*[taken, left_out, taken] * 2)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_gradients_set_by_hand(op: str, in_place: bool) -> None:
-    pair = Pair(OPERATIONS[op])
-    for step in range(8):
-        pair.set_by_hand(step, in_place)
-        if step % 4 == 0:
-            pair.step()
-            continue
-        pair.optimizer.synchronize()
-        if step % 4 == 1:
-            continue
-        pair.skip_step()
-    pair.check()
+@pytest.mark.parametrize("hand", ["hand", "hand:in-place"])
+def test_gradients_set_by_hand(op: str, hand: str) -> None:
+    turns = f"{hand} step", f"{hand} sync", f"{hand} sync skip", f"{hand} sync skip"
+    Pair(OPERATIONS[op]).play(*turns * 2)
 
 
 @several
@@ -178,10 +192,7 @@ def test_a_reduced_gradient_changed_on_one_rank_only_leaves_ranks_equal(way: str
 def test_gradients_that_all_ranks_change_after_synchronize_are_not_reduced_again(op: str) -> None:
     pair = Pair(OPERATIONS[op])
     for step in range(4):
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
-        pair.backward(step)
-        pair.optimizer.synchronize()
+        pair.do("clear backward sync", step)
         for model, _ in pair.both:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         with warnings.catch_warnings():
@@ -193,21 +204,10 @@ def test_gradients_that_all_ranks_change_after_synchronize_are_not_reduced_again
 
 
 def test_a_second_synchronize_and_a_second_step() -> None:
-    for op in OPERATIONS.values():
-        pair = Pair(op)
-        for step in range(4):
-            for _, optimizer in pair.both:
-                optimizer.zero_grad()
-            pair.backward(step)
-            pair.optimizer.synchronize()
-            pair.optimizer.synchronize()
-            pair.skip_step()
-            pair.skip_step()
-            if (
-                op == hc.Average
-            ):  # stock Horovod multiplies a sum by the number of ranks, and here it is an error
-                pair.step()
-        pair.check()
+    """Of a sum, which stock Horovod multiplies by the number of ranks, a second step is an error."""
+    again = "clear backward sync sync skip skip"
+    Pair(hc.Sum).play(*[again] * 4)
+    Pair().play(*[f"{again} step"] * 4)
 
 
 @several
@@ -231,7 +231,7 @@ def test_an_unreduced_gradient_within_skip_synchronize_is_an_error() -> None:
 # ---------------------------------------------------------------------------------------------------- scalers
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model", "model, zeros", "by hand"])
+@pytest.mark.parametrize("clear", ["optimizer", "model", "model-zeros", "hand"])
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("unscale", ["always", "where it skips"])
 def test_a_scaler_after_a_step_that_is_left_out(clear: str, enabled: bool, unscale: str) -> None:
@@ -330,46 +330,31 @@ def test_a_scaler_steps_one_optimizer_while_another_accumulates() -> None:
 
 
 @several
-@pytest.mark.parametrize("drop", ["model", "by hand"])
+@pytest.mark.parametrize("drop", ["model", "hand"])
 @pytest.mark.parametrize("again", [False, True], ids=["before step", "before another pass"])
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_gradients_dropped_whichever_buckets_had_left(drop: str, again: bool, op: str) -> None:
     """Ranks run different numbers of passes, so that at each drop other buckets have left on each of them; before another pass, to
     which these must be equal, the same numbers."""
-    pair = Pair(OPERATIONS[op])
-    for step in range(8):
-        if again:
-            for part in range(1 + step % 2):
-                pair.backward(step + 100 * part)
-        else:
-            pair.uneven_backward(step, (1, 2, 1))
-        if step % 3 == 2:
-            for model, optimizer in pair.both:
-                CLEAR[drop](model, optimizer)
-            if again:
-                pair.backward(step + 50)
-        pair.step()
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
-    pair.check()
+    passes = ["backward", "backward backward:100"] if again else ["uneven:121"] * 2
+    drops = f"clear:{drop} {'backward:50' if again else ''}"
+    Pair(OPERATIONS[op]).play(
+        *(f"{passes[step % 2]} {drops if step % 3 == 2 else ''} step clear" for step in range(8))
+    )
 
 
-@pytest.mark.parametrize("drop", ["model", "by hand"])
+@pytest.mark.parametrize("drop", ["model", "hand"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_optimizers_in_turn_drop_the_others_gradients(drop: str, count: int) -> None:
     pairs = [Pair() for _ in range(count)]
     for step in range(3 * count):
         for place, pair in enumerate(pairs):
-            for part in range(1 + step % 2):
-                pair.backward(step + place + 100 * part)
+            pair.do(f"backward {'backward:100' * (step % 2)}", step + place)
         turn = pairs[step % count]
         for pair in pairs:
             if pair is not turn:
-                for model, optimizer in pair.both:
-                    CLEAR[drop](model, optimizer)
-        turn.step()
-        for _, optimizer in turn.both:
-            optimizer.zero_grad()
+                pair.clear(drop)
+        turn.do("step clear", step)
     for pair in pairs:
         pair.check()
 
@@ -379,18 +364,14 @@ def test_optimizers_in_turn_drop_the_others_gradients(drop: str, count: int) -> 
 def test_a_late_part_changed_by_hand(in_place: bool) -> None:
     """More passes than before: what ``grad`` shows is the last part only."""
     pair = Pair()
-    for step in range(4):
-        pair.backward(step)
-        if step == 3:
-            pair.backward(step + 10)
-            if in_place:
-                with pytest.raises(RuntimeError, match="is being added up"):
-                    nn.utils.clip_grad_norm_(pair.model.parameters(), 1e-3)
-            for model, optimizer in () if in_place else pair.both:
-                CLEAR["by hand"](model, optimizer)
-        pair.step()
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
+    pair.play(*["backward step clear"] * 3)
+    pair.do("backward backward:10", 3)
+    if in_place:
+        with pytest.raises(RuntimeError, match="is being added up"):
+            nn.utils.clip_grad_norm_(pair.model.parameters(), 1e-3)
+    else:
+        pair.clear("hand")
+    pair.do("step clear", 3)
     pair.check()
 
 
@@ -423,16 +404,12 @@ def test_a_gradient_set_by_hand_before_a_late_part() -> None:
 def test_a_model_converted_while_another_optimizers_gradients_accumulate() -> None:
     pairs = [Pair(), Pair()]
     for step in range(7):
-        if step == 4:
-            for pair in pairs:
+        for place, pair in enumerate(pairs):
+            if step == 4:
                 pair.model.double()
                 pair.reference.double()
-        for place, pair in enumerate(pairs):
-            pair.backward(step + place)
-        turn = pairs[step % 2]
-        turn.step()
-        for _, optimizer in turn.both:
-            optimizer.zero_grad()
+            pair.do("backward", step + place)
+        pairs[step % 2].do("step clear", step)
     for pair in pairs:
         pair.check()
 
@@ -441,15 +418,13 @@ def test_a_model_converted_while_another_optimizers_gradients_accumulate() -> No
 
 
 @pytest.mark.parametrize("first", CLEAR)
-@pytest.mark.parametrize("second", ["optimizer", "model, zeros", "by hand", "never"])
+@pytest.mark.parametrize("second", ["optimizer", "model-zeros", "hand", "never"])
 def test_gradients_cleared_in_one_way_and_another(first: str, second: str) -> None:
     for op in OPERATIONS.values():
         pair = Pair(op)
         for step in range(5):
             clear = (first, second)[step % 2]
-            for model, optimizer in pair.both:
-                CLEAR[clear](model, optimizer)
-            pair.backward(step)
+            pair.do(f"clear:{clear} backward", step)
             if step and clear == "never" and op == hc.Sum and hc.size() > 1:
                 with pytest.raises(RuntimeError, match="is a sum over the ranks already"):
                     pair.step()
@@ -464,13 +439,7 @@ def test_a_sum_that_is_not_cleared_is_an_error_on_every_rank(how: str) -> None:
     """More is added to it, or it would be reduced again with what is new. Stock Horovod multiplies it by the number of ranks."""
     pair = Pair(hc.Sum)
     for step in range(3):
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
-        pair.backward(step)
-        if how == "clip":
-            hc.clip_grad_norm_(pair.model.parameters(), 0.3)
-            nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.3)
-        pair.step()
+        pair.do(f"clear backward {'clip:0.3' if how == 'clip' else ''} step", step)
         torch.autograd.grad(loss(pair.model, step), list(pair.model.parameters()))  # adds nothing
     pair.check()
     if how == "some parameters":
@@ -479,10 +448,7 @@ def test_a_sum_that_is_not_cleared_is_an_error_on_every_rank(how: str) -> None:
         loss(pair.model, 3).backward()
     with pytest.raises(RuntimeError, match="is a sum over the ranks already"):
         pair.optimizer.step()
-    for _, optimizer in pair.both:
-        optimizer.zero_grad()
-    pair.backward(4)
-    pair.step()
+    pair.do("clear backward step", 4)
     pair.check()
 
 
@@ -523,42 +489,28 @@ def test_a_state_loaded_between_backward_and_step(stage: int, then: str) -> None
     if hc.size() == 1 and stage > 1:
         pytest.skip("needs ranks")
     pair = Pair(shard=stage)
-    for step in range(5):
-        pair.backward(step)
-        if step > 1:
-            if step == 3:
-                pair.optimizer.synchronize()
-            pair.optimizer.load_state_dict(pair.optimizer.state_dict())
-            if then == "zero_grad":
-                for _, optimizer in pair.both:
-                    optimizer.zero_grad(set_to_none=step == 2)
-                pair.backward(step + 10)
-        pair.step()
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
+    loads = ["load", "sync load", "load"]
+    if then == "zero_grad":
+        loads = [
+            f"{load} clear{':optimizer-zeros' * (place > 0)} backward:10" for place, load in enumerate(loads)
+        ]
+    for step, load in enumerate(["", "", *loads]):
+        pair.do(f"backward {load} step clear", step)
     with pair.optimizer.gathered_parameters():
         pair.check()
 
 
 @several
 def test_a_state_loaded_on_one_rank() -> None:
-    pair = Pair()
-    for step in range(4):
-        pair.backward(step)
-        if hc.rank() == 0:
-            pair.optimizer.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
-        pair.step()
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
-    pair.check()
+    load = "load" if hc.rank() == 0 else ""
+    Pair().play(*[f"backward {load} step clear"] * 4)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_clearing_after_a_group_of_parameters_that_have_gradients(gradients: bool) -> None:
     pair = Pair(make=lambda model: torch.optim.SGD(model[1:].parameters(), lr=0.1))
     for step in range(5):
-        pair.backward(step)
-        pair.step()
+        pair.do("backward step", step)
         if step == 2:
             for model, optimizer in pair.both:
                 assert model[0][0].weight.grad is not None
@@ -612,8 +564,7 @@ def test_a_step_with_a_closure_after_a_backward_pass(op: str) -> None:
 
         pair.optimizer.step(closure)
         pair.bare.step(reference_closure)
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
+        pair.clear("optimizer")
     pair.check()
 
 
@@ -664,8 +615,7 @@ def test_gradients_without_any_backward_pass_in_a_closure() -> None:
         pair.backward(step)
         pair.optimizer.step(lambda: torch.ones(()))
         pair.bare.step()
-        for _, optimizer in pair.both:
-            optimizer.zero_grad()
+        pair.clear("optimizer")
     pair.check()
 
 
