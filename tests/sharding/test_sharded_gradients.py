@@ -263,109 +263,119 @@ def test_pieces_do_not_pass_for_parameters_without_gradients(stage: int) -> None
     optimizer.step()
 
 
+def as_whole(
+    act: Callable[[Any, Any, int], Any], stage: int, steps: int = 3, exact: bool = True, **options: Any
+) -> None:
+    """What users do in each step leads to the weights of whole gradients."""
+    pairs = [build(stage, **options), build(0)]
+    for number in range(steps):
+        for model, optimizer in pairs:
+            act(model, optimizer, number)
+    same_weights(*pairs[0], *pairs[1], exact)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_gradients_that_all_ranks_drop_are_dropped(stage: int, passes: int) -> None:
     """Whether they had left or not; what is accumulated anew counts."""
-    model, optimizer = build(stage, backward_passes_per_step=passes)
-    wanted, plain = build(0)
-    for number in range(4):
-        for one, other in ((model, optimizer), (wanted, plain)):
-            other.zero_grad()
-            backward(one, number)
-            if number == 2:  # the gradients of all
-                other.synchronize()
-                one.zero_grad()
-                with other.skip_synchronize():
-                    other.step()
-                continue
-            one.last.weight.grad = None
-            if number == 1:
-                for parameter in one.blocks[0].parameters():
-                    parameter.grad = None
-            other.step()
-    same_weights(model, optimizer, wanted, plain)
+
+    def act(model: Model, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        backward(model, number)
+        if number == 2:  # the gradients of all
+            optimizer.synchronize()
+            model.zero_grad()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            return
+        model.last.weight.grad = None
+        if number == 1:
+            for parameter in model.blocks[0].parameters():
+                parameter.grad = None
+        optimizer.step()
+
+    as_whole(act, stage, 4, backward_passes_per_step=passes)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("again", [(), (0,), (0, 1, 2, 3)], ids=["on no rank", "on one rank", "on all ranks"])
 def test_ranks_drop_gradients_after_different_numbers_of_passes(passes: int, again: tuple[int, ...]) -> None:
     """So other rounds have left on each of them; what comes on some ranks since counts."""
-    model, optimizer = build(2, backward_passes_per_step=passes)
-    wanted, plain = build(0)
-    for number in range(4):
-        for one, other in ((model, optimizer), (wanted, plain)):
-            other.zero_grad()
-            for part in range(2 + 2 * (number % 2 == 1 and hc.rank() == 0)):
-                backward(one, 10 * number + part)
-            if number % 2:
-                one.last.weight.grad = None
-                if again:
-                    backward(one, 10 * number + 5, *again)
-            other.step()
-    same_weights(model, optimizer, wanted, plain, exact=False)  # passes are added up in another order
+
+    def act(model: Model, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        for part in range(2 + 2 * (number % 2 == 1 and hc.rank() == 0)):
+            backward(model, 10 * number + part)
+        if number % 2:
+            model.last.weight.grad = None
+            if again:
+                backward(model, 10 * number + 5, *again)
+        optimizer.step()
+
+    as_whole(act, 2, 4, exact=False, backward_passes_per_step=passes)  # passes are added up in another order
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_late_gradient_that_is_dropped_takes_what_has_left_with_it(stage: int) -> None:
-    model, optimizer = build(stage)
-    wanted, plain = build(0)
-    for number in range(3):
-        for one, other in ((model, optimizer), (wanted, plain)):
-            other.zero_grad()
-            for part in range(1 + (number == 1)):
-                backward(one, 10 * number + part)
-            if number == 1:
-                one.last.weight.grad = None
-            other.step()
-    same_weights(model, optimizer, wanted, plain)
+    def act(model: Model, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        for part in range(1 + (number == 1)):
+            backward(model, 10 * number + part)
+        if number == 1:
+            model.last.weight.grad = None
+        optimizer.step()
+
+    as_whole(act, stage)
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(2, ()), (3, ()), (2, (0,))], ids=["2", "3", "2, one rank"])
 def test_gradients_that_the_model_clears_after_a_synchronization(stage: int, ranks: tuple[int, ...]) -> None:
     """Whichever ranks have gradients in the next step."""
-    model, optimizer = build(stage, bucket_cap_mb=0.0002)
-    wanted, plain = build(0)
-    for one, other in ((model, optimizer), (wanted, plain)):
-        for number in range(5):
-            backward(one, number, *(ranks if number in (2, 3) else ()))
-            if number in (0, 1, 3):
-                other.synchronize()
-            else:
-                other.step()
-            one.zero_grad()
-    same_weights(model, optimizer, wanted, plain)
+
+    def act(model: Model, optimizer: Any, number: int) -> None:
+        backward(model, number, *(ranks if number in (2, 3) else ()))
+        optimizer.synchronize() if number in (0, 1, 3) else optimizer.step()
+        model.zero_grad()
+
+    as_whole(act, stage, 5, bucket_cap_mb=0.0002)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_the_model_clears_after_they_have_left(stage: int) -> None:
-    model, optimizer = build(stage)
-    wanted, plain = build(0)
-    for one, other in ((model, optimizer), (wanted, plain)):
-        for number in range(3):
-            for part in range(3):
-                if part == number:
-                    one.zero_grad()
-                if part == 2:
-                    one.last.weight.grad = None
-                backward(one, 10 * number + part)
-            other.step()
-            other.zero_grad()
-    same_weights(model, optimizer, wanted, plain, exact=False)  # passes are added up in another order
+    def act(model: Model, optimizer: Any, number: int) -> None:
+        for part in range(3):
+            if part == number:
+                model.zero_grad()
+            if part == 2:
+                model.last.weight.grad = None
+            backward(model, 10 * number + part)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    as_whole(act, stage, exact=False)  # passes are added up in another order
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_set_by_hand_are_reduced(stage: int) -> None:
-    model, optimizer = build(stage)
-    wanted, plain = build(0)
-    for number in range(3):
-        for one, other in ((model, optimizer), (wanted, plain)):
-            other.zero_grad()
-            for place, parameter in enumerate(one.parameters()):
-                generator = torch.Generator().manual_seed(100 * number + 10 * place + hc.rank())
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            other.step()
-    same_weights(model, optimizer, wanted, plain)
+    def act(model: Model, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        for place, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * number + 10 * place + hc.rank())
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+    as_whole(act, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_asked_for_by_autograd_changes_nothing(stage: int) -> None:
+    def act(model: Model, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        backward(model, number)
+        assert torch.autograd.grad(model(torch.ones(2, 6)).sum(), model.last.bias)[0] == 2.0
+        optimizer.step()
+
+    as_whole(act, stage, 2)
 
 
 BY_HAND: dict[str, Callable[[Model], Any]] = {
@@ -401,20 +411,6 @@ def test_gradients_set_or_dropped_in_flight_are_errors_on_every_rank(stage: int,
     optimizer.zero_grad()
     backward(model, 7)
     optimizer.step()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_asked_for_by_autograd_changes_nothing(stage: int) -> None:
-    model, optimizer = build(stage)
-    wanted, plain = build(0)
-    for number in range(2):
-        for one, other in ((model, optimizer), (wanted, plain)):
-            other.zero_grad()
-            backward(one, number)
-            loss = one(torch.ones(2, 6)).sum()
-            assert torch.autograd.grad(loss, one.last.bias)[0] == 2.0
-            other.step()
-    same_weights(model, optimizer, wanted, plain)
 
 
 @pytest.mark.parametrize("stage", STAGES)
