@@ -217,13 +217,6 @@ def forged(prepared: Path) -> Callable[[Draw, Path], None]:
     return feed
 
 
-class Drawn(HeldSnapshot):
-    """Of any number of ranks."""
-
-    ranks = property(lambda self: self.manifest.ranks)  # type: ignore[assignment]
-    replicas = ranks
-
-
 def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
     """State that is not of a run, or of another: an error before anything is used, or a run that continues."""
     good = reader.read(write(prepared, 2, *state_of_run()), 0)
@@ -245,7 +238,7 @@ def resumed(prepared: Path) -> Callable[[Draw, Path], str | None]:
             part: value,
         }
         named = [one for one in state_of(given["weights"]).ranges if one.name.isprintable()]
-        drawn = Drawn.of(2, [*named, *state_of_run()[3]], {}, given["replicated"], given["per_rank"])
+        drawn = HeldSnapshot.of(2, [*named, *state_of_run()[3]], {}, given["replicated"], given["per_rank"])
         manifest = drawn.manifest.model_copy(update={"ranks": ranks})
         resume(dataclasses.replace(drawn, rank=0, manifest=manifest))
         return None
