@@ -1,12 +1,13 @@
 """Conversion of a snapshot of the earlier version, in which each kind of state had a form of its own, into one of ranges.
 
 The weights were in ``model.safetensors`` (whole) or ``weights-N.safetensors`` (shards), the optimizer's state in ``replicated.pt``
-(whole), ``shard-N.pt`` (shards) or, of local SGD, ``rank-N.pt``.
+(whole) or ``shard-N.pt`` (shards).
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,15 @@ from torch import Tensor
 
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state_view import COUNTERS
-from hvd_ckpt.snapshots.barrier import Participant
-from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.folder import SnapshotError
+from hvd_ckpt.snapshots.content import SavedState, complete, staged_content, write_content
+from hvd_ckpt.snapshots.folder import (
+    SnapshotError,
+    discard,
+    make_folder,
+    name_of,
+    reason_of,
+    temporary_name,
+)
 from hvd_ckpt.snapshots.ranges import Range
 from hvd_ckpt.snapshots.reader import naming
 from hvd_ckpt.snapshots.schema import (
@@ -33,7 +40,6 @@ from hvd_ckpt.snapshots.schema import (
     rank_file,
 )
 from hvd_ckpt.snapshots.tensors import TensorFile, hash_file, load_state
-from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils.cuts import Cut
 from hvd_ckpt.utils.plain_data import loads
 from hvd_ckpt.utils.schema import Wrong
@@ -67,19 +73,21 @@ def convert(old: Path, folder: Path) -> Path:
             raise Wrong(
                 f"it is not what the earlier version writes ({type(error).__name__}: {error})"
             ) from None
-    told: list[str] = []
-    writers = [
-        SnapshotWriter(folder, 1 << 30, Participant(rank, len(states), "0" * 8), told.append)
-        for rank in range(len(states))
-    ]
-    for writer, state in zip(writers, states):
-        writer.begin(manifest["step"], state)
-    paths = [writer.wait() for writer in writers]
-    for writer in writers:
-        writer.close()
-    if paths[0] is None:
-        raise SnapshotError(told[0])
-    return paths[0]
+    place = folder / name_of(manifest["step"])
+    temporary = folder / temporary_name(place.name)
+    try:
+        make_folder(temporary)
+        written = [
+            write_content(temporary, rank, staged_content(rank, None, state))
+            for rank, state in enumerate(states)
+        ]
+        fault = complete(temporary, manifest["step"], written, warnings.warn)
+    except (OSError, Wrong) as error:
+        discard(temporary)
+        fault = reason_of(error)
+    if fault is not None:
+        raise SnapshotError(f"The snapshot '{old}' was not converted: {fault}.")
+    return place
 
 
 class _Old:
@@ -115,11 +123,15 @@ class _Old:
             self._whole.setdefault(name, whole)
             ranges[0].append(Range(f"weights/{name}", 0, tensor.numel(), whole, tensor.reshape(-1)))
         optimizer, ema = replicated.pop("optimizer"), replicated["ema"]
-        replicated["groups"] = names = replicated["groups"]
+        listed = [name for group in replicated["groups"] for name in group]
         if ema is not None:
             replicated["ema"] = {"n_averaged": ema["n_averaged"]}
         for rank, own in enumerate(per_rank):
-            local, values = own["local"], None
+            if own["local"] is not None:
+                raise Wrong(
+                    "it is of local SGD, where ranks have weights of their own: end that run by the earlier version"
+                )
+            values = None
             if sharding["weights"] is not None:
                 weights = TensorFile(self._path / f"weights-{rank:05d}.safetensors")
                 for piece in self._pieces(sharding["weights"][rank]):
@@ -128,40 +140,29 @@ class _Old:
                 pieces = self._pieces(sharding["optimizer"][rank])
                 state = load_state(self._path / f"shard-{rank:05d}.pt")
                 optimizer = optimizer or state
-                if local is None or local["optimizer"] is None:
-                    values = self._optimizer(state, pieces, "", rank, ranges[rank])
+                values = self._optimizer(state, pieces, rank, ranges[rank])
             elif rank == 0:
-                listed = [name for group in names for name in group]
                 averages = {} if ema is None else dict(enumerate(map(ema["averages"].get, listed)))
                 averages = {number: value for number, value in averages.items() if value is not None}
-                values = self._optimizer(
-                    {**optimizer, "averages": averages}, self._of(names), "", 0, ranges[0]
-                )
-            if local is not None:
-                own["local"], kept = self._local(local, names, rank, ranges[rank])
-                values = values or kept
+                whole_of = [(name, 0, self._whole[name].numel) for name in listed]
+                values = self._optimizer({**optimizer, "averages": averages}, whole_of, 0, ranges[0])
             for name, buffer in own.pop("buffers").items():
                 whole = TensorMetadata.of(buffer.dtype, TensorSpec.of(buffer))
                 number = rank % (self._ranks // self._stages)
                 flat = TensorSpec.of(buffer).flatten(buffer)
                 ranges[rank].append(Range(f"buffers@{number}/{name}", 0, whole.numel, whole, flat))
             own["optimizer"] = values
-        for name, whole in self._whole.items():
-            if not whole.numel and name in sharding["parameters"]:
-                empty = torch.empty(0, dtype=whole.torch_dtype)
-                ranges[0] += [Range(f"weights/{name}", 0, 0, whole, empty)] * (
-                    sharding["weights"] is not None
+        for name in sharding["parameters"] if sharding["weights"] is not None else ():
+            whole = self._whole[name]
+            if not whole.numel:  # in no shard
+                ranges[0].append(
+                    Range(f"weights/{name}", 0, 0, whole, torch.empty(0, dtype=whole.torch_dtype))
                 )
         replicated["options"] = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for group in optimizer["param_groups"]
         ]
-        layout = Layout(
-            stage=sharding["stage"],
-            pipeline_stages=self._stages,
-            tensor=self._parts,
-            apart=per_rank[0]["local"] is not None,
-        )
+        layout = Layout(stage=sharding["stage"], pipeline_stages=self._stages, tensor=self._parts)
         return [
             SavedState(replicated, own, of_rank, self._aliases, layout)
             for own, of_rank in zip(per_rank, ranges)
@@ -172,9 +173,6 @@ class _Old:
         listed = [list(shard.values()) if isinstance(shard, dict) else shard for shard in shards]
         return [(name, offset, offset + size) for name, offset, size in listed]
 
-    def _of(self, names: Sequence[Sequence[str]]) -> Pieces:
-        return [(name, 0, self._whole[name].numel) for group in names for name in group]
-
     def _range(self, kind: str, piece: tuple[str, int, int], values: Tensor, rank: int) -> Range:
         name, start, stop = piece
         whole = self._whole[name].model_copy(update={"dtype": str(values.dtype).removeprefix("torch.")})
@@ -183,7 +181,7 @@ class _Old:
         return Range(f"{kind}/{name}", place + start, place + stop, whole, flat)
 
     def _optimizer(
-        self, state: Mapping[str, Any], pieces: Pieces, copy: str, rank: int, ranges: list[Range]
+        self, state: Mapping[str, Any], pieces: Pieces, rank: int, ranges: list[Range]
     ) -> dict[str, Any]:
         """The plain values of an optimizer; its tensors are added to the ranges."""
         order = [number for group in state["param_groups"] for number in group["params"]]
@@ -198,32 +196,13 @@ class _Old:
             for key, value in state["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.shape in shapes and key not in COUNTERS:
                     kept[key] = None
-                    ranges.append(self._range(f"optimizer.{key}{copy}", piece, value, rank))
+                    ranges.append(self._range(f"optimizer.{key}", piece, value, rank))
                 else:
                     kept[key] = value
         for kind, entry in (("master_weights", "master_weights"), ("average", "averages")):
             for number, values in state.get(entry, {}).items():
-                ranges.append(self._range(f"{kind}{copy}", pieces[number], values, rank))
+                ranges.append(self._range(kind, pieces[number], values, rank))
         known = ("state", "param_groups", "master_weights", "averages")
         others = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         more = {key: value for key, value in state.items() if key not in known}
         return {"state": plain, "others": others, "more": more}
-
-    def _local(
-        self, local: Mapping[str, Any], names: Sequence[Sequence[str]], rank: int, ranges: list[Range]
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """The state between averages, and the plain values of the optimizer of a rank with weights of its own."""
-        groups = local["averages"]["key"]["groups"]
-        first = min(next(group for group in groups if rank in group))
-        copy, pieces, values = f"@{first}", local["pieces"], None
-        whole = self._of(local["groups"] or names)
-        if local["optimizer"] is not None and (pieces is not None or rank == first) and first:
-            ranges += [
-                self._range(f"weights{copy}", tuple(piece), local["weights"][piece[0]], rank)
-                for piece in (whole if pieces is None else pieces["weights"])
-            ]
-            own = whole if pieces is None else [tuple(piece) for piece in pieces["optimizer"]]
-            values = self._optimizer(local["optimizer"], own, copy, rank, ranges)
-        elements = whole if pieces is None else pieces["optimizer"]
-        kept = {"scaler": local["scaler"], "averages": local["averages"]}
-        return {**kept, "elements": sorted(map(tuple, elements))}, values
