@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.surface import stepped_parameters
-from hvd_ckpt.snapshots.model import EXTRA, ModelTensors, check_single
+from hvd_ckpt.snapshots.model import EXTRA, ModelTensors, check_split
 from hvd_ckpt.snapshots.ranges import OTHER_MODEL
 from hvd_ckpt.snapshots.reader import Snapshot
 from hvd_ckpt.snapshots.schema import TensorMetadata, rank_file
 from hvd_ckpt.utils.schema import Wrong, shown
-from hvd_ckpt.utils.states import NOT_SPLIT, described, is_number, is_single
+from hvd_ckpt.utils.states import described, is_number, is_single
 
 
 def check_fits(snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -120,18 +120,14 @@ def optimizer_values(snapshot: Snapshot, wanted: Iterable[str], copy: str = "") 
 
 def check_optimizer(snapshot: Snapshot, names: ModelTensors, optimizer: torch.optim.Optimizer) -> None:
     """Raises Wrong unless the state in the snapshot fits the optimizer: names and shapes of its entries."""
-    parts, grid = names.parts(), current()
-    values, there = optimizer_values(snapshot, {part.name for part in parts}), snapshot.tensors
-    split = names.layout is not None or grid.model_parallel_size > 1
-    if split and (values["others"] or values["more"]):
-        odd = min(map(ascii, (*values["others"], *values["more"])))
-        raise Wrong(f"optimizer: it has the entry {odd[:60]}, which is not of a parameter: {NOT_SPLIT}")
-    if not split and snapshot.replicated["groups"] != names.groups():
+    parts, there = names.parts(), snapshot.tensors
+    values = optimizer_values(snapshot, {part.name for part in parts})
+    if names.is_split:
+        check_split(values)
+    elif snapshot.replicated["groups"] != names.groups():
         _check_order(values["state"])
     for part, expected in zip(parts, state_after_a_step(optimizer)):
         kept, place = values["state"][part.name], f"optimizer.state[{shown(part.name)}]"
-        if split:
-            check_single(kept, place, part.name, 1)
         for key, value in expected.items() if kept else ():
             if key not in kept:
                 raise Wrong(f"{place} has no {key}, which this optimizer with its options needs")

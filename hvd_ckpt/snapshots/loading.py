@@ -1,4 +1,4 @@
-"""Loading of a snapshot's state into model and ``DistributedOptimizer``, with any number of ranks, stages and shards."""
+"""Loading of a snapshot's tensors into model, optimizer and averages, with any number of ranks, stages and shards."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_ckpt.distributed.precision import GradScaler
 from hvd_ckpt.processes.grid import current
 from hvd_ckpt.reduction.agreement import errors_on_all
 from hvd_ckpt.sharding.averaging import AveragedWeights
-from hvd_ckpt.sharding.layout import TensorSpec
 from hvd_ckpt.sharding.state import load, numbered
 from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.fits import buffers_kind, optimizer_values
 from hvd_ckpt.snapshots.folder import SnapshotError
 from hvd_ckpt.snapshots.model import ModelTensors, Part
-from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.snapshots.ranges import Elements
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import DAMAGED, TensorMetadata, libraries
-from hvd_ckpt.utils import run_warnings
+from hvd_ckpt.snapshots.schema import DAMAGED
 from hvd_ckpt.utils.cuts import cut_of
-from hvd_ckpt.utils.own_state import set_extra_states
 from hvd_ckpt.utils.schema import Wrong
 
 
@@ -35,8 +30,9 @@ def naming_snapshot(snapshot: Snapshot) -> Iterator[None]:
     try:
         yield
     except Wrong as error:
+        way_out = ": give the model, optimizer and settings that it was written with, or another snapshot"
         raise SnapshotError(
-            f"The snapshot of step {snapshot.step} cannot be used: {error}: {DAMAGED}, or give the settings that the run had."
+            f"The snapshot '{snapshot.path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
         ) from None
 
 
@@ -55,7 +51,6 @@ def reading_weights(
         SnapshotError: a file is damaged, or no longer there.
     """
     names = ModelTensors(model, optimizer)
-
     there, own = snapshot.tensors, buffers_kind(snapshot)
 
     def wish(name: str, tensor: Tensor, start: int, stop: int) -> Elements:
@@ -175,45 +170,6 @@ def _with_types_of(saved: Any, loaded: Any) -> Any:
     return loaded
 
 
-def load_rank_state(snapshot: Snapshot, model: nn.Module, optimizer: Any) -> None:
-    """Loads this rank's own state. Without it a rank draws new random states, and learns again when gradients are final.
-
-    Its random state is the same on all pipeline stages; its buffers are on the stages of their blocks. The reducer learns again if
-    there were other stages.
-    """
-    kind, grid, layout = buffers_kind(snapshot), current(), snapshot.layout
-    buffers = {name: buffer for name, buffer in model.named_buffers() if f"{kind}/{name}" in snapshot.tensors}
-    wanted = [
-        Elements(f"{kind}/{name}", 0, buffer.numel(), TensorMetadata.of(buffer.dtype, TensorSpec.of(buffer)))
-        for name, buffer in buffers.items()
-    ]
-    with naming_snapshot(snapshot), torch.no_grad():
-        for buffer, elements, flat in zip(buffers.values(), wanted, snapshot.read(wanted)):
-            buffer.copy_(elements.whole.unflatten(flat))
-    own = snapshot.per_rank
-    set_extra_states(model, own.get("extra", {}))
-    same = (layout.stage, layout.pipeline_stages, layout.tensor)
-    if same == (optimizer.shard_stage, grid.stages, grid.tensor):
-        optimizer.load_reduction_state_dict(own["reduction"])
-    set_random_state(own["random"])
-
-
-def _warn_of_changes(snapshot: Snapshot, device: str) -> None:
-    """Warns in one line of what may change the bits of the run's results: threads, kind of device, versions."""
-    then = {"device": snapshot.replicated["device"], "CPU threads a rank": snapshot.replicated["threads"]}
-    now: dict[str, Any] = {"device": device, "CPU threads a rank": torch.get_num_threads()}
-    then.update(snapshot.manifest.libraries)
-    now.update({name: libraries()[name] for name in ("torch", "hvd_ckpt", "horovod")})
-    changed = [
-        f"{name} {then[name]} (now {now[name]})" for name in now if then.get(name, now[name]) != now[name]
-    ]
-    if changed:
-        run_warnings.warn(
-            f"The run had {', '.join(changed)}: the bits of its results may change; give the same for the same, such as "
-            f"OMP_NUM_THREADS={snapshot.replicated['threads']}."
-        )
-
-
 def load_average(average: AveragedWeights, snapshot: Snapshot, names: ModelTensors) -> None:
     """Loads the average of a snapshot; without one it begins anew, with the next update. Collective."""
     if snapshot.replicated["ema"] is None:
@@ -236,23 +192,3 @@ def load_average(average: AveragedWeights, snapshot: Snapshot, names: ModelTenso
     average.load_state_dict(
         {**state, "averages": averages, "n_averaged": snapshot.replicated["ema"]["n_averaged"]}
     )
-
-
-def load_plain(snapshot: Snapshot, model: nn.Module, optimizer: Any, scaler: GradScaler | None) -> bool:
-    """Loads the other plain values. Returns whether there were those of this rank. Collective."""
-    with errors_on_all("Snapshots: resume"):
-        own = snapshot.per_rank
-        state = snapshot.replicated["scaler"]
-        if scaler is not None and state is not None:
-            scaler.load_state_dict(state)
-        set_extra_states(model, snapshot.replicated.get("extra", {}))
-        same_ranks: bool = snapshot.replicas == current().replicas and own is not None
-        if current().number == 0 and (same_ranks or optimizer.replicas is not None):
-            _warn_of_changes(snapshot, next(model.parameters()).device.type)
-        # As many ranks as before: this rank has a random state and counts
-        # of its own to resume with. Other numbers of ranks draw anew.
-        if same_ranks:
-            load_rank_state(snapshot, model, optimizer)
-        if optimizer.replicas is not None:
-            optimizer.replicas.load_state_dict(snapshot.replicated["replicas"])
-    return same_ranks

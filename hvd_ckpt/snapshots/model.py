@@ -20,7 +20,7 @@ from hvd_ckpt.snapshots.schema import TensorMetadata
 from hvd_ckpt.snapshots.tensors import check_tensor, map_tensors
 from hvd_ckpt.utils.cuts import cut_of
 from hvd_ckpt.utils.schema import Wrong, shown
-from hvd_ckpt.utils.states import NOT_SPLIT, OptimizerState, SplitState, described, is_single
+from hvd_ckpt.utils.states import NOT_SPLIT, OptimizerState, described, is_single
 
 # Of the state of a DistributedOptimizer: not the wrapped optimizer's, and elsewhere in a snapshot.
 _OF_A_RANK = ("pieces", "stage", "ranks", "rank", "master_weights", "local_sgd")
@@ -111,6 +111,11 @@ class ModelTensors:
     def is_sharded(self, tensor: Tensor) -> bool:
         """Whether ranks have shards of it, those of :attr:`weight_pieces`."""
         return self.layout is not None and self.layout.index(tensor) is not None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the optimizer's state is split over ranks, stages or parts."""
+        return self.layout is not None or self._grid.model_parallel_size > 1
 
     def weight_pieces(self) -> Iterator[tuple[str, Tensor, int, int, Tensor]]:
         """This rank's shards of the exact weights: name, parameter, first and last + 1 element, and values."""
@@ -224,7 +229,7 @@ class ModelTensors:
 
         state = self._checked_state()
         averages = {} if average is None else average.state_dict()["averages"]
-        masters = state.pop("master_weights", {})
+        masters = state.pop("master_weights")
         plain: dict[str, dict[str, Any]] = {}
         for number, (name, (_, start, stop, spec, whole), tensor) in enumerate(parts):
             if not self._writes(name, tensor) or (start == stop and not whole):
@@ -251,10 +256,10 @@ class ModelTensors:
             ]
         no_parameters = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-        kept_plain = (
-            {"state": plain, "others": no_parameters, "more": more} if is_first or self.layout else None
-        )
-        return own, {"optimizer": kept_plain}
+        kept_plain = {"state": plain, "others": no_parameters, "more": more}
+        if self.is_split:
+            check_split(kept_plain)
+        return own, {"optimizer": kept_plain if is_first or self.layout else None}
 
     def _shares(self, parts: Sequence[Part], members: Sequence[int]) -> dict[str, tuple[int, int]]:
         """The elements that this rank writes of each parameter that all members have whole, about as many as the others."""
@@ -277,44 +282,19 @@ class ModelTensors:
 
     def _checked_state(self) -> dict[str, Any]:
         """The state of the wrapped optimizer, of which the entries can be taken out."""
-        state = self._optimizer.state_dict()
-        masters = state.get("master_weights")
-        state = {name: value for name, value in state.items() if name not in _OF_A_RANK}
-        split = self.layout is not None or current().model_parallel_size > 1
 
-        def kept(tensor: Tensor, place: str) -> Tensor:
+        def checked(tensor: Tensor, place: str) -> Tensor:
             check_tensor(tensor, place)
             return tensor
 
-        def kept_of(number: Any, entries: Any) -> Any:
-            place = f"optimizer.state[{number!r:.60}]"
-            if type(entries) is not dict:
-                return map_tensors(entries, place, kept)
-            return {  # in which tensors are many
-                name: kept(value, f"{place}.{name}")
-                if isinstance(value, Tensor)
-                else map_tensors(value, f"{place}.{name}", kept)
-                for name, value in entries.items()
-            }
-
-        entries = state.pop("state")
-        state = map_tensors(state, "optimizer", kept)
-        state["state"] = {number: kept_of(number, value) for number, value in entries.items()}
+        given = self._optimizer.state_dict()
+        own = {name: value for name, value in given.items() if name not in _OF_A_RANK}
+        state: dict[str, Any] = map_tensors(own, "optimizer", checked)
         try:
-            (SplitState if split else OptimizerState).check(state, "optimizer")
+            OptimizerState.check(state, "optimizer")
         except ValueError as error:
             raise Wrong(str(error).replace("optimizer cannot be loaded", "optimizer")) from None
-        if split:
-            for number, part in enumerate(self.parts()):
-                check_single(
-                    state["state"].get(number, {}),
-                    f"optimizer: state[{number}]",
-                    part.name,
-                    part.target.stop - part.target.start,
-                )
-        return {**state, "state": dict(state["state"])} | (
-            {} if masters is None else {"master_weights": masters}
-        )
+        return {**state, "master_weights": given.get("master_weights", {})}
 
 
 def _layout_of(optimizer: Any) -> Any:
@@ -336,12 +316,15 @@ def _of_buffer(name: str, buffer: Tensor, whole: TensorMetadata | None = None) -
     return Range(name, *place, whole, spec.flatten(buffer), changing=True)
 
 
-def check_single(entries: Mapping[str, Any], place: str, name: str, size: int) -> None:
-    """Raises Wrong unless each entry that an optimizer keeps of a parameter is one value, or has ``size`` elements."""
-    for key, value in entries.items():
-        fits = is_single(value) and not (isinstance(value, Tensor) and value.numel() not in (1, size))
-        if not fits:
-            raise Wrong(
-                f"{place}.{key} of {shown(name)} is {described(value)}, and must have one element or the {size} here: "
-                f"{NOT_SPLIT}"
-            )
+def check_split(values: Mapping[str, Any]) -> None:
+    """Raises Wrong where other ranks, stages or parts could not resume with the plain values of a split optimizer."""
+    odd = [ascii(key)[:60] for key in (*values["others"], *values["more"])]
+    if odd:
+        raise Wrong(f"optimizer: it has the entry {min(odd)}, which is not of a parameter: {NOT_SPLIT}")
+    for name, entries in values["state"].items():
+        for key, value in entries.items():
+            if not is_single(value) or (isinstance(value, Tensor) and value.numel() != 1):
+                raise Wrong(
+                    f"optimizer.state[{shown(name)}].{key} is {described(value)}, and must be one number, or have one for each of "
+                    f"the parameter's elements: {NOT_SPLIT}"
+                )

@@ -255,9 +255,6 @@ class HeldSnapshot(Snapshot):
     Args:
         values: whole tensors, by name.
         common, own: plain values that are the same on every rank, and those that any rank has.
-
-    Attributes:
-        ranks, replicas: as many as there are now.
     """
 
     values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -271,7 +268,7 @@ class HeldSnapshot(Snapshot):
         """Of copies of whole tensors and plain values; no rank resumes with plain values of its own."""
         manifest = Manifest.model_construct(
             step=step,
-            ranks=1,
+            ranks=current().replicas,
             libraries=libraries(),
             layout=Layout(),
             ranges=({each.name: (each.start, each.stop) for each in ranges},),
@@ -282,13 +279,7 @@ class HeldSnapshot(Snapshot):
         copied = map_tensors(
             (values, common, own), "state", lambda tensor, _: tensor.detach().to("cpu", copy=True)
         )
-        return cls(Path(), manifest, MAX_RANKS, *copied)
-
-    @property
-    def ranks(self) -> int:
-        return int(hvd.size())
-
-    replicas = ranks
+        return cls(Path("in memory"), manifest, MAX_RANKS, *copied)
 
     def state(self, name: str) -> Any:
         """A copy: an optimizer keeps the tensors that it loads, and would change those here."""

@@ -30,7 +30,6 @@ from hvd_ckpt.sharding.averaging import AveragedWeights
 from hvd_ckpt.snapshots.arguments import check_arguments
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
-from hvd_ckpt.snapshots.fits import check_fits
 from hvd_ckpt.snapshots.folder import (
     SnapshotError,
     Warn,
@@ -38,18 +37,14 @@ from hvd_ckpt.snapshots.folder import (
     list_snapshots,
     remove_abandoned,
 )
-from hvd_ckpt.snapshots.loading import load_average, load_optimizer, load_plain, reading_weights
 from hvd_ckpt.snapshots.lock import FolderLock
-from hvd_ckpt.snapshots.model import ModelTensors
-from hvd_ckpt.snapshots.period import apart_state, own_copy
-from hvd_ckpt.snapshots.random_state import random_state, seed_all, seed_of_rank
+from hvd_ckpt.snapshots.random_state import seed_all, seed_of_rank
 from hvd_ckpt.snapshots.reader import Snapshot, find
-from hvd_ckpt.snapshots.schema import DAMAGED, Layout
-from hvd_ckpt.snapshots.state import LoopRankState, LoopState, check_kinds, check_state, kind_of
+from hvd_ckpt.snapshots.state import kind_of
 from hvd_ckpt.snapshots.stopping import StopRequest, forget_file, status_of
+from hvd_ckpt.snapshots.training_state import TrainingState
 from hvd_ckpt.snapshots.writer import SnapshotWriter
 from hvd_ckpt.utils import run_warnings
-from hvd_ckpt.utils.own_state import extra_states
 from hvd_ckpt.utils.schema import Wrong
 
 
@@ -144,8 +139,10 @@ class Snapshots:
         self.folder = Path(folder)
         self.stop = StopRequest(self.folder if current().number == 0 else None)
         self.written: deque[Path] = deque(maxlen=16)
-        self._model, self._optimizer, self._keep = model, optimizer, keep
-        self._scheduler, self._scaler, self._loader, self._average = scheduler, scaler, loader, average
+        kinds = described(optimizer=kind_of(optimizer), scheduler=scheduler)
+        self._training = TrainingState(model, optimizer, scaler, average, kinds)
+        self._optimizer, self._average, self._keep = optimizer, average, keep
+        self._scheduler, self._loader = scheduler, loader
         self._same_loader = isinstance(loader, (DistributedSampler, DataLoader))  # on every rank
         self._blocking = blocking or optimizer.is_offloaded
         self._warn = warn or _warn
@@ -154,7 +151,6 @@ class Snapshots:
         self._abandoned: list[Path] = []
         self._stopped: str | None = None
         self._writer: SnapshotWriter | None = None
-        self._names: ModelTensors | None = None  # of the last save
         self._opened = ExitStack()
         self._lock: FolderLock | None = None  # on the first process
         self._locked = False
@@ -187,22 +183,9 @@ class Snapshots:
         if snapshot is None:
             return 0
         with errors_on_all("Snapshots: read"):
-            try:
-                check_state(snapshot, LoopState, LoopRankState)
-                check_kinds(snapshot, self._kinds)
-                check_fits(snapshot, self._model, self._optimizer)
-                if (snapshot.replicated["replicas"] is None) != (self._optimizer.replicas is None):
-                    raise Wrong("only one of it and the optimizer has logical replicas")
-            except Wrong as error:
-                way_out = ": give the model and optimizer that it was written with, or another folder"
-                raise SnapshotError(
-                    f"The snapshot '{snapshot.path}' cannot be used: {error}{'' if DAMAGED in str(error) else way_out}."
-                ) from None
+            self._training.check(snapshot)
         self._step = snapshot.step
-        # Nothing has been changed up to here, so an error leaves model and optimizer as they were.
-        with errors_on_all("Snapshots: weights"):
-            load_weights = reading_weights(snapshot, self._model, self._optimizer)
-        load_weights()
+        self._training.load_weights(snapshot)
         if not self.load(snapshot, options=True):
             # There were other ranks. A seed by step and rank gives no rank
             # the numbers of another one, nor those of an earlier resume.
@@ -365,31 +348,10 @@ class Snapshots:
         """Loads everything except weights and further state. Returns whether this includes this rank's own state.
 
         Args:
-            options: see :func:`hvd_ckpt.snapshots.loading.load_optimizer`.
+            options: see :func:`.loading.load_optimizer`.
         """
-        model, optimizer = self._model, self._optimizer
         self._abandoned = later_snapshots(self.folder / "snapshots", snapshot.step)
-        whose, apart = own_copy(snapshot, optimizer)
-        if apart is not None:  # on all ranks alike
-            with errors_on_all("Snapshots: weights"):
-                load_weights = reading_weights(snapshot, model, optimizer, whose)
-            load_weights()
-        names = ModelTensors(model, optimizer)
-        load_optimizer(snapshot, names, optimizer, options, whose)
-        # The loaded master weights are exact. With lossy communication, the model had rounded ones, and resumes with the same bits.
-        if names.layout is not None and optimizer.shard_stage < 3:
-            store: Any = optimizer.sharding.store  # type: ignore[attr-defined]
-            if store.is_lossy:
-                store.shards_changed([group for group in names.layout.groups if group.requires_grad])
-        if self._average is not None:
-            load_average(self._average, snapshot, names)
-        of_rank = load_plain(snapshot, model, optimizer, self._scaler)
-        if optimizer.is_local:
-            if apart is not None and self._scaler is not None and apart["scaler"] is not None:
-                self._scaler.load_state_dict(apart["scaler"])
-            local: Any = optimizer
-            local.load_averages(None if apart is None else apart["averages"])
-        return of_rank
+        return self._training.load(snapshot, options)
 
     def begin(self, step: int, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
         """As :meth:`save`; the arguments are further state, or state that replaces that of this object."""
@@ -398,12 +360,12 @@ class Snapshots:
         self._lock_folder()
         assert self._writer is not None
         self._step = step
-        replicated = {**self._replicas(), **replicated}
+        replicated = {**self._training.replicas(), **replicated}
         with errors_on_all("Snapshots: save"):
             if self._lock is not None:
                 self._lock.check()
             try:
-                state = self._state(replicated, per_rank)
+                state = self._training.saved(replicated, per_rank)
             except Wrong as error:
                 raise SnapshotError(
                     f"The snapshot of step {step} was not written, since it could not be resumed from: {error}."
@@ -412,73 +374,11 @@ class Snapshots:
         if self._blocking:
             self._fault()  # later, the tensors would be other ones
 
-    @property
-    def _kinds(self) -> dict[str, str | None]:
-        return described(optimizer=kind_of(self._optimizer), scheduler=self._scheduler)
-
     def commit(self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> SavedState:
         """All that this rank has, as if there were no others, not copied; arguments are those of :meth:`begin`. Collective with
         logical replicas, of which ranks gather the buffers.
         """
-        return self._state({**self._replicas(), **replicated}, per_rank, alone=True)
-
-    def _replicas(self) -> dict[str, Any]:
-        replicas = self._optimizer.replicas
-        if replicas is None:
-            return {"replicas": None}
-        replicas.average_buffers()  # for the weights
-        return {"replicas": replicas.state_dict()}
-
-    def _state(
-        self, replicated: Mapping[str, Any], per_rank: Mapping[str, Any], alone: bool = False
-    ) -> SavedState:
-        """What this rank saves of the current state. Tensors are not copied.
-
-        Args:
-            replicated, per_rank: further state, or state that replaces that of this object.
-            alone: all that this rank has, as if there were no others.
-        """
-        optimizer: Any = self._optimizer
-        names = self._names = self._names.renewed() if self._names else ModelTensors(self._model, optimizer)
-        extra = copy.deepcopy(extra_states(self._model))
-        ranges, values = names.saved(self._average, extra, alone)
-        options = [
-            {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            for group in optimizer.param_groups
-        ]
-        grid = current()
-        layout = Layout(
-            stage=optimizer.shard_stage,
-            pipeline_stages=grid.stages,
-            tensor=grid.tensor,
-            apart=optimizer.is_local,
-        )
-        scaler = None if self._scaler is None else self._scaler.state_dict()
-        return SavedState(
-            replicated={
-                "kinds": self._kinds,
-                "groups": names.groups(),
-                "options": options,
-                "ema": None if self._average is None else {"n_averaged": self._average.n_averaged},
-                "scaler": scaler,
-                "threads": torch.get_num_threads(),
-                "device": next(self._model.parameters()).device.type,
-                "extra": extra,
-                "mid_period": optimizer.is_local and not optimizer.in_sync,
-                **replicated,
-            },
-            per_rank={
-                "random": random_state(),
-                "reduction": optimizer.reduction_state_dict(),
-                "extra": extra,
-                "local": apart_state(optimizer, scaler),
-                **values,
-                **per_rank,
-            },
-            ranges=ranges,
-            aliases=names.aliases,
-            layout=layout,
-        )
+        return self._training.saved({**self._training.replicas(), **replicated}, per_rank, alone=True)
 
     def _state_of_loader(self, snapshot: Snapshot) -> Any:
         """The state for ``loader``: that of all ranks, or else this rank's own.

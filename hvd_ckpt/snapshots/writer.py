@@ -145,13 +145,8 @@ class SnapshotWriter:
         #     5  rank 0 removes later ones of an abandoned course, then old ones
         #
         # Leftovers of 1 to 3 are removed after the next snapshot (prune).
-        self._begun += 1
-        job = _Job(step, self._folder / self._own.temporary_name(step, self._begun))
+        job = self._new_job(step)
         try:
-            # Until the thread has finished: prune() of this process, behind the snapshot before, must not remove the folder.
-            job.held.enter_context(under_way(job.temporary))
-            if self._own.leads:  # first of all: the other ranks' threads may be waiting for it
-                self._make_folder(job)
             self._settle()
             if job.fault:  # the snapshot before is done, and old ones are pruned: perhaps there is room now
                 self._make_folder(job)
@@ -174,13 +169,7 @@ class SnapshotWriter:
     def again(self) -> None:
         """Writes the last snapshot once more, as it was. To be called on all ranks, after :meth:`wait`."""
         assert self._last is not None
-        self._begun += 1
-        temporary = self._folder / self._own.temporary_name(self._last.step, self._begun)
-        job = _Job(self._last.step, temporary, self._last.content)
-        job.held.enter_context(under_way(job.temporary))
-        if self._own.leads:
-            self._make_folder(job)
-        self._launch(job)
+        self._launch(self._new_job(self._last.step, self._last.content))
 
     def before_update(self) -> None:
         """Waits until the optimizer may change the weights and its state. Call it before each of its steps."""
@@ -228,6 +217,15 @@ class SnapshotWriter:
             self._end(EXIT_SECONDS)
 
     # -------------------------------------------------------------------------------- the caller's thread
+
+    def _new_job(self, step: int, content: Content | None = None) -> _Job:
+        self._begun += 1
+        job = _Job(step, self._folder / self._own.temporary_name(step, self._begun), content)
+        # Until the thread has finished: prune() of this process, behind the snapshot before, must not remove the folder.
+        job.held.enter_context(under_way(job.temporary))
+        if self._own.leads:  # first of all: the other ranks' threads may be waiting for it
+            self._make_folder(job)
+        return job
 
     def _launch(self, job: _Job) -> None:
         self._job = job

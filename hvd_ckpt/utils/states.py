@@ -74,7 +74,6 @@ class OptimizerState(State):
             if type(key) is not int:
                 if isinstance(key, (bool, float)):  # 1.0 and True are 1 for a dict
                     raise ValueError(f"{place} has a number as key that is not of a parameter: use a text")
-                self._check_other(place, entries)
             elif key not in known:
                 raise ValueError(
                     f"{place} is not of a parameter of its groups: use a text as key for what is not"
@@ -89,9 +88,6 @@ class OptimizerState(State):
                         )
                     self._check_of_parameter(f"{place}.{name}", value)
         return self
-
-    def _check_other(self, place: str, value: Any) -> None:
-        """Checks what is not kept of a parameter."""
 
     def _check_of_parameter(self, place: str, value: Any, depth: int = 0) -> None:
         """Checks an entry of what is kept of a parameter."""
@@ -109,32 +105,6 @@ class OptimizerState(State):
             raise ValueError(
                 f"{place} is {described(value)}, and must be a tensor, a number, or a list or dict of these: keep a text in "
                 "param_groups, or in state under a key that is a text"
-            )
-
-
-class SplitState(OptimizerState):
-    """The state of an optimizer that is split over ranks: tensors and numbers of parameters."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_more(cls, state: Any) -> Any:
-        for name in state if isinstance(state, dict) else ():
-            if name not in cls.model_fields:
-                raise ValueError(
-                    f"it has the entry {ascii(name)[:60]}, and state that is split over ranks has none of its own: {NOT_SPLIT}"
-                )
-        return state
-
-    def _check_other(self, place: str, value: Any) -> None:
-        raise ValueError(f"{place} is not of a parameter, and would be split over ranks: {NOT_SPLIT}")
-
-    def _check_of_parameter(self, place: str, value: Any, depth: int = 0) -> None:
-        if not is_single(value):
-            raise ValueError(
-                f"{place} is {described(value)}, and state that is split over ranks must be tensors of a parameter's elements or "
-                f"finite numbers: {NOT_SPLIT}"
             )
 
 

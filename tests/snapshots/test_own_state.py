@@ -161,13 +161,22 @@ class Shared(torch.optim.SGD):
         return super().step(closure)
 
 
+class Column(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["entry"] = torch.ones(parameter.numel(), 1)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "says"),
     [
-        (Entry, [1], r"state\[0\].entry is a list"),
-        (Entry, torch.ones(3), r"state\[0\].entry of .*is a tensor of float32 \[3\]"),
+        (Entry, [1], r"state\[.*\].entry is a list"),
+        (Entry, torch.ones(3), r"state\[.*\].entry is a tensor of float32 \[3\]"),
+        (Column, None, r"state\[.*\].entry is a tensor of float32 \[.*, 1\]"),
         (Key, None, "it has the entry 'more'"),
-        (Shared, None, r"state\['shared'\] is not of a parameter"),
+        (Shared, None, "it has the entry 'shared', which is not of a parameter"),
     ],
     ids=str,
 )
@@ -191,7 +200,7 @@ def test_whole_state_of_another_form_is_not_split(folder: Path) -> None:
         return Kind(parameters, lr=0.1)
 
     train(folder, *make(kind), 1)
-    with pytest.raises(SnapshotError, match=r"state\[.*\].entry .*is a tuple.*shard='none'"):
+    with pytest.raises(SnapshotError, match=r"state\[.*\].entry is a tuple.*shard='none'"):
         train(folder, *make(kind, shard=1, elementwise=True), 2)
 
 

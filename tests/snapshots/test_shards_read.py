@@ -15,7 +15,7 @@ from snapshot_files import divided
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
-from hvd_ckpt.snapshots import reader, snapshots as snapshots_module
+from hvd_ckpt.snapshots import reader, training_state
 from hvd_ckpt.snapshots.barrier import Participant
 from hvd_ckpt.snapshots.content import SavedState
 from hvd_ckpt.snapshots.fits import check_fits, optimizer_values
@@ -227,7 +227,7 @@ def test_a_shard_that_is_damaged_after_it_was_found_is_an_error_on_all_ranks(
             change(file)
         hc.barrier()
 
-    monkeypatch.setattr(snapshots_module, "check_fits", fits_and_damaged)
+    monkeypatch.setattr(training_state, "check_fits", fits_and_damaged)
     run = Run(2, shard=3)
     before = run.state()
     with pytest.raises(SnapshotError, match=f"'{file.parent}' .*{says}") as error:
