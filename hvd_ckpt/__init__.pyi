@@ -74,6 +74,9 @@ from hvd_ckpt.distributed.precision import (
     GradScaler as GradScaler,
     Precision as Precision,
 )
+from hvd_ckpt.distributed.shard import (
+    Shard as Shard,
+)
 from hvd_ckpt.distributed.verification import (
     verify as verify,
 )

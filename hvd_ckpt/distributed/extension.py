@@ -108,23 +108,24 @@ def _shard_options(given: Options) -> ShardOptions | None:
     Raises:
         ValueError, TypeError: for the first argument that is wrong.
     """
-    stage, gradients, parameters = check_stage(given.shard, given.offload, given.wire, given.features())
+    shard = given.shard
+    stage, gradients, parameters = check_stage(shard.states, shard.offload, shard.wire, given.features())
     if stage == 0:
         return None
-    check_elementwise(given.optimizer, given.elementwise)
+    check_elementwise(given.optimizer, shard.elementwise)
     model = given.model
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     return ShardOptions(
         stage=stage,
         model=model,
-        units=find_units(model, given.units) if stage == 3 and model is not None else (),
-        offload=given.offload,
-        offload_folder=None if given.offload_folder is None else Path(given.offload_folder),
+        units=find_units(model, shard.units) if stage == 3 and model is not None else (),
+        offload=shard.offload,
+        offload_folder=None if shard.offload_folder is None else Path(shard.offload_folder),
         gradients=gradients,
         parameters=parameters,
-        master_weights=given.master_weights is not False,
-        within=check_within(given.within),
+        master_weights=shard.master_weights is not False,
+        within=check_within(shard.within),
         bucket_bytes=given.bucket_cap_mb * MEBIBYTE,
         op=given.op,
         prescale=given.prescale,

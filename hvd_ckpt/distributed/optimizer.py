@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch.mpi_ops import Average, global_process_set
 
 from hvd_ckpt.distributed.options import Options
+from hvd_ckpt.distributed.shard import Shard, takes_shard
 from hvd_ckpt.processes.launchers import is_elastic
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.assignment import BucketAssignment
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hvd_ckpt.distributed.extension import Extension
 
 
+@takes_shard
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -44,16 +45,9 @@ def DistributedOptimizer(
     process_set: Any = global_process_set,
     bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
     keep_buckets: bool = True,
-    shard: str | int = "none",
+    shard: Shard | str | int = "none",
     model: torch.nn.Module | None = None,
-    units: Sequence[torch.nn.Module | Sequence[torch.nn.Module]] | None = None,
-    offload: str | None = None,
-    offload_folder: str | Path | None = None,
-    wire: str | Mapping[str, str] = "fp32",
-    master_weights: bool | None = None,
-    elementwise: bool = False,
     replicas: int | None = None,
-    within: str | Sequence[Sequence[int]] | None = None,
 ) -> ReducedOptimizer:
     """Wraps an optimizer so that ``step()`` works on gradients reduced over all ranks, each once and in a fixed order.
 
@@ -70,10 +64,10 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; its state is kept. Afterwards, use the returned optimizer instead. With
-            ``shard``, the optimizer must update each element by itself (see ``elementwise``).
+            ``shard``, the optimizer must update each element by itself (see ``elementwise`` of :class:`hvd_ckpt.Shard`).
         named_parameters: ``model.named_parameters()``. It must name every parameter of the optimizer, and may name more.
         compression: ``Compression.none``, ``Compression.fp16``, or a class with ``compress`` and ``decompress``, applied to whole
-            buckets. For sharded gradients, use ``wire`` instead.
+            buckets. For sharded gradients, use ``wire`` of :class:`hvd_ckpt.Shard` instead.
         backward_passes_per_step: for sharded gradients, the number of backward passes that each rank adds up, in whole gradients,
             before they are reduced. The default reduces every pass and keeps only the shard. With all passes of a step, the sums
             are those of a run without sharding. Without sharded gradients, the number is learned, and the argument has no effect.
@@ -86,29 +80,13 @@ def DistributedOptimizer(
         process_set: the ranks to reduce over; a rank outside it steps on its own gradients.
         bucket_cap_mb: size of a bucket in MiB.
         keep_buckets: whether to keep the storage of buckets between steps (faster), or to free it with the gradients.
-        shard: the states that are split over the ranks: ``"none"``, ``"optimizer"`` (its state), ``"gradients"`` (also gradients),
-            ``"parameters"`` (also parameters); or the stage, 0 to 3.
+        shard: what is split over the ranks: ``"none"``, ``"optimizer"``, ``"gradients"``, ``"parameters"``, or with options
+            :class:`hvd_ckpt.Shard`.
         model: the module whose parameters are split; ``shard="parameters"`` and ``replicas`` need it. By default, it is the module
             whose ``named_parameters()`` is given.
-        units: modules of the model, or lists of them, whose parameters are gathered together. By default, they are the recomputed
-            segments, else the blocks of the model. All other parameters form another unit.
-        offload: ``"optimizer"`` keeps the optimizer's state in pinned host memory for a GPU, or, together with master weights, in
-            memory-mapped files for a CPU. ``"parameters"``, with ``shard="parameters"``, also keeps the shards of parameters and
-            gradients there, so memory holds only the units in use. :func:`hvd_ckpt.init_on_disk` makes a model that is larger than
-            memory.
-        offload_folder: folder of these files; by default the temporary folder.
-        wire: communication format of shards: ``"fp32"`` (unchanged), ``"fp16"``, ``"bf16"``, ``"int8"``, ``"int4"`` (gradients in
-            4 bits, parameters in 8); or ``{"gradients": ..., "parameters": ...}`` with one format for each.
-        master_weights: whether to keep float32 copies of half-precision parameters in the shards, and to update these copies. By
-            default, they are kept if there are such parameters.
-        elementwise: declares that an optimizer of your own updates each element from its value, gradient and state alone, so that
-            it can update shards.
         replicas: number of logical replicas, a power of two. Any power of two of ranks up to this number then computes the same
             bits. Each step iterates over ``optimizer.local_replicas()``. Needs ``model`` and ``op=Average`` over all ranks. Can be
             combined with ``shard="optimizer"`` and ``"gradients"``.
-        within: with ``shard="parameters"``, groups of ranks that keep a second copy of the parameters, split over the group:
-            ``"host"``, or lists of ranks of equal size. After a step, each parameter is gathered once from all ranks. In the
-            backward pass and further passes, it is gathered within the group (hpZ of ZeRO++).
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
@@ -118,7 +96,7 @@ def DistributedOptimizer(
             error is raised on every rank and names the first difference.
     """
     # The first statement, so that locals() has the arguments and nothing else.
-    options = Options(**locals()).resolved()
+    options = Options(**{**locals(), "shard": Shard.of(shard)}).resolved()
     error: Exception | None = None
     named: Sequence[tuple[str, torch.Tensor]] = []
     known_names: Any = None

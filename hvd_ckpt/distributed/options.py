@@ -9,20 +9,19 @@ import dataclasses
 import inspect
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, Max, Min, Product, Sum, global_process_set
 
+from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.reduction.agreement import described
 from hvd_ckpt.reduction.communicator import Communicator, Compression
 from hvd_ckpt.reduction.optimizer import ReducedOptimizer
 from hvd_ckpt.utils.rules import check
-from hvd_ckpt.utils.text import stage_name
 
 OPERATIONS = {
     Average: "Average",
@@ -32,7 +31,7 @@ OPERATIONS = {
     Max: "Max",
     Product: "Product",
 }
-_FOR_SHARDS = ("units", "offload", "master_weights", "within")  # None where nothing is sharded
+_HARMLESS = {"offload_folder", "elementwise"}  # options of shards that mean nothing without shards
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,9 @@ class Options:
     process_set: Any
     bucket_cap_mb: float
     keep_buckets: bool
-    shard: str | int
+    shard: Shard
     model: torch.nn.Module | None
-    units: Sequence[torch.nn.Module | Sequence[torch.nn.Module]] | None
-    offload: str | None
-    offload_folder: str | Path | None
-    wire: str | Mapping[str, str]
-    master_weights: bool | None
-    elementwise: bool
     replicas: int | None
-    within: str | Sequence[Sequence[int]] | None
 
     def resolved(self) -> Options:
         """The options with ``groups`` in place of ``num_groups``, and the model that ``named_parameters`` comes from.
@@ -70,7 +62,7 @@ class Options:
         groups = self.groups
         if self.num_groups:
             warnings.warn(
-                "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3
+                "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=4
             )
             groups = self.num_groups if groups is None else groups
         model = model_of(self.named_parameters) if self.model is None else self.model
@@ -79,8 +71,7 @@ class Options:
     @property
     def are_plain(self) -> bool:
         """Whether gradients are allreduced and nothing else: no shards, no logical replicas, and no option of theirs."""
-        asked = [getattr(self, name) for name in (*_FOR_SHARDS, "replicas")]
-        return stage_name(self.shard) == "none" and self.wire == "fp32" and asked == [None] * len(asked)
+        return self.shard.name == "none" and not {*self.shard.given} - _HARMLESS and self.replicas is None
 
     @property
     def prescale(self) -> float:
@@ -100,10 +91,22 @@ class Options:
 
     def described(self) -> dict[str, Any]:
         """The options that must be equal on all ranks, except ``groups``, as plain data."""
-        of_rank = {"named_parameters", "num_groups", "groups", "process_set", "offload_folder", "model"}
-        fields = [field.name for field in dataclasses.fields(self) if field.name not in of_rank]
-        options = {name: getattr(self, name) for name in fields}
-        options.update(op=OPERATIONS.get(self.op, self.op), shard=stage_name(self.shard))
+        of_rank = {
+            "named_parameters",
+            "num_groups",
+            "groups",
+            "process_set",
+            "offload_folder",
+            "model",
+            "states",
+        }
+        options = {
+            field.name: getattr(of, field.name)
+            for of in (self, self.shard)
+            for field in dataclasses.fields(of)
+            if field.name not in of_rank
+        }
+        options.update(op=OPERATIONS.get(self.op, self.op), shard=self.shard.name)
         extended = self.replicas is not None or options["shard"] != "none"
         return described(**options, model=self.model if extended else None)
 
@@ -119,11 +122,10 @@ class Options:
             "groups": self.groups not in (None, 0),
             "process_set": self.process_set != global_process_set,
             "model": self.model is not None,
-            "units": self.units is not None,
-            "offload_folder": self.offload_folder,
-            "master_weights": self.master_weights,
+            "units": self.shard.units is not None,
+            "master_weights": self.shard.master_weights,
             "replicas": self.replicas,
-            "within": self.within,
+            "within": self.shard.within,
         }
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hvd_ckpt.distributed.precision import AUTOCAST
+from hvd_ckpt.distributed.shard import Shard, takes_shard
 from hvd_ckpt.planning.plan import Plan, applied
 from hvd_ckpt.planning.step import Step
 from hvd_ckpt.prediction.computation import as_part
@@ -36,7 +37,6 @@ from hvd_ckpt.sharding.layout import Group, Layout
 from hvd_ckpt.sharding.sharding import HALF
 from hvd_ckpt.sharding.units import find_units
 from hvd_ckpt.utils.rules import check
-from hvd_ckpt.utils.text import stage_name
 from hvd_ckpt.utils.unmaterialized import is_absent
 
 __all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]
@@ -44,21 +44,19 @@ __all__ = ["PRECISIONS", "Estimator", "TrainingStep", "estimate_memory"]
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 
 
+@takes_shard
 def estimate_memory(
     model: nn.Module,
     np: int,
-    shard: str | int = "none",
-    offload: str | None = None,
+    shard: Shard | str | int = "none",
+    *,
     plan: Plan | None = None,
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer = "adamw",
     precision: str = "fp32",
-    *,
     sample: Any = None,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     bucket_cap_mb: float = 25.0,
-    wire: str | Mapping[str, str] = "fp32",
-    units: Sequence[Any] | None = None,
     device: torch.device | str | None = None,
     local: Mapping[str, Any] | None = None,
     within: int | None = None,
@@ -73,7 +71,7 @@ def estimate_memory(
     Args:
         model: the model before ``DistributedOptimizer``. Without a sample it may be on the meta device.
         np: number of ranks. Nothing is allocated for them.
-        shard, offload, bucket_cap_mb, wire, units: as for :func:`hvd_ckpt.DistributedOptimizer`.
+        shard, bucket_cap_mb: as for :func:`hvd_ckpt.DistributedOptimizer`.
         plan: a plan that is applied to the model, or None for the model with its own recomputation.
         optimizer: the name of a class of ``torch.optim`` in lower case, or a class, both with default options; or an optimizer of
             the model's parameters, with its own options.
@@ -85,9 +83,9 @@ def estimate_memory(
         loss: loss of the model's output, as for :func:`hvd_ckpt.plan`.
         device: the device on which the step of the sample and the optimizer run; by default that of the model.
         local: arguments of :func:`hvd_ckpt.LocalSGD` that take memory: ``{"every": 100, "outer": hc.Nesterov(), "fragments": 4,
-            "delay": 5, "wire": "int8", "within": 8}``. ``within`` is the number of ranks in a group, by default 1. ``shard`` and
-            ``offload`` then apply within a group.
-        within: with ``shard="parameters"``, the number of ranks in a group that keeps a second copy of the parameters.
+            "delay": 5, "wire": "int8", "within": 8}``. ``within`` is the number of ranks in a group, by default 1. ``shard``
+            then applies within a group.
+        within: in place of ``within`` of :class:`hvd_ckpt.Shard`, the number of ranks in a group.
         tensor: number of parts into which :func:`hvd_ckpt.tensor_parallel` splits a copy of the model, by its built-in recipe. The
             estimate is that of the first part. ``np`` is then the number of replicas.
 
@@ -97,10 +95,16 @@ def estimate_memory(
     if not isinstance(np, int) or isinstance(np, bool) or np < 1:
         raise ValueError(f"np must be a number of ranks from 1, not {np!r}")
     averages = None if local is None else LocalMemory(np, local)
-    check_stage(shard, offload, wire)
+    how = Shard.of(shard)
+    if how.within is not None:
+        raise ValueError(
+            f"within={how.within!r}: give estimate_memory(within=) the number of ranks in a group"
+        )
+    splits = how.states, how.offload, how.wire
+    check_stage(*splits)
     made = isinstance(optimizer, torch.optim.Optimizer)
     check({
-        "shard": stage_name(shard),
+        "shard": how.name,
         "model": True,
         "within": within,
         "local": local is not None,
@@ -110,14 +114,14 @@ def estimate_memory(
     })  # fmt: skip
     if isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1:
         raise ValueError(f"tensor must be a number of parts from 1, not {tensor!r}")
-    step = TrainingStep(plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, units, device)
+    step = TrainingStep(plan, optimizer, precision, sample, kwargs, loss, bucket_cap_mb, how.units, device)
     if tensor > 1:
         with as_part(model, tensor) as first_part:
-            return Estimator(first_part, step).estimate(np, shard, offload, wire, within)
+            return Estimator(first_part, step).estimate(np, *splits, within)
     estimator = Estimator(model, step)
     if averages is None:
-        return estimator.estimate(np, shard, offload, wire, within)
-    within_group = estimator.estimate(averages.group, shard, offload, wire)
+        return estimator.estimate(np, *splits, within)
+    within_group = estimator.estimate(averages.group, *splits)
     return averages.added_to(within_group, estimator.parameters.values(), estimator.place)
 
 

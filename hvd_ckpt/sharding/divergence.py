@@ -79,8 +79,8 @@ class Divergence:
         ]
         if len(self._titles) > 1:
             remedy = (
-                "run the same units in the same order on every rank, or pass units=[] to DistributedOptimizer, which gathers the "
-                "whole model at once"
+                "run the same units in the same order on every rank, or pass shard=hc.Shard('parameters', units=[]), which gathers "
+                "the whole model at once"
             )
         else:  # with units=[], say
             remedy = (

@@ -34,7 +34,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, promised: bool = False) 
     """Checks that an optimizer can step parts of parameters.
 
     Args:
-        promised: the user says that it does (``DistributedOptimizer(elementwise=True)``).
+        promised: the user says that it does (``hc.Shard(..., elementwise=True)``).
 
     Raises:
         ValueError: it is known not to; or it is not known to, and is not promised to.
@@ -53,8 +53,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, promised: bool = False) 
     if not promised:
         raise ValueError(
             f"optimizer {kind.__name__} may not work on each element by itself, which shards need ({', '.join(_ELEMENTWISE)} of "
-            f"torch.optim do): pass elementwise=True if it updates each element from that element's value, gradient and state "
-            f"alone, else shard='{STAGES[0]}'"
+            f"torch.optim do): pass shard=hc.Shard(..., elementwise=True) if it updates each element from that element's "
+            f"value, gradient and state alone, else shard='{STAGES[0]}'"
         )
 
 

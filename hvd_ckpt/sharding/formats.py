@@ -212,7 +212,7 @@ WIRE_FORMATS = {format.name: format for format in (FP32, FP16, BF16, INT8, INT4)
 
 
 def wire_formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]:
-    """The formats of gradients and of parameters, as ``DistributedOptimizer(wire=)`` has them: one name, or one for each.
+    """The formats of gradients and of parameters, as ``hc.Shard(wire=)`` has them: one name, or one for each.
 
     ``"int4"`` is for gradients; given alone, it means ``"int8"`` for parameters, as in ZeRO++.
 

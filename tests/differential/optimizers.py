@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from models import Net
 from programs import Program
+from sharded import distribute
 from torch import Tensor
 
 import hvd_ckpt as hc
@@ -49,9 +50,7 @@ def make_optimizer(program: Program, model: Net, own: Sequence[Sequence[Tensor]]
         options["model"] = model
     if program.stage == 3 and program.recomputed_as("nested", "sequential", "sequential_reentrant"):
         options["units"] = list(dict.fromkeys(model.parts))  # which are called apart from their segment
-    return hc.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), shard=program.stage, **options
-    )
+    return distribute(optimizer, named_parameters=model.named_parameters(), shard=program.stage, **options)
 
 
 def _by_segment(model: Net, own: set[Tensor]) -> list[list[Tensor]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
+from typing import Any
 
 import horovod.torch
 import pytest
+import torch
 from forked import Case, run_forked
 
 import hvd_ckpt as hc
@@ -28,6 +31,16 @@ def test_distributed_optimizer_takes_horovods_arguments() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default
+
+
+@pytest.mark.parametrize("make", [hc.DistributedOptimizer, hc.LocalSGD, hc.estimate_memory])
+def test_an_option_of_shards_by_itself_is_an_error_that_says_where_to_give_it(make: Any) -> None:
+    options = {field.name for field in dataclasses.fields(hc.Shard)} - {"states"}
+    moved = options - set(inspect.signature(make).parameters)
+    assert moved >= {"offload", "offload_folder", "units", "elementwise"}
+    for name in moved:
+        with pytest.raises(TypeError, match=rf"no argument '{name}': give shard=hc.Shard\(\.\.\., {name}="):
+            make(torch.nn.Linear(2, 2), 1, **{name: None})
 
 
 PLAIN = """

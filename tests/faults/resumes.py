@@ -74,6 +74,8 @@ def _layout(rng: random.Random, replicas: int) -> dict[str, Any]:
 
 def take_part(folder: Path, case: dict[str, Any], resumes: bool) -> None:
     """Saves, or resumes and saves again."""
+    from sharded import distribute
+
     import hvd_ckpt as hc
     from hvd_ckpt.app.models.gpt import gpt
     from hvd_ckpt.processes import runtime
@@ -96,7 +98,7 @@ def take_part(folder: Path, case: dict[str, Any], resumes: bool) -> None:
     if "local" in layout:
         optimizer: Any = hc.LocalSGD(wrapped, named, every=layout["local"], model=model, **options)
     else:
-        optimizer = hc.DistributedOptimizer(wrapped, named, model=model, **options)
+        optimizer = distribute(wrapped, named, model=model, **options)
     average = hc.AveragedWeights(optimizer) if case["average"] else None
 
     def loss_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

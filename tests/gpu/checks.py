@@ -153,9 +153,11 @@ def offload(job: CheckJob) -> Outcome:
         model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
         optimizer = distributed(
             model,
-            shard="optimizer",
-            offload=where,
-            offload_folder=job.folder if where and device.type == "cpu" else None,
+            shard=hc.Shard(
+                "optimizer",
+                offload=where,
+                offload_folder=job.folder if where and device.type == "cpu" else None,
+            ),
         )
         for step in range(3):
             inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(step)).to(device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import torch
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -33,7 +34,7 @@ def measured_peak(make: Callable[[], nn.Module], sample: Any, loss: Any, **optio
     args = sample if isinstance(sample, tuple) else (sample,)
     before = memory_of_tensors()
     model = make()
-    optimizer = hc.DistributedOptimizer(
+    optimizer = distribute(
         torch.optim.AdamW(model.parameters()),
         named_parameters=model.named_parameters(),
         model=model,

@@ -50,9 +50,7 @@ def model_step(folder: Path, offload: str | None) -> Callable[[], Any]:
     optimizer = hc.DistributedOptimizer(
         torch.optim.AdamW(model.parameters()),
         named_parameters=model.named_parameters(),
-        shard="parameters",
-        offload=offload,
-        offload_folder=folder if offload else None,
+        shard=hc.Shard("parameters", offload=offload, offload_folder=folder if offload else None),
         model=model,
     )
     batch = torch.randn(BATCH, WIDTH)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -45,7 +46,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def wrap(model: nn.Module, bare: torch.optim.Optimizer | None = None, **options: Any) -> Any:
     """A distributed optimizer, of SGD by default, with small buckets."""
-    return hc.DistributedOptimizer(
+    return distribute(
         sgd(model) if bare is None else bare,
         named_parameters=model.named_parameters(),
         model=model,

@@ -47,7 +47,7 @@ def test_half_precision_parameters_have_masters_where_they_are_split():
     count = numel(model)
     whole = hc.estimate_memory(model, 4, 0, precision="bf16-params")
     split = hc.estimate_memory(model, 4, 2, precision="bf16-params")
-    offloaded = hc.estimate_memory(model, 4, 2, "optimizer", precision="bf16-params")
+    offloaded = hc.estimate_memory(model, 4, hc.Shard(2, offload="optimizer"), precision="bf16-params")
     assert (whole.parameters, whole.master_weights) == (2 * count, 0)
     assert split.master_weights == pytest.approx(count, rel=0.001)
     assert split.optimizer_state == pytest.approx(2 * count, rel=0.001)
@@ -57,7 +57,7 @@ def test_half_precision_parameters_have_masters_where_they_are_split():
     third = hc.estimate_memory(model, 4, 3, precision="bf16-params")
     grouped = hc.estimate_memory(model, 4, 3, precision="bf16-params", within=2)
     assert grouped.parameters == 3 * third.parameters and grouped.peak == third.peak + 2 * third.parameters
-    most = hc.estimate_memory(model, 4, 3, "parameters", precision="bf16-params")
+    most = hc.estimate_memory(model, 4, hc.Shard(3, offload="parameters"), precision="bf16-params")
     assert most.model_state == 0 and most.offloaded == third.model_state
     assert (
         most.peak
@@ -119,20 +119,24 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
         ((0,), {}, "np must be a number of ranks from 1, not 0"),
         ((2.0,), {}, "np must be"),
         ((2, 4), {}, "shard must be one of"),
-        ((2, 1, "weights"), {}, "offload must be None, 'optimizer' or 'parameters', not 'weights'"),
-        ((2, 0, "optimizer"), {}, "needs shard"),
+        (
+            (2, hc.Shard(1, offload="weights")),
+            {},
+            "offload must be None, 'optimizer' or 'parameters', not 'weights'",
+        ),
+        ((2, hc.Shard(0, offload="optimizer")), {}, "needs shard"),
         ((2,), {"optimizer": "adamv"}, "did you mean 'adam"),
         ((2,), {"optimizer": 3}, "optimizer must be the name"),
         ((2, 1), {"optimizer": "lbfgs"}, "does not work on each element by itself"),
         ((2,), {"precision": "int4"}, "precision must be one of fp32, bf16, fp16, bf16-params, not 'int4'"),
-        ((2, 1), {"wire": "int8"}, "int8"),
-        ((2, 2), {"wire": "int3"}, "unknown wire format 'int3'"),
+        ((2, hc.Shard(1, wire="int8")), {}, "int8"),
+        ((2, hc.Shard(2, wire="int3")), {}, "unknown wire format 'int3'"),
         ((2,), {"local": {"evry": 4}}, "no argument of local 'evry': did you mean 'every'?"),
         ((2,), {"local": {"delay": 101}}, "delay must be a whole number from 0 to 100, not 101"),
         ((4,), {"local": {"within": 3}}, "within=3 does not divide np=4"),
         ((2,), {"bucket_cap_mb": 0}, "bucket_cap_mb must be > 0"),
         ((2,), {"sample": torch.zeros(1, 1024)}, "meta device"),
-        ((2, 3), {"units": [nn.Linear(1, 1)]}, "units[0] has a Linear"),
+        ((2, hc.Shard(3, units=[nn.Linear(1, 1)])), {}, "units[0] has a Linear"),
         ((2,), {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)}, "none of the model's"),
     ],
 )

@@ -36,7 +36,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     [
         (0, False, "fp32", {}),
         pytest.param(1, True, "bf16-params", {}, marks=pytest.mark.ranks(gloo=(2,))),
-        pytest.param(2, False, "fp32", {"wire": "int8"}, marks=pytest.mark.ranks(gloo=(2,))),
+        pytest.param(hc.Shard(2, wire="int8"), False, "fp32", {}, marks=pytest.mark.ranks(gloo=(2,))),
         (3, True, "fp32", {}),
     ],
 )

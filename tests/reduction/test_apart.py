@@ -23,6 +23,7 @@ from one_process import (
     train_for_all,
     wrap,
 )
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -292,7 +293,8 @@ def test_an_option_on_one_rank(name: str, value: Any, base: dict[str, Any], owne
 def test_an_option_of_local_sgd_on_one_rank(name: str, value: Any) -> None:
     model = chain()
     base = {"shard": 1} if name == "offload" else {}
-    options = {**base, name: value} if hc.rank() == 1 else base
+    given = {"shard": hc.Shard(1, offload=value)} if name == "offload" else {name: value}
+    options = given if hc.rank() == 1 else base
     raises_everywhere(
         ValueError,
         f"LocalSGD: {name} differs between ranks",
@@ -338,7 +340,7 @@ def test_groups_in_another_order_on_each_rank(options: dict[str, Any], names: st
     if options.pop("local", False):
         optimizer: Any = hc.LocalSGD(bare, named_parameters=known, every=1, moments="average", model=model)
     else:
-        optimizer = hc.DistributedOptimizer(bare, named_parameters=known, model=model, **options)
+        optimizer = distribute(bare, named_parameters=known, model=model, **options)
     for own, given in zip(bare.param_groups, groups):
         assert optimizer.shard_stage or all(a is b for a, b in zip(own["params"], given["params"]))
     weights, biases = (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import wrap
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -48,7 +49,7 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(way: str, reentrant: bool) -> N
     last = hc.size() - 1
     model = nn.Sequential(nn.Linear(4, 4), Forgetful(hc.rank() == last), nn.Linear(4, 1))
     options = {"model": model, **WAYS[way]}
-    optimizer = hc.DistributedOptimizer(
+    optimizer = distribute(
         torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **options
     )
 

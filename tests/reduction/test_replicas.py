@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.ranks(gloo=(1, 2))
 
 def make(model: nn.Module, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return hc.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), model=model, **options
-    )
+    return distribute(optimizer, named_parameters=model.named_parameters(), model=model, **options)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import WIDTH, batch
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -59,7 +60,7 @@ class Run:
         )
         if state is not None:
             self.model.load_state_dict(state["model"])
-        self.optimizer: Any = hc.DistributedOptimizer(
+        self.optimizer: Any = distribute(
             torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9),
             named_parameters=self.model.named_parameters(),
             bucket_cap_mb=EACH_LAYER,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from same import assert_same_state, whole_weights
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -51,9 +52,7 @@ def trained(shard: int, dtype: torch.dtype, steps: int = 3, **options: Any) -> t
     torch.manual_seed(3)
     model = Odd().to(dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    optimizer = hc.DistributedOptimizer(
-        optimizer, model.named_parameters(), shard=shard, model=model, **options
-    )
+    optimizer = distribute(optimizer, model.named_parameters(), shard=shard, model=model, **options)
     places: set[int] = set()
     for module in model.modules():
         module.register_forward_pre_hook(

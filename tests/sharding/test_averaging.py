@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
+from sharded import distribute
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -31,7 +32,7 @@ def build(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def wrapped(model: nn.Module, stage: int, **options: Any) -> Any:
     trained = [one for one in model.parameters() if one.requires_grad]
-    return hc.DistributedOptimizer(
+    return distribute(
         torch.optim.SGD(trained, lr=0.05, momentum=0.9),
         model.named_parameters(),
         shard=stage,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
+from sharded import distribute
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -43,7 +44,7 @@ CHOSEN: dict[str, Any] = {
 
 def wrapped(model: nn.Module, **options: Any) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return hc.DistributedOptimizer(
+    return distribute(
         torch.optim.SGD(trained, lr=0.1), model.named_parameters(), shard=3, model=model, **options
     )
 
@@ -98,7 +99,7 @@ def test_modules_outside_of_a_forward_pass_may_be_recomputed_any_number_of_times
     models = []
     for options in ({}, {"shard": 3, "units": []}):
         model = Apart()
-        optimizer = hc.DistributedOptimizer(
+        optimizer = distribute(
             torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), model=model, **options
         )
         for step in range(4):

@@ -228,7 +228,9 @@ def model(layers, width):
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
 
 def train(model, steps=2, **options):
-    optimizer = hc.DistributedOptimizer(adam(model.parameters()), named_parameters=model.named_parameters(), shard=3, **options)
+    optimizer = hc.DistributedOptimizer(
+        adam(model.parameters()), named_parameters=model.named_parameters(), shard=hc.Shard(3, **options)
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(torch.ones(4, next(model.parameters()).shape[1])).square().mean()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -30,7 +31,7 @@ def job(
         model = nn.Sequential(nn.Linear(33, 57), nn.Tanh(), nn.Linear(57, 9)).to(dtype)
     if folder is not None:
         options = {"offload": "optimizer", "offload_folder": folder, **options}
-    optimizer = hc.DistributedOptimizer(
+    optimizer = distribute(
         Own(model.parameters(), lr=0.01),
         named_parameters=model.named_parameters(),
         bucket_cap_mb=0.004,
@@ -131,9 +132,7 @@ def test_no_room_when_wrapping_leaves_the_model_whole(
         return hc.DistributedOptimizer(
             torch.optim.Adam(model.parameters()),
             model=model,
-            shard=3,
-            offload="parameters",
-            offload_folder=tmp_path,
+            shard=hc.Shard(3, offload="parameters", offload_folder=tmp_path),
         )
 
     monkeypatch.setattr(MappedFiles, "allocate", allocate_some)

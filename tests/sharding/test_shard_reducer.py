@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import WIDTH, batch, difference, fingerprint
+from sharded import distribute
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,7 +34,7 @@ def chain(layers: int = 4) -> nn.Sequential:
 
 
 def split(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    return hc.DistributedOptimizer(
+    return distribute(
         optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         named_parameters=model.named_parameters(),
         model=model,

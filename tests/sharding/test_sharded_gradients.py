@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -38,9 +39,7 @@ class Model(nn.Module):
 def build(stage: int, **options: Any) -> tuple[Model, Any]:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    return model, hc.DistributedOptimizer(
-        optimizer, model.named_parameters(), shard=stage, model=model, **options
-    )
+    return model, distribute(optimizer, model.named_parameters(), shard=stage, model=model, **options)
 
 
 def backward(model: nn.Module, number: int, *ranks: int) -> None:

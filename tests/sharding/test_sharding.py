@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from same import assert_same_state, whole_weights
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -59,7 +60,7 @@ def batch(step: int, part: int = 0) -> torch.Tensor:
 
 def wrapped(model: nn.Module, make: Make, stage: int, **options: Any) -> Any:
     options = {"bucket_cap_mb": 0.004, **options}
-    optimizer = hc.DistributedOptimizer(
+    optimizer = distribute(
         make(model.parameters()),
         named_parameters=model.named_parameters(),
         shard=stage,
@@ -348,7 +349,7 @@ def test_clipping_needs_no_more_than_a_call_before_the_step(stage: int) -> None:
         model = Model().to(torch.bfloat16)  # whose gradients are no views of a float32 shard
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]  # no frozen ones
         options = {"master_weights": False} if stage else {}
-        optimizer = hc.DistributedOptimizer(
+        optimizer = distribute(
             torch.optim.SGD(trained, lr=0.1),
             model.named_parameters(),
             shard=stage,
@@ -470,7 +471,7 @@ def test_unshardable_configurations_are_refused_in_one_sentence(monkeypatch: pyt
         match: str, make: Make = adam, kind: type[Exception] = ValueError, named: Any = None, **options: Any
     ) -> None:
         with pytest.raises(kind, match=match):
-            hc.DistributedOptimizer(
+            distribute(
                 make(model.parameters()),
                 named_parameters=named if named is not None else model.named_parameters(),
                 **options,
@@ -645,7 +646,7 @@ def test_a_parameter_without_elements_is_trained_with(wire: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     model.nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
     optimizer = hc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model=model, shard=3, wire=wire
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, shard=hc.Shard(3, wire=wire)
     )
     (model(torch.ones(2, 8)).sum() + model.nothing.sum()).backward()
     optimizer.step()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
+from sharded import distribute
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -28,7 +29,7 @@ def build(
     model = nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 3), nn.Linear(3, 3)).to(dtype)
     groups = [{"params": list(model[:2].parameters())}, {"params": list(model[2:].parameters())}]
     names = model.named_parameters()
-    return model, hc.DistributedOptimizer(kind(groups), names, model=model, shard=stage, **options)
+    return model, distribute(kind(groups), names, model=model, shard=stage, **options)
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:
@@ -460,7 +461,7 @@ def test_a_group_is_added_from_a_generator(stage: int) -> None:
         model = nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 3))
         bare = Prepared(model[2].parameters(), lr=0.01, momentum=0.9)
         optimizer: Any = hc.DistributedOptimizer(
-            bare, model.named_parameters(), model=model, shard=each, elementwise=True
+            bare, model.named_parameters(), model=model, shard=hc.Shard(each, elementwise=True)
         )
         step(model, optimizer, 0)
         optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.1})

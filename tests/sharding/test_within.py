@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from horovod.common import process_sets
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -23,7 +24,7 @@ def test_groups_with_shards_of_their_own_gather_among_themselves(within: list[li
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Tanh()) for _ in range(4)]
         model = hc.CheckpointSequential([*blocks, *blocks[1:2] * (wire == "int8")], segments=2)
-        optimizer = hc.DistributedOptimizer(
+        optimizer = distribute(
             torch.optim.AdamW(model.parameters(), lr=1e-2), model=model, shard=3, wire=wire, **options
         )
         traffic, sent = optimizer.traffic, []
@@ -67,9 +68,7 @@ def test_every_step_reaches_the_copies_within_groups() -> None:
     def run(**options: Any) -> tuple[list[float], set[int]]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-        optimizer = hc.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model=model, shard=3, **options
-        )
+        optimizer = distribute(torch.optim.SGD(model.parameters(), lr=0.1), model=model, shard=3, **options)
 
         def evaluated() -> float:
             with torch.no_grad():
@@ -104,7 +103,7 @@ def test_groups_that_serve_nothing() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
     def wrapped(**options: Any) -> Any:
-        return hc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+        return distribute(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
 
     with pytest.raises(ValueError, match="needs shard parameters"):
         wrapped(shard=2, within="host")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
+from sharded import distribute
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -86,7 +87,7 @@ class Model(nn.Module):
 
 def wrapped(model: nn.Module, stage: int, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return hc.DistributedOptimizer(optimizer, model.named_parameters(), shard=stage, model=model, **options)
+    return distribute(optimizer, model.named_parameters(), shard=stage, model=model, **options)
 
 
 def rows(number: int) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from sharded import distribute
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -55,7 +56,7 @@ class Loop:
         )
         self.model[0].bias.requires_grad_(False)
         optimizer = kind(self.model.parameters(), lr=1e-2)
-        make: Any = hc.DistributedOptimizer if local is None else hc.LocalSGD
+        make: Any = distribute if local is None else hc.LocalSGD
         self.optimizer = make(optimizer, self.model.named_parameters(), **options, **(local or {}))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
         self.scaler = hc.GradScaler("cpu", init_scale=1024.0, growth_interval=4)

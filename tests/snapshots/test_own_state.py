@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import batch, chain
+from sharded import distribute
 from torch import Tensor, nn
 
 import hvd_ckpt as hc
@@ -68,9 +69,7 @@ class Entry(torch.optim.SGD):
 
 def make(kind: Callable[..., Any], **options: Any) -> tuple[nn.Module, Any]:
     model = chain(2)
-    return model, hc.DistributedOptimizer(
-        kind(model.parameters()), model.named_parameters(), model=model, **options
-    )
+    return model, distribute(kind(model.parameters()), model.named_parameters(), model=model, **options)
 
 
 def lbfgs(parameters: Any) -> Any:

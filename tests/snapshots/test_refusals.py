@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import batch, chain, same_everywhere
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -31,7 +32,7 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
 
 
 def distributed(model: nn.Module, bare: torch.optim.Optimizer, **options: Any) -> Any:
-    return hc.DistributedOptimizer(bare, named_parameters=model.named_parameters(), model=model, **options)
+    return distribute(bare, named_parameters=model.named_parameters(), model=model, **options)
 
 
 def saved(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:

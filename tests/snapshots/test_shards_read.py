@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from same import whole_weights
+from sharded import distribute
 from snapshot_files import divided
 from torch import Tensor, nn
 
@@ -57,7 +58,7 @@ class Run:
 
     def __init__(self, seed: int, trained: bool = False, **options: Any) -> None:
         self.model = Model(seed)
-        self.optimizer: Any = hc.DistributedOptimizer(
+        self.optimizer: Any = distribute(
             torch.optim.AdamW(self.model.parameters(), lr=0.1),
             self.model.named_parameters(),
             model=self.model,

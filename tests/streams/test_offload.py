@@ -92,7 +92,9 @@ def test_the_device_takes_what_is_estimated(parts: int) -> None:
     with simulated() as simulation:
         model = nn.ParameterList([nn.Parameter(torch.ones(size, device=DEVICE)) for _ in range(parts)])
         optimizer = torch.optim.Adam(model.parameters())
-        estimate = hc.estimate_memory(model, 1, "optimizer", "optimizer", optimizer=optimizer)
+        estimate = hc.estimate_memory(
+            model, 1, hc.Shard("optimizer", offload="optimizer"), optimizer=optimizer
+        )
         del model, optimizer
         before = simulation.allocator.allocated
         job = Job(sizes=(size,) * parts)

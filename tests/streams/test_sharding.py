@@ -203,11 +203,9 @@ def test_the_device_takes_what_is_estimated(offload: str | None) -> None:
         estimate = hc.estimate_memory(
             model,
             2,
-            "parameters",
-            offload,
+            hc.Shard("parameters", offload=offload, units=list(model)),
             sample=batch,
             loss=lambda output: output.square().mean(),
-            units=list(model),
         )
         before = simulation.allocator.allocated - sum(one.nbytes for one in model.parameters())
         job = Job(ranks, model, offload)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from horovod.torch.elastic import TorchState
+from sharded import distribute
 from torch import nn
 
 import hvd_ckpt as hc
@@ -38,9 +39,7 @@ def model() -> nn.Sequential:
 
 def wrap(**options: Any) -> Any:
     net = model()
-    return hc.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), **options
-    )
+    return distribute(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), **options)
 
 
 def optimizer(**options: Any) -> Provoke:
@@ -49,7 +48,7 @@ def optimizer(**options: Any) -> Provoke:
 
 def unnamed(**options: Any) -> Provoke:
     """An optimizer that knows no module."""
-    return lambda: hc.DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1), **options)
+    return lambda: distribute(torch.optim.SGD(model().parameters(), lr=0.1), **options)
 
 
 def local(**options: Any) -> Provoke:

@@ -35,7 +35,6 @@ from hvd_ckpt.app.integrations.stopping import Stopping
 from hvd_ckpt.reduction.agreement import of_first_process
 from hvd_ckpt.snapshots.random_state import set_random_state
 from hvd_ckpt.utils.rules import check
-from hvd_ckpt.utils.text import stage_name
 
 STATE = "hvd_ckpt"  # key of a checkpoint
 TRIAL = ".lr_find_"  # checkpoints that Lightning's tuner saves before it trains on trial
@@ -70,7 +69,7 @@ class HorovodStrategy(ParallelStrategy):
     def __init__(
         self,
         budget: int | float | str | None = None,
-        shard: str | int = "none",
+        shard: hc.Shard | str | int = "none",
         replicas: int | None = None,
         **options: Any,
     ) -> None:
@@ -242,7 +241,9 @@ class HorovodStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         bare_optimizers, shard = self.optimizers, self._options["shard"]
-        check({"shard": stage_name(shard), "several optimizers": len(bare_optimizers) > 1, "model": True})
+        check(
+            {"shard": hc.Shard.of(shard).name, "several optimizers": len(bare_optimizers) > 1, "model": True}
+        )
         named = list(self.model.named_parameters())
         self.optimizers = [
             hc.DistributedOptimizer(bare, named, model=self.model, **self._options)

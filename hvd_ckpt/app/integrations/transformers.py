@@ -28,7 +28,6 @@ from hvd_ckpt.app.integrations.stopping import Stopping
 from hvd_ckpt.reduction.agreement import agree_on_options, described, of_all_processes, of_first_process
 from hvd_ckpt.utils.own_state import load_own_state, own_state
 from hvd_ckpt.utils.rules import TRAINER, check
-from hvd_ckpt.utils.text import stage_name
 
 
 def _backend(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +147,7 @@ class _OverHorovod:
         args: Any = None,
         *positional: Any,
         budget: int | float | str | None = None,
-        shard: str | int = "none",
+        shard: hc.Shard | str | int = "none",
         distributed: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -400,6 +399,6 @@ def _check(args: Any, budget: Any, shard: Any, options: dict[str, Any]) -> None:
         TRAINER: True,
         "replicas": options.get("replicas"),
         "budget": budget,
-        "shard": stage_name(shard),
+        "shard": hc.Shard.of(shard).name,
         "model": True,
     })  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hvd_ckpt.app.training.config import Config, ConfigError
+from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.parallel.local_sgd.construction import LocalSGD
 from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer
 from hvd_ckpt.parallel.local_sgd.options import Nesterov
@@ -35,11 +36,11 @@ def make_local(optimizer: torch.optim.Optimizer, model: nn.Module, config: Confi
             delay=local.delay,
             wire=local.wire,
             within=local.within,
-            shard=config.shard.states,
+            shard=Shard(
+                config.shard.states, offload=config.shard.offload, offload_folder=config.shard.folder
+            ),
             model=model,
             elastic=True,
-            offload=config.shard.offload,
-            offload_folder=config.shard.folder,
         )
     except (ValueError, OSError) as error:
         raise ConfigError(f"local {local}: {error}") from None

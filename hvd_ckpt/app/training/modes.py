@@ -32,6 +32,7 @@ from hvd_ckpt.data.objectives import Batch, Objective
 from hvd_ckpt.data.sampler import DistributedSampler
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
 from hvd_ckpt.distributed.precision import Precision
+from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.parallel.pipeline.microbatch import Accumulated, accumulate
 from hvd_ckpt.planning.plan import Plan
 from hvd_ckpt.processes.launchers import is_elastic
@@ -412,12 +413,18 @@ def _options_of_shards(config: Config, model: nn.Module) -> dict[str, Any]:
     shard = config.shard
     if not shard.stage:
         return {}
-    options: dict[str, Any] = {"offload": shard.offload, "offload_folder": shard.folder, "wire": shard.wire}
-    options |= {
-        "shard": shard.states,
+    how = Shard(
+        shard.states,
+        wire=shard.wire,
+        offload=shard.offload,
+        offload_folder=shard.folder,
+        within=shard.within,
+    )
+    options = {
+        "shard": how,
         "backward_passes_per_step": config.accumulate if shard.accumulate_locally else 1,
     }
-    return {**options, "model": model, "within": shard.within} if shard.stage == 3 else options
+    return {**options, "model": model} if shard.stage == 3 else options
 
 
 def _distributed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.distributed.optimizer import DistributedOptimizer
+from hvd_ckpt.distributed.shard import Shard, takes_shard
 from hvd_ckpt.parallel.local_sgd.averaging import Averaging
 from hvd_ckpt.parallel.local_sgd.optimizer import LocalOptimizer, add_averages
 from hvd_ckpt.parallel.local_sgd.options import LocalOptions
@@ -22,6 +22,7 @@ from hvd_ckpt.reduction.process_sets import process_sets_of, rank_groups, releas
 from hvd_ckpt.sharding.construction import start_alike
 
 
+@takes_shard
 def LocalSGD(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -32,12 +33,10 @@ def LocalSGD(
     delay: int = 0,
     wire: str = "fp32",
     within: str | Sequence[Sequence[int]] | None = None,
-    shard: str | int = "none",
+    shard: Shard | str | int = "none",
     model: torch.nn.Module | None = None,
     process_set: Any = global_process_set,
     elastic: bool = False,
-    offload: str | None = None,
-    offload_folder: str | Path | None = None,
 ) -> LocalOptimizer:
     """Wraps an optimizer so that ranks step on their own gradients, and average their parameters every ``every`` steps.
 
@@ -64,14 +63,14 @@ def LocalSGD(
             errors are added to the next change. Moments and buffers are sent unchanged.
         within: groups of ranks whose gradients are reduced in every step, as by :func:`DistributedOptimizer`: None (each rank by
             itself), ``"host"``, or a list of lists of ranks, of equal length. Averages are between groups.
-        shard: the states that are split over the ranks of a group, as in :func:`DistributedOptimizer`.
+        shard: the states that are split over the ranks of a group, as in :func:`DistributedOptimizer`; of :class:`hvd_ckpt.Shard`
+            only with ``offload`` and ``offload_folder``.
         model: the module whose floating-point buffers are averaged (and parameters split). By default, it is the module whose
             ``named_parameters()`` is given.
         process_set: the ranks that take part; a rank outside of it steps on its own.
         elastic: must be True in an elastic job. The program must then create the optimizer again after each change of ranks, in
             the function that ``hc.elastic.run`` calls. The weights must be those of a commit that was taken when
             ``optimizer.in_sync``.
-        offload, offload_folder: with ``shard``, the offload of the states that are split, as in :func:`DistributedOptimizer`.
 
     Returns:
         An optimizer that is also an instance of the wrapped one's class.
@@ -80,7 +79,7 @@ def LocalSGD(
         ValueError: an argument is invalid, or arguments differ between ranks; raised on every rank.
         OSError: the disk or memory for offloaded state is full; raised on every rank.
     """
-    options = LocalOptions(**locals()).resolved()
+    options = LocalOptions(**{**locals(), "shard": Shard.of(shard)}).resolved()
     error: Exception | None = None
     named: list[tuple[str, torch.Tensor]] = []
     try:

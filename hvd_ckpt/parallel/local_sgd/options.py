@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_ckpt.distributed.options import check_optimizer, model_of
+from hvd_ckpt.distributed.shard import Shard
 from hvd_ckpt.parallel.local_sgd.schedule import Schedule
 from hvd_ckpt.parallel.local_sgd.weights import Outer
 from hvd_ckpt.processes.grid import features_of_job
@@ -22,7 +22,7 @@ from hvd_ckpt.sharding.construction import check_stage
 from hvd_ckpt.sharding.elementwise import check_elementwise
 from hvd_ckpt.sharding.formats import WireFormat, wire_format
 from hvd_ckpt.utils.rules import check
-from hvd_ckpt.utils.text import stage_name, stage_of
+from hvd_ckpt.utils.text import stage_of
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,10 @@ class LocalOptions:
     delay: int
     wire: str
     within: str | Sequence[Sequence[int]] | None
-    shard: str | int
+    shard: Shard
     model: torch.nn.Module | None
     process_set: Any
     elastic: bool
-    offload: str | None
-    offload_folder: str | Path | None
 
     def resolved(self) -> LocalOptions:
         """The options with the parameters as a list, and the model that they come from."""
@@ -89,13 +87,11 @@ class LocalOptions:
     @property
     def stage(self) -> int:
         """The stage of sharding within a group, 0 to 3."""
-        return stage_of(self.shard)
+        return stage_of(self.shard.states)
 
     def of_group(self, ranks: int) -> dict[str, Any]:
         """Arguments of the ``DistributedOptimizer`` of a group of ranks, if it is sharded."""
-        if not self.stage or ranks == 1:
-            return {}
-        return {"shard": self.stage, "offload": self.offload, "offload_folder": self.offload_folder}
+        return {} if not self.stage or ranks == 1 else {"shard": self.shard}
 
     def described(self) -> dict[str, Any]:
         """The options that must be equal on all ranks, as plain data."""
@@ -108,9 +104,9 @@ class LocalOptions:
             delay=self.delay,
             wire=self.wire,
             within=self.within,
-            shard=stage_name(self.shard),
+            shard=self.shard.name,
             model=self.model,
-            offload=self.offload,
+            offload=self.shard.offload,
         )
 
     def check(self) -> None:
@@ -144,5 +140,9 @@ class LocalOptions:
             raise ValueError(
                 f"moments must be 'local' (each rank keeps its own) or 'average' (in each average), not {self.moments!r}"
             )
-        check_stage(self.shard, self.offload, "fp32")
+        if others := self.shard.given.keys() - {"offload", "offload_folder"}:
+            raise ValueError(
+                f"shard of LocalSGD has offload and offload_folder alone; leave {min(others)} out"
+            )
+        check_stage(self.shard.states, self.shard.offload, "fp32")
         check_within(self.within)

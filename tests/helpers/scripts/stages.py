@@ -416,7 +416,7 @@ def overflow() -> None:
 
 def float16_gradients() -> None:
     """Those of the first stage alone are refused on all."""
-    several: list[dict[str, Any]] = [{}, {"shard": "optimizer", "master_weights": False}]
+    several: list[dict[str, Any]] = [{}, {"shard": hc.Shard("optimizer", master_weights=False)}]
     for options in several:
         model = nn.Linear(4, 4, dtype=torch.float32 if hc.grid().stage else torch.float16)
         bare = torch.optim.SGD(model.parameters(), lr=0.1)

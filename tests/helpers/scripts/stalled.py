@@ -32,8 +32,7 @@ model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
 optimizer = hc.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1),
     named_parameters=model.named_parameters(),
-    shard=3 if SHARDED else 0,
-    units=list(model) if SHARDED else None,
+    shard=hc.Shard(3, units=list(model)) if SHARDED else 0,
     model=model,
 )
 if CASE == "orphans":

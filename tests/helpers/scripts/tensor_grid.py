@@ -54,10 +54,9 @@ if case == "grid":
     with pytest.raises(ValueError, match="replicas=.* cannot be used with (tensor|stages)="):
         hc.DistributedOptimizer(optimizer, model.named_parameters(), replicas=4, model=model)
     for wire in ("int8", "int4", {"parameters": "int8"}):
+        shard = hc.Shard("gradients", wire=wire)
         with pytest.raises(ValueError, match=f"tensor={tensor} cannot be used with wire="):
-            hc.DistributedOptimizer(
-                optimizer, model.named_parameters(), shard="gradients", wire=wire, model=model
-            )
+            hc.DistributedOptimizer(optimizer, model.named_parameters(), shard=shard, model=model)
     with pytest.raises(ValueError, match="LocalSGD cannot be used with (tensor|stages)="):
         hc.LocalSGD(optimizer, model.named_parameters(), model=model)
     print("equal", flush=True)

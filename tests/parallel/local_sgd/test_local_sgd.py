@@ -553,7 +553,7 @@ def test_gradients_are_reduced_within_groups_and_averages_made_between_them(
         return run
 
     def make(**more: Any) -> Run:
-        closed.append(Run(model=make_model(False, 0.0), within=[[0, 2], [1, 3]], **options, **more))
+        closed.append(Run(model=make_model(False, 0.0), within=[[0, 2], [1, 3]], **{**options, **more}))
         return closed[-1]
 
     run = train(make(), 8)
@@ -573,7 +573,8 @@ def test_gradients_are_reduced_within_groups_and_averages_made_between_them(
     want = train(whole, 5).hash()
     assert train(make(**more).load(state), 5).hash() == want
     if shard:
-        offloaded = make(**more, offload="parameters" if shard == 3 else "optimizer")
+        how = hc.Shard(shard, offload="parameters" if shard == 3 else "optimizer")
+        offloaded = make(**more, shard=how)
         assert train(offloaded.load(state), 5).hash() == want
 
 
@@ -617,7 +618,8 @@ def test_a_process_set_that_is_there_is_used_and_left() -> None:
         ({"fragments": 50}, "50 is more than the 13"),
         ({"every": 4, "moments": {"exp_avg": 8}}, "'local' .* or 'average' .*, not {'exp_avg': 8}"),
         ({"moments": "global"}, "global"),
-        ({"offload": "optimizer"}, "offload='optimizer' needs shard"),
+        ({"shard": hc.Shard("none", offload="optimizer")}, "offload='optimizer' needs shard"),
+        ({"shard": hc.Shard(1, wire="int8"), "within": "host"}, "leave wire out"),
         ({"wire": "int4"}, "int4"),
         ({"within": "rack"}, "rack"),
         ({"within": 5}, "lists of ranks, such as .* not 5"),

@@ -6,6 +6,7 @@ enter it in :data:`ENGINES`, or name it on the command line as ``module:Class``.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,7 +171,7 @@ class Sharded(HvdCkpt):
     """This library with the model's states split over the ranks, and the backward passes of a step reduced together.
 
     Args:
-        shard: the stage, from 1 to 3.
+        shard: the stage, from 1 to 3; other options may be those of ``hc.Shard``, too.
     """
 
     title = "hvd_ckpt, sharded"
@@ -178,12 +179,16 @@ class Sharded(HvdCkpt):
     reduces_by = ""  # a shard is not the gradient of a parameter
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> tuple[nn.Module, Optimizer]:
+        options = dict(self.options)
+        names = {field.name for field in dataclasses.fields(hc.Shard)} & options.keys()
+        shard = hc.Shard(options.pop("shard"), **{name: options.pop(name) for name in names})
         sharded = hc.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
             backward_passes_per_step=passes,
+            shard=shard,
             model=model,
-            **self.options,
+            **options,
         )
         return model, sharded
 
