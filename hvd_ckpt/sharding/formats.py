@@ -1,4 +1,4 @@
-"""Wire formats: the number formats in which ranks send gradients and parameters.
+"""Communication formats: the number formats in which ranks send gradients and parameters.
 
 Horovod only moves bytes here. Each rank encodes a row for each rank. The receiver of rows adds them in rank order, in float32 or
 wider, so sums are rounded once per addition and repeat bit for bit. On several hosts the sum of each host is encoded once more.
@@ -35,7 +35,7 @@ class WireFormat:
     bytes_per_element = 4.0
 
     def __repr__(self) -> str:
-        return f"<wire format {self.name}>"
+        return f"<communication format {self.name}>"
 
     def changes(self, dtype: torch.dtype) -> bool:
         """True if elements of ``dtype`` are encoded; False if they are sent unchanged."""
@@ -234,7 +234,7 @@ def wire_formats(wire: str | Mapping[str, str]) -> tuple[WireFormat, WireFormat]
 
 
 def wire_format(name: str) -> WireFormat:
-    """The wire format of that name.
+    """The communication format of that name.
 
     Raises:
         ValueError: the name is unknown.
@@ -243,4 +243,4 @@ def wire_format(name: str) -> WireFormat:
         return WIRE_FORMATS[name]
     except (KeyError, TypeError):
         known = ", ".join(map(repr, WIRE_FORMATS))
-        raise ValueError(f"unknown wire format {name!r}: choose among {known}") from None
+        raise ValueError(f"wire must be one of {known}, not {name!r}") from None

@@ -1,4 +1,4 @@
-"""Sharded training on a device: shards and gradients in flight, wire formats, and loops on a stream of their own."""
+"""Sharded training on a device: shards and gradients in flight, communication formats, and loops on a stream of their own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Job:
     Args:
         ranks: all alike.
         offload: as of ``DistributedOptimizer``.
-        gradients, weights: wire formats.
+        gradients, weights: communication formats.
         within: the ranks are also a group that keeps a second copy.
     """
 

@@ -1,7 +1,7 @@
 """Cells: a workload and a way to recompute; and the models whose forward pass recomputes in that way.
 
-A model is written once. It is a :class:`Chain` of layers, some of which may be a :class:`Region`; the cell says in which way and in
-how many segments they are recomputed, and the engine brings the functions that do it.
+A model is written once. It is a :class:`Chain` of layers, some of which may be a :class:`RecomputedLayer`; the cell says in
+which way and in how many segments they are recomputed, and the engine brings the functions that do it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Chain(nn.Module):
         return self.recompute.chain(layers, *inputs, **shared)
 
 
-class Region(nn.Module):
+class RecomputedLayer(nn.Module):
     """A layer that is recomputed by itself, wherever it stands."""
 
     def __init__(self, layer: nn.Module, recompute: Recompute) -> None:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hvd_ckpt.app.compare.cells import Chain, Recompute, Region
-from hvd_ckpt.app.compare.workloads import CATALOG, Step, Workload
+from hvd_ckpt.app.compare.cells import Chain, Recompute, RecomputedLayer
+from hvd_ckpt.app.compare.workloads import CATALOG, RankStep, Workload
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.recompute.function import CheckpointFunction
 from hvd_ckpt.recompute.sequential import split
@@ -71,13 +71,13 @@ class Nested(Scenario, name="nested"):
     title = "each layer of a recomputed segment is recomputed by itself, too"
 
     def model(self, recompute: Recompute) -> nn.Module:
-        return Chain([Region(layer(), recompute) for _ in range(LAYERS)], recompute)
+        return Chain([RecomputedLayer(layer(), recompute) for _ in range(LAYERS)], recompute)
 
 
 class Unused(Scenario, name="unused"):
     title = "a layer that no rank uses, and weight decay"
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         return run_along(self, step, range(LAYERS - 1))
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -88,7 +88,7 @@ class UnusedOnOneRank(Scenario, name="unused-on-one-rank"):
     title = "layers that all ranks but the first use"
     alike = False
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         return run_along(self, step, range(LAYERS - 2 if step.rank == 0 else LAYERS))
 
 
@@ -128,7 +128,7 @@ class ChangingGraph(Scenario, name="changing-graph"):
     static = False
     alike = False
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         # The numbers of the layers in their order:
         #     step      0      1          2
         #     rank 0    0 1    1 2 3 1    2 3 4 5 2 2
@@ -142,7 +142,7 @@ class TwoForwards(Scenario, name="two-forwards"):
     title = "two forward passes, then one backward pass through both"
     parts = 2
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         losses = [self.loss_of(step, batch) for batch in step.batches]
         step.backward(losses[0] + losses[1])
         return [loss.detach() for loss in losses]
@@ -152,7 +152,7 @@ class ForwardWithoutGrad(Scenario, name="no-grad-forward"):
     title = "an evaluation under no_grad before and after each forward pass"
     parts = 3
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         before, batch, after = step.batches
         with torch.no_grad(), step.autocast():
             step.model(*before.inputs)
@@ -210,7 +210,7 @@ class OverflowOnOneRank(Scenario, name="overflow-on-one-rank"):
     title = "a scaled loss overflows on one rank: all must skip that step"
     scales_loss = True
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         loss = self.loss_of(step, *step.batches)
         # Times the scale that a gradient scaler begins with, 65536, this is beyond the largest float32.
         step.backward(loss * (1e36 if step.number == 1 and step.rank == 0 else 1.0))
@@ -253,7 +253,7 @@ class SparseChain(Chain):
         return output
 
 
-def run_along(scenario: Scenario, step: Step, path: Iterable[int]) -> list[torch.Tensor]:
+def run_along(scenario: Scenario, step: RankStep, path: Iterable[int]) -> list[torch.Tensor]:
     """A step that uses some of the layers only."""
     loss = scenario.loss_of(step, *step.batches, path=list(path))
     step.backward(loss)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from hvd_ckpt.app.compare.cells import KEEP, Cell, Recompute, TrainingSettings
 from hvd_ckpt.app.compare.recording import Recording, recording_of
 from hvd_ckpt.app.compare.runner.engine import Engine
-from hvd_ckpt.app.compare.workloads import Step, Workload
+from hvd_ckpt.app.compare.workloads import RankStep, Workload
 from hvd_ckpt.data.objectives import Batch
 from hvd_ckpt.utils.measure import now
 
@@ -83,7 +83,7 @@ class Training:
         """The forward and backward passes of a rank's step; returns the loss of each batch."""
         self.optimizer.zero_grad()
         how: dict[str, Any] = {"autocast": self.autocast, "backward": self.backward}
-        return self.workload.run(Step(self.wrapped, rank, size, number, batches, **how))
+        return self.workload.run(RankStep(self.wrapped, rank, size, number, batches, **how))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for a forward pass and its loss."""

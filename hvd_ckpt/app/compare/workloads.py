@@ -28,7 +28,7 @@ CATALOG: dict[str, type[Workload]] = {}
 
 
 @dataclass
-class Step:
+class RankStep:
     """One step of one rank, as a workload sees it.
 
     Attributes:
@@ -109,7 +109,7 @@ class Workload(ABC):
         """All batches of one rank in one step."""
         return [self.batch(rank, size, step, part) for part in range(self.parts)]
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         """The forward and backward passes of a step; returns its losses."""
         losses = []
         for batch in step.batches:
@@ -118,7 +118,7 @@ class Workload(ABC):
             losses.append(loss.detach())
         return losses
 
-    def loss_of(self, step: Step, batch: Batch, **how: Any) -> torch.Tensor:
+    def loss_of(self, step: RankStep, batch: Batch, **how: Any) -> torch.Tensor:
         """The forward pass of a batch and its loss; ``how`` is for the model, which also gets what its layers share."""
         with step.autocast():
             return self.loss(step.model(*batch.inputs, **batch.shared, **how), batch.targets)

@@ -241,7 +241,7 @@ class Config(Strict):
     )
     shard: Sharded = Field(
         Sharded(),
-        description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO). wire (communication dtype: fp32, "
+        description=f"State that is split over the ranks: {', '.join(STAGES)}; or 0 to 3 (ZeRO). wire (communication format: fp32, "
         "fp16, bf16, int8; int4 only for gradients), offload (optimizer, or parameters with gradients and optimizer; to host "
         "memory on CUDA, to files in folder=FOLDER on a CPU), accumulate_locally=true (add up the gradients of a step on each "
         "rank and send them once; needs memory for whole gradients), within (host, or groups such as [[0,1],[2,3]], which keep "
@@ -251,7 +251,7 @@ class Config(Strict):
     local: Local | None = Field(
         None,
         description="Local SGD: steps of each rank on its own between two averages of the parameters; outer_lr, outer_momentum "
-        "(DiLoCo), fragments (parts that are averaged in turn), delay (steps that an average overlaps), wire (communication dtype "
+        "(DiLoCo), fragments (parts that are averaged in turn), delay (steps that an average overlaps), wire (communication format "
         "of averages), within (host, or groups such as [[0,1],[2,3]], which reduce gradients in each step).  "
         "[default: no local SGD]",
     )

@@ -137,7 +137,7 @@ When = Annotated[str | int, AfterValidator(_when)]
 ShardStage = Annotated[str, BeforeValidator(_stage)]
 Steps = Annotated[str, BeforeValidator(_steps)]
 Groups = Annotated[Any, AfterValidator(_groups)]
-Wire = Annotated[str, one_of("wire format", "fp32", "fp16", "bf16", "int8", "int4")]
+Wire = Annotated[str, one_of("communication format", "fp32", "fp16", "bf16", "int8", "int4")]
 
 
 class Data(WithOptions):
