@@ -131,6 +131,8 @@ CASES: dict[str, Callable[..., Workload]] = {
     "grad-inside-backward": GradInsideBackward,
 }
 VARIANTS = [(name, variant) for name, case in CASES.items() for variant in case.variants]
+# What is refused is left out, and half precision, which has float32 masters there.
+IN_SHARDS = [pair for pair in VARIANTS if pair[0] not in ("uneven-data", "converted", "mixed-dtypes")]
 UNEVEN = ("tied", "unused-on-one-rank", "changing-graph", "late-in-backward", "short-last-group")
 TOLERANCES = {"mixed-dtypes": 1e-3, "converted": 5e-6}
 
@@ -165,6 +167,16 @@ def test_equals_one_process(name: str, variant: str) -> None:
         assert engine.model.chain[LAYERS - 1][0].weight.grad is None
         names = engine.optimizer.reduction_state_dict()["order"]
         assert names and not any(name.startswith(f"chain.{LAYERS - 1}.") for name in names)
+
+
+@pytest.mark.parametrize(("name", "variant"), IN_SHARDS)
+def test_equals_one_process_with_gradients_in_shards(name: str, variant: str) -> None:
+    last = run(name, variant, shard=2).optimizer.reduction_stats.last
+    if name in ("plain", "tied", "unused-on-one-rank"):
+        assert last.launches_in_backward == len(last.launch_order) == len(set(last.launch_order))
+        assert not last.late_gradients
+    if name == "unused":
+        assert LAYERS - 1 not in last.launches, "a group that nobody uses is still sent"
 
 
 @pytest.mark.ranks(gloo=(3,))
@@ -207,6 +219,8 @@ def test_any_way_to_clear_gradients(name: str, clear: str) -> None:
         {"keep_buckets": False},
         {"compression": hc.Compression.fp16},
         {"backward_passes_per_step": 2},
+        {"shard": 2, "gradient_predivide_factor": 4.0},
+        {"shard": 2, "backward_passes_per_step": 2},
     ],
     ids=str,
 )

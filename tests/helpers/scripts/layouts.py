@@ -14,7 +14,7 @@ from torch.nn import functional
 import hvd_ckpt as hc
 from hvd_ckpt.app.cli.main import main as command
 from hvd_ckpt.app.models.gpt import gpt
-from hvd_ckpt.planning import kinds
+from hvd_ckpt.planning import candidates, kinds, planner
 from hvd_ckpt.prediction import links
 from hvd_ckpt.reduction.agreement import of_all_processes
 
@@ -54,7 +54,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    kinds._SECONDS_PER_KIND, links.ROUNDS, links.SIZES = 0.0, 3, (1 << 14, 1 << 18, 1 << 22)
+    kinds._SECONDS_PER_KIND, candidates._LOOKS, planner._TIMED = 0.0, 2_000, 1
+    links.ROUNDS, links.SIZES = 3, (1 << 14, 1 << 18, 1 << 22)
     if sys.argv[1:]:
         command()
     else:
