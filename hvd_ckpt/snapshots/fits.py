@@ -21,7 +21,8 @@ from hvd_ckpt.sharding.surface import stepped_parameters
 from hvd_ckpt.snapshots.model import EXTRA, ModelTensors, check_split
 from hvd_ckpt.snapshots.ranges import OTHER_MODEL
 from hvd_ckpt.snapshots.reader import Snapshot
-from hvd_ckpt.snapshots.schema import TensorMetadata, rank_file
+from hvd_ckpt.snapshots.schema import TensorMetadata
+from hvd_ckpt.snapshots.state import optimizer_of
 from hvd_ckpt.utils.schema import Wrong, shown
 from hvd_ckpt.utils.states import described, is_number, is_single
 
@@ -106,13 +107,13 @@ def optimizer_values(snapshot: Snapshot, wanted: Iterable[str], copy: str = "") 
     for rank in dict.fromkeys([*candidates, *range(snapshot.ranks)]):
         if not missing and "more" in found:
             break
-        values = snapshot.state(rank_file(rank))["optimizer"]
+        values = optimizer_of(snapshot, rank)
         if values is None:
             continue
-        found.setdefault("others", values["others"])
-        found.setdefault("more", values["more"])
-        found["state"].update({name: values["state"][name] for name in missing & values["state"].keys()})
-        missing -= values["state"].keys()
+        found.setdefault("others", values.others)
+        found.setdefault("more", values.more)
+        found["state"].update({name: values.state[name] for name in missing & values.state.keys()})
+        missing -= values.state.keys()
     if missing:
         raise Wrong(f"it has no optimizer state of {shown(min(missing))}: {OTHER_MODEL}")
     return found

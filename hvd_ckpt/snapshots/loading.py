@@ -114,9 +114,7 @@ def load_optimizer(
                 if f"{kind}/{name}" in there:
                     wanted.append(names.elements(kind, name, parameter, target.start, target.stop))
                     places.append((place, key, part))
-        values_of = snapshot.read(wanted)
-        for (place, key, part), elements, flat in zip(places, wanted, values_of):
-            flat = flat.clone()
+        for (place, key, part), elements, flat in zip(places, wanted, snapshot.read(wanted, copied=True)):
             place[key] = _in_shape(flat, part.parameter, elements) if part.target.whole else flat
         groups = snapshot.replicated["options"]
         loaded: dict[str, Any] = {

@@ -109,13 +109,18 @@ class Snapshot:
         """Plain values that are the same on every rank."""
         return self.state(REPLICATED)
 
-    @cached_property
-    def per_rank(self) -> Any:
-        """The plain values of the rank; None if fewer ranks wrote the snapshot."""
+    @property
+    def number(self) -> int | None:
+        """The process that wrote :attr:`per_rank`."""
         rank = self.rank
         if rank is None:
             rank = hvd.rank() if hvd.is_initialized() else 0
-        return None if rank >= self.replicas else self.state(rank_file(self.number_of(rank)))
+        return None if rank >= self.replicas else self.number_of(rank)
+
+    @cached_property
+    def per_rank(self) -> Any:
+        """The plain values of the rank; None if fewer ranks wrote the snapshot."""
+        return None if self.number is None else self.state(rank_file(self.number))
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -143,11 +148,11 @@ class Snapshot:
         values = zip(named, wanted, self.read(wanted))
         return {name: elements.whole.unflatten(flat) for name, elements, flat in values}
 
-    def read(self, wanted: Sequence[Elements]) -> Iterator[Tensor]:
+    def read(self, wanted: Sequence[Elements], copied: bool = False) -> Iterator[Tensor]:
         """The values of these elements, 1-D, in the dtypes that they were saved in, on any layout of ranks.
 
         Only the files of ranks that have some of them are read. All of these are verified before this returns; values are then read
-        one at a time. They may be mapped from a file, not to be changed.
+        one at a time. Unless they are ``copied``, they may be mapped from a file, not to be changed.
 
         Raises:
             Wrong: there is no such tensor, or it has another size.
@@ -176,12 +181,18 @@ class Snapshot:
 
         def values() -> Iterator[Tensor]:
             for elements, there, moved, overlaps in found:
-                # Ranges are in order, without gap or overlap, so what is wanted of each follows on the one before.
-                parts = [files[rank](elements.name, start, stop) for rank, start, stop in overlaps]
-                empty = torch.empty(0, dtype=there.torch_dtype)
-                flat = parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
+                if len(overlaps) == 1 and (moved or not copied):
+                    ((rank, start, stop),) = overlaps
+                    flat = files[rank](elements.name, start, stop)
+                else:
+                    # Ranges are in order, without gap or overlap, so what is wanted of each follows on the one before.
+                    sizes = [stop - start for _, start, stop in overlaps]
+                    flat = torch.empty(sum(sizes), dtype=there.torch_dtype)
+                    for (rank, start, stop), place in zip(overlaps, torch.split(flat, sizes)):
+                        place.copy_(files[rank](elements.name, start, stop))
                 if moved:
                     flat = elements.whole.flatten(there.unflatten(flat))[elements.start : elements.stop]
+                    flat = flat.clone() if copied else flat
                 yield flat
 
         return values()

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from hvd_ckpt.distributed.replicas import ReplicasState
 from hvd_ckpt.reduction.state import GradientsState, ReducerState, parts_of
 from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.snapshots.schema import rank_file
 from hvd_ckpt.utils.schema import Wrong, first_error, shown
 from hvd_ckpt.utils.states import NUMBER, Count, Positive, State
 
@@ -111,7 +112,7 @@ def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankS
     """The replicated state. Raises Wrong unless it and the per-rank state have these schemas; names the first wrong entry."""
     with _schema("replicated"):
         checked = replicated.model_validate(snapshot.replicated)
-    if snapshot.per_rank is not None:
+    if snapshot.number is not None:
         with _schema("per_rank"):
             of_rank = per_rank.model_validate(snapshot.per_rank)
         gradients, learned = parts_of(of_rank.reduction)
@@ -120,6 +121,18 @@ def check_state(snapshot: Snapshot, replicated: type[R], per_rank: type[PerRankS
             if learned and snapshot.layout.stage < 2:
                 ReducerState.model_validate(learned)
     return checked
+
+
+class _OfRank(State):
+    model_config = ConfigDict(extra="ignore")
+
+    optimizer: OptimizerValues | None
+
+
+def optimizer_of(snapshot: Snapshot, rank: int) -> OptimizerValues | None:
+    """The plain values of the optimizer in a rank's file, which may be another rank's. Raises Wrong unless they have the schema."""
+    with _schema(rank_file(rank)):
+        return _OfRank.model_validate(snapshot.state(rank_file(rank))).optimizer
 
 
 @contextmanager

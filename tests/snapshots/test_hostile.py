@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from hvd_ckpt.app.training.optim import build_optimizer
 from hvd_ckpt.app.training.resume import check_fits, check_state
 from hvd_ckpt.processes.launchers import check_environment
 from hvd_ckpt.snapshots import reader
+from hvd_ckpt.snapshots.fits import optimizer_values
 from hvd_ckpt.snapshots.random_state import random_state
 from hvd_ckpt.snapshots.reader import Snapshot
+from hvd_ckpt.utils.schema import Wrong
 
 
 def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -88,6 +91,17 @@ def test_invalid_state_is_refused_with_its_key(
     inner[place[-1]] = value
     with pytest.raises(ConfigError, match=f"the snapshot of step 2 cannot be used: .*{says}"):
         check_state(forged)
+
+
+@pytest.mark.parametrize("value", [None, [], 3, {"optimizer": 3}, {"optimizer": {"state": []}}], ids=str)
+def test_a_file_of_any_rank_must_have_the_state_of_one(
+    resumed: Snapshot, tmp_path: Path, value: object
+) -> None:
+    forged = reader.read(write(tmp_path, 2, resumed.replicated, value), 0)
+    with pytest.raises(ConfigError, match="per_rank: "):
+        check_state(forged)
+    with pytest.raises(Wrong, match="rank-00000.pt: "):
+        optimizer_values(forged, {"0.weight"})
 
 
 def test_a_missing_key_is_named(resumed: Snapshot) -> None:
