@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = {"vocabulary": 24, "length": 6, "width": 16, "heads": 4,
 OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
 SAVED, NEXT = 2, 3  # steps
 TOGETHER = 10  # pairs of a case
+HELPERS = str(Path(__file__).resolve().parents[1] / "helpers")
 
 
 def _pair(rng: random.Random) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def check(cases: list[dict[str, Any]]) -> Iterator[str]:
         for part in ("there", "here"):
             for ranks in sorted({case[part]["ranks"] for case in cases}):
                 while _left(folder, part, ranks):  # after an error, a new launch runs the others
-                    environment = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+                    environment = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "PYTHONPATH": HELPERS}
                     status, output = run_ranks(ranks, Path(__file__), str(folder), part, **environment)
                     if status:
                         yield f"{part} on {ranks} ranks: {output[-3000:]}"

@@ -43,9 +43,9 @@ def test_jobs_of_other_layouts_resume_with_the_same_bits() -> None:
     drawn = resumes.draw(1, 0, "")[:6]
     one, two, staged, sequence, parameters, gradients = PARTS
     pairs = (two, one), (two, staged), (parameters, two), (parameters, parameters), (one, gradients)
+    common = {"optimizer": "AdamW", "average": False, "dtype": "float32", "tied": False}
     in_parts = [
-        {**drawn[0], "there": there, "here": here, "average": False, "dtype": "float32"}
+        {**common, "there": there, "here": here}
         for there, here in (*pairs, (sequence, sequence), (sequence, one))
     ]
-    (note,) = resumes.check([*drawn, *in_parts])
-    assert isinstance(note, Note)
+    assert [text for text in resumes.check([*drawn, *in_parts]) if not isinstance(text, Note)] == []

@@ -125,7 +125,7 @@ def test_processors_that_collectives_share_with_computation_hide_nothing() -> No
     assert seconds[0] < min(seconds[1:])
 
 
-def test_counted_computation_is_near_the_measured_one() -> None:
+def test_counted_computation_is_near_the_measured_one(quick_planner: None) -> None:
     torch.manual_seed(0)
     sizes = {**SIZES, "layers": 2, "width": 128}
     model = gpt(**sizes)
