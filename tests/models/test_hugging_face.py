@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from hvd_ckpt.app.compare.cells import Recompute
 from hvd_ckpt.app.compare.scenarios import Scenario
-from hvd_ckpt.app.compare.workloads import Step
+from hvd_ckpt.app.compare.workloads import RankStep
 from hvd_ckpt.app.models import bert, gpt2, xlnet
 
 pytestmark = [
@@ -81,7 +81,7 @@ class Trained(Scenario):
     def model(self, recompute: Recompute) -> torch.nn.Module:
         return torch.nn.ModuleList([build(self.name, self.reentrant)])
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         return [backward(self.name, step.model[0], step.number, step.rank)]
 
 

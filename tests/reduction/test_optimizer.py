@@ -30,7 +30,7 @@ from torch import nn
 import hvd_ckpt as hc
 from hvd_ckpt.app.compare.cells import Recompute
 from hvd_ckpt.app.compare.scenarios import Scenario
-from hvd_ckpt.app.compare.workloads import Step
+from hvd_ckpt.app.compare.workloads import RankStep
 
 pytestmark = pytest.mark.ranks(gloo=(1, 2), mpi=(4,))
 
@@ -145,7 +145,7 @@ def test_closures_are_evaluated_equally_often_everywhere() -> None:
     same_everywhere(model)
 
 
-def words(step: Step, count: int, part: int = 0) -> torch.Tensor:
+def words(step: RankStep, count: int, part: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step.number + step.rank + 10 * part)
     return torch.randint(20, (count,), generator=generator)
 
@@ -159,7 +159,7 @@ class Words(Scenario):
         embeddings = [nn.Embedding(20, WIDTH, sparse=True) for _ in range(2)]
         return nn.ModuleList([*embeddings, nn.Linear(WIDTH, 1)])
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         (often, sometimes, out), read = step.model, words(step, 5 + step.rank)
         hidden = often(read).sum(0)
         if step.number >= 2 and step.rank == 0:
@@ -192,7 +192,7 @@ class MoreWords(Words):
     def model(self, recompute: Recompute) -> nn.Module:
         return nn.Sequential(nn.Embedding(20, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         losses = []
         for part in range(1 + step.number % 2 + step.number // 3):
             losses.append(step.model(words(step, 5, part)).square().sum())

@@ -14,7 +14,7 @@ from torch import nn
 import hvd_ckpt as hc
 from hvd_ckpt.app.compare.cells import Chain, Recompute
 from hvd_ckpt.app.compare.scenarios import LAYERS, SCENARIOS, WIDTH, Scenario, layer, run_along
-from hvd_ckpt.app.compare.workloads import Step, Workload
+from hvd_ckpt.app.compare.workloads import RankStep, Workload
 from hvd_ckpt.data.objectives import Batch
 
 pytestmark = pytest.mark.ranks(gloo=(2,), mpi=(4,))
@@ -28,11 +28,11 @@ class LateOnOneRank(Scenario):
 
     static = False
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         losses = run_along(self, step, range(LAYERS))
         return losses + (run_along(self, step, [LAYERS - 1]) if self.is_late(step) else [])
 
-    def is_late(self, step: Step) -> bool:
+    def is_late(self, step: RankStep) -> bool:
         return step.number >= 3 and step.rank == 0
 
 
@@ -41,14 +41,14 @@ class LateInBackward(LateOnOneRank):
 
     variants = ("reentrant",)
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         return run_along(self, step, [*[LAYERS - 1] * self.is_late(step), *range(LAYERS)])
 
 
 class TwoBackwards(Scenario):
     """Two backward passes through one recomputed part of the graph."""
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         (batch,), model = step.batches, step.model
         shared = model(*batch.inputs, path=[0, 1, 2])
         losses = [
@@ -76,10 +76,10 @@ class Converted(Scenario):
         if number in (2, 4):
             model.to(torch.float64 if number == 2 else torch.float32)
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         (batch,), dtype = step.batches, next(step.model.parameters()).dtype
         converted = Batch((batch.inputs[0].detach().to(dtype).requires_grad_(),), batch.targets)
-        return run_along(self, Step(**{**vars(step), "batches": [converted]}), range(LAYERS))
+        return run_along(self, RankStep(**{**vars(step), "batches": [converted]}), range(LAYERS))
 
 
 class GradientsByHand(Scenario):
@@ -92,7 +92,7 @@ class GradientsByHand(Scenario):
         model.register_parameter("by_hand", nn.Parameter(torch.ones(WIDTH)))
         return model
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         (batch,), layers = step.batches, step.model.chain
         loss = self.loss(step.model(*batch.inputs), batch.targets)
         torch.autograd.grad(loss, layers[5][0].weight, retain_graph=True)
@@ -105,7 +105,7 @@ class GradientsByHand(Scenario):
 class GradInsideBackward(Scenario):
     """A hook runs ``torch.autograd.grad`` on a parameter in mid-backward, when its bucket has left."""
 
-    def run(self, step: Step) -> list[torch.Tensor]:
+    def run(self, step: RankStep) -> list[torch.Tensor]:
         (batch,), last = step.batches, step.model.chain[5]
         x = step.model(*batch.inputs, path=[0, 1, 2])
 
