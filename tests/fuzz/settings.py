@@ -273,12 +273,14 @@ def answer(words: list[str]) -> str:
     return "refused with one line"
 
 
-def logs(_: Path) -> Callable[[Draw, Path], None]:
+def logs(folder: Path) -> Callable[[Draw, Path], None]:
     """Pictures of logs that hold anything."""
     records = [
         {"step": 10 * at, "kind": ("train", "eval")[at % 3 == 0], "loss": 3.0 / (at + 1)} for at in range(12)
     ]
     good = [json.dumps(record) for record in records]
+    (folder / "log.jsonl").write_text("\n".join(good) + "\n")
+    loss_plot(folder / "log.jsonl", folder / "loss.png", "Loss")  # imports what it needs
 
     def feed(draw: Draw, folder: Path) -> None:
         log, lines = folder / "log.jsonl", list(good)
