@@ -2,7 +2,7 @@
 
 A write in place shows in a version counter, and a replaced tensor in its identity. The earlier values must have been copied before
 the pass: small tensors are always copied, others once a pass is known to write them. Passes that *learn*, the first ones of a
-region, copy all buffers to find out.
+region, copy all buffers and parameters to find out.
 
 During a recomputation, modules have scratch copies of the values from before the first pass. The tensors themselves come back
 afterwards, whatever the recomputation raises. So nothing is written twice, and what other graphs have saved stays as it is.
@@ -148,7 +148,7 @@ class Namespace:
         module: the module, or None.
         kind: "attributes", "_buffers", "_parameters", or "tensors".
         space: the namespace.
-        learn: whether to copy all buffers and attributes, and to compare values.
+        learn: whether to copy all tensors, and to compare values.
 
     Attributes:
         generators: its objects that draw random numbers.
@@ -201,7 +201,7 @@ class Namespace:
             return bytes_of(value) <= SMALL_BYTES and not value.requires_grad
         if _known and key in _known.get(self.module, ()):
             return True
-        return self.kind != "_parameters" and (self.learn or bytes_of(value) <= SMALL_BYTES)
+        return self.learn or (self.kind != "_parameters" and bytes_of(value) <= SMALL_BYTES)
 
     def written(self) -> Iterator[Written]:
         """The tensors that have been written since the namespace was noted."""
@@ -243,9 +243,7 @@ class Namespace:
         if tensor.grad_fn is not None and not stays:
             with aside():
                 old = tensor.detach().requires_grad_()  # must not hold the graph of an earlier pass
-        # Parameters are copied only once a pass is known to write them. The first such pass is recomputed
-        # with the values that it has written.
-        lost = changed and copy is None and not in_place
+        lost = changed and copy is None and self.kind != "tensors"
         return Written(
             self._name(key), self.space, key, old, copy, in_place, lost, changed and stamp is _LAZY
         )

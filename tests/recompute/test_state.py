@@ -109,6 +109,13 @@ def by_weight(block: Any, h: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def by_weight_written_first(block: Any, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        block.embedding.weight.mul_(0.9)
+    out: torch.Tensor = h * functional.embedding(torch.arange(len(h)) % 4, block.embedding.weight).detach()
+    return out
+
+
 KINDS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "torch generator": lambda block, h: h * torch.rand(h.shape, generator=block.generator),
     "numpy generator": lambda block, h: h * float(block.numpy_generator.random()),
@@ -127,6 +134,7 @@ KINDS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "cache": by_cache,
     "running statistics of no batch norm": by_running_statistics,
     "weight written by max_norm": by_weight,
+    "weight written first": by_weight_written_first,
     "nn.RReLU": lambda block, h: functional.rrelu(h, training=True),
 }
 
