@@ -145,13 +145,10 @@ class Bucket:
             view.detach().copy_(gradient)
             entry.parameter.grad = view
 
-    def gather(self, hidden: bool = False) -> torch.Tensor:
+    def gather(self) -> torch.Tensor:
         """Brings every gradient into the storage and makes it the parameter's ``grad``; missing ones count as zero.
 
         A gradient that arrived elsewhere (after ``zero_grad(set_to_none=True)``, say) is copied in and let go.
-
-        Args:
-            hidden: leave what was copied in ``grad``, since a placeholder takes its place next.
 
         Returns:
             The storage: 1-D, control flags at the end.
@@ -174,7 +171,7 @@ class Bucket:
                 if _references(view) > _REFERENCES:
                     # Another parameter has it as its gradient, or code has kept an earlier one: that stays as it is.
                     self.free()
-                    return self.gather(hidden)
+                    return self.gather()
                 if gradient is None:
                     missing.append(view)
                     continue
@@ -185,7 +182,7 @@ class Bucket:
                 foreach_copy_(targets, sources)
             if missing:
                 foreach_zero_(missing)
-            for parameter, view in () if hidden else copied:
+            for parameter, view in copied:
                 parameter.grad = view
         return flat
 

@@ -271,7 +271,7 @@ class Reducer(Machine):
                 self._gradients[index].state = DROPPED
             flat = torch.zeros(bucket.numel + bucket.flags, dtype=bucket.dtype, device=bucket.device)
         else:
-            flat = bucket.gather(hidden=True)
+            flat = bucket.gather()
         if bucket.flags:
             with torch.no_grad():
                 tail = flat[bucket.numel :]

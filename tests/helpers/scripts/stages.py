@@ -61,6 +61,37 @@ class Last(nn.Module):
         return result
 
 
+class Residual(nn.Module):
+    """Uses its input three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + torch.tanh(self.linear(x)) * x
+        return result
+
+
+@hc.skip.skippable(stash=["skip"])
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        x = functional.dropout(torch.tanh(self.linear(x)) + x, 0.1, self.training)
+        yield hc.skip.stash("skip", x)
+        return x
+
+
+@hc.skip.skippable(pop=["skip"])
+class Up(Down):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield hc.skip.pop("skip")
+        return torch.tanh(self.linear(x + skip) * skip) + x
+
+
 def transformer() -> nn.Sequential:
     return gpt(vocabulary=CLASSES, length=5, width=8, heads=2, layers=4, dropout=0.1, tied=False)
 
@@ -94,6 +125,19 @@ def mixed() -> nn.Sequential:
     return Chain(*(Mixed() for _ in range(5)), Last())
 
 
+def skips() -> nn.Sequential:
+    outer, inner = Down().isolate("outer"), Down().isolate("inner")
+    return nn.Sequential(
+        outer,
+        inner,
+        Residual(),
+        Residual(),
+        Up().isolate("inner"),
+        Up().isolate("outer"),
+        nn.Linear(WIDTH, CLASSES),
+    )
+
+
 def tokens(samples: int) -> Batch:
     """Predicted tokens are unevenly many; -100 is none."""
     targets = torch.randint(CLASSES, (samples, 4))
@@ -103,6 +147,10 @@ def tokens(samples: int) -> Batch:
 
 def images(samples: int) -> Batch:
     return Batch((torch.randn(samples, 2, 4, 4),), torch.randint(CLASSES, (samples,)))
+
+
+def rows(samples: int) -> Batch:
+    return Batch((torch.randn(samples, WIDTH),), torch.randint(CLASSES, (samples,)))
 
 
 def masked_rows(samples: int) -> Batch:
@@ -130,6 +178,7 @@ CASES: dict[str, tuple[Made, Callable[[int], Batch]]] = {
     "batch norm": (convolutions, images),
     "deferred batch norm": (deferred, images),
     "mixed values": (mixed, masked_rows),
+    "skips": (skips, rows),
     "frozen blocks": (frozen_transformer, tokens),
 }
 
