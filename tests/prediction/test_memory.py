@@ -130,7 +130,11 @@ def test_recomputation_lowers_activations_only_and_the_model_stays_as_it_was():
         ((2, 1), {"optimizer": "lbfgs"}, "does not work on each element by itself"),
         ((2,), {"precision": "int4"}, "precision must be one of fp32, bf16, fp16, bf16-params, not 'int4'"),
         ((2, hc.Shard(1, wire="int8")), {}, "int8"),
-        ((2, hc.Shard(2, wire="int3")), {}, "wire must be one of 'fp32', 'fp16', 'bf16', 'int8', 'int4', not 'int3'"),
+        (
+            (2, hc.Shard(2, wire="int3")),
+            {},
+            "wire must be one of 'fp32', 'fp16', 'bf16', 'int8', 'int4', not 'int3'",
+        ),
         ((2,), {"local": {"evry": 4}}, "no argument of local 'evry': did you mean 'every'?"),
         ((2,), {"local": {"delay": 101}}, "delay must be a whole number from 0 to 100, not 101"),
         ((4,), {"local": {"within": 3}}, "within=3 does not divide np=4"),
