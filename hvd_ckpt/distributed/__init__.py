@@ -2,6 +2,7 @@
 
 optimizer   DistributedOptimizer, which puts reduction, sharding and replicas together
 options     its arguments, checked together
+shard       its argument ``shard``
 precision   automatic mixed precision, with overflows that every rank sees
 extension   what shards and replicas add to it
 verification  ``verify``: comparisons of weights

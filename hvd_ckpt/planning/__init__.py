@@ -4,6 +4,7 @@ One file per step:
 
     budget        memory budgets: 6GiB, 0.3x, 80%, min
     blocks        the chain of blocks in a model, and the arguments of each
+    inputs        copies of arguments
     trace         the torch functions that a block calls
     candidates    sets of these calls that are worth dropping
     policy        checkpoint policies and their application to modules

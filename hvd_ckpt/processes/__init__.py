@@ -5,6 +5,7 @@ hosts         where the other ranks run, and whether their machines answer
 rendezvous    the first exchange, before Horovod runs
 grid          stages, replicas and parts: the place of each rank, and its host
 links         messages between all processes of a grid, and how it is formed
+near          messages between processes of one host
 device_link   messages of tensors on GPUs, between stages and between parts
 parts         sums and gathers among the parts of a replica
 partition     activations that are kept in shares, one on each part
