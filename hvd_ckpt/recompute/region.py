@@ -279,8 +279,8 @@ class Region:
             self._verification.is_over = not is_middle
         if self._state.lost:
             raise RecomputationMismatch(
-                f"'{self._state.lost[0]}', which earlier forward passes of {title_of(self.function)} did not write, was written in "
-                "this one, and its values from before are not known: write it from the first pass on, or run the module within "
+                f"'{self._state.lost[0]}' was written in a forward pass of {title_of(self.function)}, and its values from "
+                "before are not known: let the module that has it write it, from the first pass on, or run the module within "
                 "hc.without_recomputation()."
             )
         verification = self._verification

@@ -2,7 +2,7 @@
 
 A write in place shows in a version counter, and a replaced tensor in its identity. The earlier values must have been copied before
 the pass: small tensors are always copied, others once a pass is known to write them. Passes that *learn*, the first ones of a
-region, copy all buffers and parameters to find out.
+region, copy all buffers to find out, and the parameters of modules that may write them.
 
 During a recomputation, modules have scratch copies of the values from before the first pass. The tensors themselves come back
 afterwards, whatever the recomputation raises. So nothing is written twice, and what other graphs have saved stays as it is.
@@ -148,7 +148,7 @@ class Namespace:
         module: the module, or None.
         kind: "attributes", "_buffers", "_parameters", or "tensors".
         space: the namespace.
-        learn: whether to copy all tensors, and to compare values.
+        learn: whether to copy all buffers and attributes, and to compare values.
 
     Attributes:
         generators: its objects that draw random numbers.
@@ -201,7 +201,9 @@ class Namespace:
             return bytes_of(value) <= SMALL_BYTES and not value.requires_grad
         if _known and key in _known.get(self.module, ()):
             return True
-        return self.learn or (self.kind != "_parameters" and bytes_of(value) <= SMALL_BYTES)
+        if self.kind == "_parameters":
+            return self.learn and _may_write(self.module)
+        return self.learn or bytes_of(value) <= SMALL_BYTES
 
     def written(self) -> Iterator[Written]:
         """The tensors that have been written since the namespace was noted."""
@@ -250,6 +252,11 @@ class Namespace:
 
     def _name(self, key: str) -> str:
         return key if self.module is None else f"{type(self.module).__name__}.{key}"
+
+
+def _may_write(module: nn.Module) -> bool:
+    """Whether a forward pass may write parameters of its module. Those of PyTorch write none, but for ``max_norm``."""
+    return getattr(module, "max_norm", None) is not None or not type(module).__module__.startswith("torch.")
 
 
 def _same_objects(ours: dict[Any, Any], theirs: dict[Any, Any]) -> bool:

@@ -18,7 +18,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, spectral_norm
 
-from hvd_ckpt.recompute import CheckpointFunction, CheckpointSequential, checkpoint
+from hvd_ckpt.recompute import (
+    CheckpointFunction,
+    CheckpointSequential,
+    RecomputationMismatch,
+    checkpoint,
+)
 from hvd_ckpt.recompute.tape import run_selectively
 
 STEPS = 3
@@ -46,6 +51,7 @@ class Stateful(nn.Module):
         self.attribute = torch.ones(())
         self.cache: torch.Tensor | None = None
         self.embedding = nn.Embedding(4, 8, max_norm=0.5)
+        self.weight = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x + self.outer(self.use(self, torch.tanh(self.inner(x)))))
@@ -111,8 +117,8 @@ def by_weight(block: Any, h: torch.Tensor) -> torch.Tensor:
 
 def by_weight_written_first(block: Any, h: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        block.embedding.weight.mul_(0.9)
-    out: torch.Tensor = h * functional.embedding(torch.arange(len(h)) % 4, block.embedding.weight).detach()
+        block.weight.mul_(0.9)
+    out: torch.Tensor = h * block.weight.detach().clone()
     return out
 
 
@@ -198,6 +204,22 @@ def test_state_is_put_back(kind: str, way: str) -> None:
 
     plain = trained(make, lambda model, x: model(x))
     assert_equal_bits(trained(make, WAYS[way]), plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_first_write_of_another_modules_weight_is_an_error(use_reentrant: bool) -> None:
+    layer = nn.Linear(8, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            layer.weight.mul_(0.9)
+        return torch.tanh(layer(x))
+
+    y = checkpoint(function, torch.randn(4, 8, requires_grad=True), use_reentrant=use_reentrant)
+    with pytest.raises(
+        RecomputationMismatch, match="'Linear.weight' was written .* from before are not known"
+    ):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
