@@ -109,7 +109,9 @@ def test_a_resumed_run_has_as_many_replicas_and_warns_of_what_may_change_bits(
         train(folder, replicas=2, resume=str(folder / "run"))
     from hvd_ckpt.snapshots.schema import libraries
 
-    monkeypatch.setattr("hvd_ckpt.snapshots.training_state.libraries", lambda: {**libraries(), "torch": "0.1"})
+    monkeypatch.setattr(
+        "hvd_ckpt.snapshots.training_state.libraries", lambda: {**libraries(), "torch": "0.1"}
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
