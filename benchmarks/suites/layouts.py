@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import tempfile
 import time
 from typing import Any
 
@@ -13,11 +13,10 @@ from benchmarks.suites.scale_on_hosts import hosts, on_hosts
 from benchmarks.worker import Found, MeasuredJob
 from hvd_ckpt.app.cli.layout import TRIED, choose, job_of, settings_of
 from hvd_ckpt.app.compare.runner.report import Column
-from hvd_ckpt.app.training.trial import Trial, trial
+from hvd_ckpt.app.training.trial import Trial, temporary_folder, trial
 from hvd_ckpt.planning import kinds
 from hvd_ckpt.prediction.layouts import Job as Layouts
 from hvd_ckpt.prediction.training_layout import LayoutRow
-from hvd_ckpt.reduction.agreement import of_first_process
 
 STEPS = 20  # of these trials
 AGAIN = 4  # layouts that are measured again in turn, the fastest ones
@@ -28,11 +27,14 @@ SECONDS_PER_KIND = 0.4  # of timing for a plan; each layout needs its own
 class Sweep:
     """All layouts of one workload on these ranks.
 
+    Args:
+        stack: keeps the folder of its plans.
+
     Attributes:
         seconds: in which links and computation were measured.
     """
 
-    def __init__(self, job: MeasuredJob, case: Case) -> None:
+    def __init__(self, job: MeasuredJob, case: Case, stack: contextlib.ExitStack) -> None:
         sizes = dict(case.sizes)
         self._name, batch = sizes.pop("model"), sizes.pop("batch")
         self._sizes, self._job = sizes, job
@@ -40,7 +42,7 @@ class Sweep:
         self._layouts: Layouts = job_of(self._name, sizes, {}, 1 << 62, {}, job.device, print, batch=batch)
         rows = self._layouts.rows()
         self.seconds = time.perf_counter() - start
-        self._plans = of_first_process(tempfile.mkdtemp(), "layouts.plans")
+        self._plans = stack.enter_context(temporary_folder())
         self._most = max(row.peak for row in rows)
         self._least = dataclasses.replace(self._layouts, memory=1).rows()[0].peak
         self._known: dict[str, list[Trial | str]] = {}
@@ -120,10 +122,11 @@ def measure(job: MeasuredJob) -> list[Found]:
     kinds._SECONDS_PER_KIND = SECONDS_PER_KIND
     sweeps: dict[str, Sweep] = {}
     found = []
-    for case in job.cases:
-        if case.workload not in sweeps:
-            sweeps[case.workload] = Sweep(job, case)
-        found.append(sweeps[case.workload].run(case.at["memory"]))
+    with contextlib.ExitStack() as stack:
+        for case in job.cases:
+            if case.workload not in sweeps:
+                sweeps[case.workload] = Sweep(job, case, stack)
+            found.append(sweeps[case.workload].run(case.at["memory"]))
     return found
 
 

@@ -262,8 +262,8 @@ class Job:
                 layout, False, max(needed.peak, first), smallest, unrecorded=needed.unrecorded + slots
             )
         found = estimate(passes.peak)
-        row = self._timed(layout, computation, max(found.peak, first), budget, passes)
-        return dataclasses.replace(row, unrecorded=found.unrecorded + slots)
+        unrecorded = found.unrecorded + slots
+        return self._timed(layout, computation, max(found.peak, first), unrecorded, budget, passes)
 
     def _first_call(self, layout: TrainingLayout, part: nn.Module) -> int:
         """Bytes of the first call of a model in parts, which is compared with a call of the whole model."""
@@ -289,14 +289,16 @@ class Job:
             for name in ("forward_seconds", "backward_seconds")
         )
         passes = Passes(0, forward, backward, 0.0)
-        row = self._timed(layout, computation, max(pipeline.memory) + beside, budget, passes, pipeline)
-        return dataclasses.replace(row, unrecorded=slots)
+        return self._timed(
+            layout, computation, max(pipeline.memory) + beside, slots, budget, passes, pipeline
+        )
 
     def _timed(
         self,
         layout: TrainingLayout,
         computation: Computation,
         peak: int,
+        unrecorded: int,
         budget: int,
         passes: Passes,
         pipeline: PipelinePlan | None = None,
@@ -324,6 +326,7 @@ class Job:
             seconds / steps + self._update_seconds(layout),
             recomputing,
             _limit(seconds - step.computing - step.bubble, step.bubble, recomputing, seconds),
+            unrecorded,
         )
 
     def _beside_each_other(self, step: StepTime, staged: bool) -> float:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SHOWN = 10  # layouts that fit, and as many that do not
 TRIED = 8  # layouts with which some steps are trained, by default
 AS_FAST = 1.4  # that they take by prediction at most, of the seconds of the fastest
-TIMED_SECONDS = 2.0  # of a trial
+TIMED_SECONDS = 2.0  # of a trial, if its steps are neither very short nor long
 WIDTH = 120  # of the table where the output is not a terminal
 COLORS = {"computation": "#1f77b4", "link": "#d62728", "waiting for stages": "#ff7f0e", "memory": "#9467bd"}
 SETTINGS_OF = {"length": "sequence_length"}  # of `hvd-ckpt train`, by the option here
@@ -315,10 +315,6 @@ def _print_trials(rows: Sequence[LayoutRow], found: Sequence[Trial | str]) -> No
     console_for_tables(WIDTH).print(table)
 
 
-def _trying(settings: Mapping[str, Any]) -> str:
-    return "trying " + " ".join(_flags(settings))
-
-
 def choose(
     rows: Sequence[LayoutRow],
     most: int,
@@ -341,16 +337,14 @@ def choose(
         [row.unrecorded for row in worth],
         memory,
         lambda settings: say("trying " + " ".join(_flags(settings))),
-        round(
-            min(max(TIMED_SECONDS / rows[0].seconds, 6), 24)
-        ),  # steps: some seconds of them, if they are short
+        steps=round(min(max(TIMED_SECONDS / rows[0].seconds, 6), 24)),
     )
     within = [
         (each.seconds, number)
         for number, each in enumerate(found)
         if not isinstance(each, str) and each.peak <= memory
     ]
-    return rows[min(within, default=(0.0, 0))[1]], worth, found
+    return worth[min(within, default=(0.0, 0))[1]], worth, found
 
 
 def _write(file: Path, settings: dict[str, Any], rows: Sequence[LayoutRow], job: Job) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -36,6 +35,13 @@ class Trial(NamedTuple):
     peak: int
 
 
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    """A folder of the first process, on all processes. Collective."""
+    with tempfile.TemporaryDirectory(prefix="hvd_ckpt-trial-", ignore_cleanup_errors=True) as folder:
+        yield of_first_process(folder, "hvd_ckpt.trial.folder")
+
+
 def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None) -> Trial:
     """Trains some steps with settings of ``hvd-ckpt train``. Collective; starts Horovod anew where it has other stages or parts.
 
@@ -51,16 +57,15 @@ def trial(settings: Mapping[str, Any], steps: int = 6, plans: str | None = None)
         hvd.shutdown()
     if not hvd.is_initialized():
         runtime.init(stages=stages, tensor=tensor)
-    folder = of_first_process(tempfile.mkdtemp(prefix="hvd_ckpt-trial-"), "hvd_ckpt.trial.folder")
     # The trainer calls after each step but the last.
     others = {name: value for name, value in settings.items() if name not in OTHERS}
     if plans is not None and "budget" in settings:
         others["budget"] = f"{settings['budget']},cache={plans}"
     number = RECORDED + steps + 1
-    config = Config.make({**others, "validation_split": 0.0, "steps": number, "output": f"{folder}/run"})
     ends: list[float] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(temporary_folder())
+        config = Config.make({**others, "validation_split": 0.0, "steps": number, "output": f"{folder}/run"})
         for redirected in (contextlib.redirect_stdout, contextlib.redirect_stderr):
             stack.enter_context(redirected(io.StringIO()))
         before = memory_of_tensors()
@@ -100,10 +105,7 @@ def compared(
     def fastest(number: int) -> float:
         return min(each.seconds for each in found[number])
 
-    with (
-        tempfile.TemporaryDirectory(prefix="hvd_ckpt-plans-") as plans,
-        contextlib.suppress(KeyboardInterrupt),
-    ):
+    with temporary_folder() as plans, contextlib.suppress(KeyboardInterrupt):
         running = list(range(len(candidates)))
         for rounds in range(ROUNDS):
             for number in running[:: -1 if rounds % 2 else 1]:
